@@ -74,21 +74,14 @@ def active_recorder() -> "Recorder | None":
 
 
 def plainly(call: Callable[..., T], *args: Any) -> T:
-    """Call something that makes ordinary tensors, without gradients, whatever modes the caller has on.
-
-    It skips autograd and its version counters, without which an inference tensor can be written in any mode. torch's
-    guard for inference mode switches gradients on, so they are switched off inside of it.
-    """
+    """Call something that makes ordinary tensors, without gradients or version counters, whatever modes are on."""
     with _C._InferenceMode(False), _C._AutoDispatchBelowADInplaceOrView():  # noqa: FBT003, SLF001
         return without_gradients(call, *args)
 
 
 @attrs.define
 class Found:
-    """A storage that was there before the capture, the operator that took it first, and the tensors that it was in.
-
-    It keeps the storage alive. before: the bytes that it had, where the step writes it.
-    """
+    """A storage that was there before the capture, its first operator, its tensors, and its bytes before a write."""
 
     storage: torch.UntypedStorage
     address: int
@@ -214,10 +207,7 @@ class Recorder(OperatorWatch):
         self.refused: CaptureError | None = None
 
     def record(self, step: Callable[[], Any]) -> Any:
-        """Run a step, record this thread's operators meanwhile, and return what the step returns.
-
-        All that was there before is then as it was. Raises CaptureError inside another capture.
-        """
+        """Run a step, record this thread's operators, and put all back as it was. CaptureError inside a capture."""
         if active_recorder() is not None:
             raise CaptureError("this thread is capturing already: a capture cannot contain another one")
         random = torch.get_rng_state()
@@ -301,10 +291,7 @@ def _has_effect(operator: Any) -> bool:
 
 @final
 class CapturedGraph(Graph):
-    """The operators of one step, replayed into the storages of its capture.
-
-    Its outputs hold NaN, -1 or true until the first replay.
-    """
+    """The operators of one step, replayed into the storages of its capture, which hold NaN, -1 or true until then."""
 
     def __init__(self, recorder: Recorder, outputs: Any) -> None:
         storages = recorder.storages
@@ -322,11 +309,7 @@ class CapturedGraph(Graph):
             found.check()
 
     def replay(self) -> None:
-        """Run the recorded operators again, on whatever their inputs hold now.
-
-        Raises ReplayError inside a capture, if a tensor moved before the first replay, or from what an operator raised;
-        and whatever is raised by what runs between the operators as it is.
-        """
+        """Run the recorded operators again. ReplayError inside a capture, and where a tensor moved or one raises."""
         if not self._is_checked:
             self.check_addresses()
             self._is_checked = True

@@ -103,10 +103,7 @@ class CudaBackend(StreamBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach copies of one dtype a call.
-
-        The fused lowerings come first where triton can compile for the device.
-        """
+        """Foreach copies of one dtype a call; the fused lowerings come first where triton can compile."""
         return _CAPABILITIES if self.fusion() is None else _WITH_FUSION
 
     def upload(self, nbytes: int) -> Upload | None:
@@ -125,10 +122,7 @@ class CudaBackend(StreamBackend):
         return graph, torch.cuda.graph(graph, pool=handle, stream=self.state.stream, **options)
 
     def release_workspaces(self) -> None:
-        """Those of cuBLAS and cuBLASLt, which torch keeps for each handle and stream; there is no call for one stream.
-
-        torch's own graph trees (`torch/_inductor/cudagraph_trees.py`) do the same around each recording.
-        """
+        """Those of cuBLAS and cuBLASLt, of all streams, as torch's own graph trees do around each recording."""
         _C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -153,10 +147,7 @@ class CudaBackend(StreamBackend):
 
 @functools.lru_cache(maxsize=128)
 def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-    """The stream of a handle, and an event to be recorded on it, again and again: what waited for it goes on waiting.
-
-    torch takes 0, the default stream's handle, for none, and would draw a stream from its pool.
-    """
+    """The stream of a handle, and an event for it; for 0, the default stream's, torch would draw one from its pool."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     if handle == 0:
         return torch.cuda.default_stream(device), event

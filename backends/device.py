@@ -212,10 +212,7 @@ class StreamBackend(Backend):
     # a capture, and what it leaves
 
     def record(self, step: Callable[[], Any], pool: object | None, begin: Callable[[Handle], Opened]) -> DeviceGraph:
-        """Record a step. CaptureError, chained to what was said, with the device as it was before.
-
-        pool: as for `capture`. begin: makes a graph that records into a handle.
-        """
+        """Record a step into graphs that `begin` makes. CaptureError leaves the device as it was before."""
         used, state = self._pool_of(pool), self.state
         if self._module.is_current_stream_capturing():
             raise CaptureError("a step that is being captured cannot capture another")

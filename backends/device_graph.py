@@ -95,10 +95,7 @@ class DeviceGraph(Graph):
         self._launch = self._calls[0] if len(parts) == 1 else self._launch_all
 
     def replay(self) -> None:
-        """Launch the graph. ReplayError where torch or the driver refuses.
-
-        What runs between graphs raises whatever it raises.
-        """
+        """Launch the graph. ReplayError where torch or the driver refuses; what runs between graphs raises as it is."""
         try:
             self._launch()
         except SlotGraphError:
@@ -143,10 +140,7 @@ def out_of_memory(error: BaseException, while_: str) -> CaptureError:
 
 
 def not_captured(error: BaseException, advice: Advice = (), conditions: Advice = ()) -> CaptureError:
-    """The error for a step that raised, or that the device refused, while it was captured.
-
-    advice: for what a step does. conditions: for what is wrong whatever the step does.
-    """
+    """The error for a step that raised or was refused; conditions: advice for what is wrong whatever the step does."""
     if ran_out_of_memory(error):
         return out_of_memory(error, "while this bucket was captured")
     said, text = first_line(error), str(error).lower()

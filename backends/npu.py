@@ -111,11 +111,7 @@ def npu_c() -> Any:
 
 @contextlib.contextmanager
 def recording(graph: Any, handle: Handle, stream: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """torch.npu.graph, which leaves nothing behind where a capture does not even begin, or does not end.
-
-    torch_npu 2.13 enters the stream, and the mode that watches operators, before it begins the capture, and would leave
-    both entered where that raises.
-    """
+    """torch.npu.graph, which in torch_npu 2.13 leaves its stream and mode entered where a capture does not begin."""
     around, depth = npu().current_stream(), len(_modes())
     try:
         with npu().graph(graph, pool=handle, stream=stream, **options):
@@ -210,10 +206,7 @@ def _update_stream(device: torch.device) -> Any:
 
 
 def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
-    """What an operator takes of the parameters, each as it was given to it; nothing, if it has no host arguments.
-
-    torch_npu tells where it finds these: "arg" or "kwarg", the place there, and the name.
-    """
+    """What an operator takes of the parameters; torch_npu tells where: "arg" or "kwarg", the place there, the name."""
     operator = str(record.op_cache_entry.__name__)
     handlers: Any = importlib.import_module(_HANDLERS)._NPU_GRAPH_OP_HANDLERS  # noqa: SLF001 - no public name
     specs, given = handlers[operator].get_update_specs(operator), dict(record.kwargs)
@@ -282,7 +275,7 @@ class NpuBackend(StreamBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What is said at the head of this module, as a record."""
+        """What the head of this module says, as a record."""
         return _CAPABILITIES
 
     def capture(

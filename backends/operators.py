@@ -73,10 +73,7 @@ class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call
         """Run one operator, and return what it returns."""
 
     def take_apart(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a composite operator as the operators that it is made of, and see these.
-
-        Not by its own decompose(): once torch's python decompositions are loaded it takes those, with other rounding.
-        """
+        """Run a composite operator as the operators that it is made of, and see these."""
         parts = functools.partial(operator._op_dk, _C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # noqa: SLF001
         return run_under(self, parts)
 
@@ -131,17 +128,10 @@ def call_again(
     *,
     mutates: bool,
 ) -> Callable[[], object] | None:
-    """A call that does an operator again; its new results go where they lay the first time.
+    """A call that does an operator again, or None for memory without contents; new results go where they lay.
 
-    None for memory without contents.
-
-    Args:
-        operator: The operator.
-        args: Its arguments, as aliases of those that it had, so that nothing done to those (squeeze_) is seen.
-        kwargs: Likewise.
-        result: What it returned.
-        fixed: Of the tensors in this, those in memory of their own, by position.
-        mutates: Whether it writes an argument.
+    args, kwargs: aliases of what it had, so that nothing done to those (squeeze_) is seen. result: what it returned.
+    fixed: of the tensors in this, those in memory of their own, by position. mutates: whether it writes an argument.
     """
     name = operator._opname if operator.namespace == "aten" else ""  # noqa: SLF001 - OpOverload has no public name
     call = functools.partial(operator._op, *args, **kwargs)  # noqa: SLF001 - without the python layer around it
@@ -327,10 +317,7 @@ def check_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], c
 def check_function(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuse what torch does without any operator on a CPU tensor: reads, copies to and from the host.
-
-    parameters: host parameters by argument, of which the refusal says more.
-    """
+    """Refuse what torch does without an operator: reads and copies; of host parameters, by argument, it says more."""
     advice = _FUNCTIONS.get(func) or _refused_call(func, args, kwargs)
     if advice is None:
         return
@@ -346,10 +333,7 @@ def check_function(
 
 
 def copies_to_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is Tensor.to the host, which is a device written as the text "cpu".
-
-    A torch.device, such as `x.device`, is where the step runs.
-    """
+    """Whether a call is Tensor.to the text "cpu"; a torch.device, such as `x.device`, is where the step runs."""
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     return func is torch.Tensor.to and isinstance(target, str) and target.startswith("cpu")
 

@@ -74,10 +74,7 @@ class Ring(Upload):
         self._next = (index + 1) % ENTRIES
 
     def move(self, source: torch.Tensor) -> torch.Tensor:
-        """By way of pinned memory of its own, which torch's allocator keeps until the device has read it.
-
-        What is large goes so: an entry of the ring for it would be there 32 times, and for good.
-        """
+        """By way of pinned memory of its own: an entry of the ring for it would be there 32 times, and for good."""
         with torch.inference_mode(mode=False), torch.no_grad():
             held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
             return held.copy_(source).to(self.packet.device, non_blocking=True)
@@ -123,10 +120,7 @@ def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
 
 
 def copy_slice(packet: torch.Tensor, memory: torch.Tensor, at: int, nbytes: int) -> None:
-    """Start a copy of so many bytes from a place in pinned memory, on the current stream.
-
-    It copies from a slice of one tensor, which tells torch that the memory is pinned: no address would.
-    """
+    """Start a copy from a slice of pinned memory, on the current stream: of an address torch would not know that."""
     packet[:nbytes].copy_(memory[at : at + nbytes], non_blocking=True)
 
 

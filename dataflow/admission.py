@@ -1,7 +1,6 @@
 """Admission: a batch's sources held to their slots, each fault with the way out, and how each travels to its slot."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -113,11 +112,6 @@ def placed(want: Wanted, source: Any, tensor: torch.Tensor, buffers: Buffers, mo
     return tensor.clone().resolve_neg().resolve_conj()
 
 
-def fits(want: Wanted, source: Any, shape: Extent) -> bool:
-    """Whether nothing is wrong with a source: a stage of a pipeline asks it of what it was sent."""
-    return next(_faults(want, source, shape), None) is None
-
-
 def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.Tensor:
     """A host tensor in one piece, of a dtype, and in no slot's memory."""
     made = tensor.detach().resolve_neg().resolve_conj().to(dtype).contiguous()
@@ -178,7 +172,7 @@ class Kind:
     them. prepare: what makes another tensor of it first. pace: elements from one outer row to the next, of a tensor
     that the kernel reads in rows apart. loose: whether its carrier or `prepare` takes all kinds of host data; those of
     lists and arrays look at the type by themselves, in any case. in_place: whether it is the slot's own memory, which
-    its producer has written. hosted: whether it is host data that is taken up to a slot on the device.
+    its producer has written.
     """
 
     dtype: torch.dtype
@@ -188,7 +182,6 @@ class Kind:
     pace: int | None = None
     loose: bool = False
     in_place: bool = False
-    hosted: bool = False
 
 
 def kind_of(
@@ -212,19 +205,13 @@ def kind_of(
             return Kind(source.dtype, in_place=True)
         if not want.is_hosted(source):
             return _of_tensor(want, source, fused=fused)
-    kind = _as_it_is(want, source, tensor)
-    if kind is not None and carries and (_is_taken(want, kind.dtype) if fused else kind.dtype == want.dtype):
-        return attrs.evolve(kind, hosted=True)
-    if (
-        kind is None
-        or kind.carrier is None
-        or not kind.nbytes
-        or carries
-        or move is not None
-        or isinstance(source, torch.Tensor)
-    ):
-        return _of_any(want, tuple(tensor.shape), buffers, carries=carries, move=move)
-    return Kind(kind.dtype, prepare=_by_copy(kind.carrier, tensor))
+    carrier = _carrier_of(want, source, tensor)
+    if carrier is not None:
+        if carries and (_is_taken(want, tensor.dtype) if fused else tensor.dtype == want.dtype):
+            return Kind(tensor.dtype, carrier, tensor.nbytes)
+        if tensor.nbytes and not carries and move is None and not isinstance(source, torch.Tensor):
+            return Kind(tensor.dtype, prepare=_by_copy(carrier, tensor))
+    return _of_any(want, tuple(tensor.shape), buffers, carries=carries, move=move)
 
 
 def _by_copy(carry: Any, like: torch.Tensor) -> Callable[[Any], torch.Tensor]:
@@ -258,9 +245,9 @@ def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, mov
     if carries:
         nbytes = math.prod(shape) * want.dtype.itemsize
         carry = tensor_carrier(nbytes)
-        return Kind(want.dtype, lambda brought: carry(dense(brought)), nbytes, loose=True, hosted=True)
+        return Kind(want.dtype, lambda brought: carry(dense(brought)), nbytes, loose=True)
     if move is not None:
-        return Kind(want.dtype, prepare=lambda brought: move(dense(brought)), loose=True, hosted=True)
+        return Kind(want.dtype, prepare=lambda brought: move(dense(brought)), loose=True)
     device, dtype = want.device, want.dtype  # of the slot, whatever this one and those to come are of
     return Kind(dtype, prepare=lambda brought: admitted(brought).to(device=device, dtype=dtype), loose=True)
 
@@ -269,7 +256,7 @@ def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
     """A tensor that fits, where its slot is. A plain copy converts it, and reads it as it lies."""
     if not (source.is_neg() or source.is_conj()):  # before it is converted: negated bytes are no negative numbers
         if not fused or (source.is_contiguous() and _is_taken(want, source.dtype)):
-            return _plain(source.dtype)
+            return Kind(source.dtype)
         varying, pace = want.slot.varying, None
         if varying and _is_taken(want, source.dtype):
             pace = row_stride(source, varying[0])
@@ -284,27 +271,19 @@ def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
     return Kind(want.dtype, prepare=prepare)
 
 
-@functools.cache
-def _plain(dtype: torch.dtype) -> Kind:
-    """A tensor that is read as it lies."""
-    return Kind(dtype)
-
-
-def _as_it_is(want: Wanted, source: Any, tensor: torch.Tensor) -> Kind | None:
-    """Host data whose bytes need no tensor in between; None for all other."""
-    carrier: Carrier | None = None
+def _carrier_of(want: Wanted, source: Any, tensor: torch.Tensor) -> Carrier | None:
+    """What makes bytes of host data without a tensor in between; None where one is needed."""
     if isinstance(source, torch.Tensor):
-        if source.is_contiguous() and not source.is_neg() and not source.is_conj():
-            carrier = tensor_carrier(source.nbytes)
-    elif type(source) is np.ndarray:
-        if source.flags.c_contiguous:
-            carrier = array_carrier(source)
-    elif type(source) in (list, tuple) and tensor.dim() == 1 and tensor.dtype == want.dtype:
-        packing = list_carrier(len(source), want.dtype)
+        is_plain = source.is_contiguous() and not source.is_neg() and not source.is_conj()
+        return tensor_carrier(source.nbytes) if is_plain else None
+    if type(source) is np.ndarray:
+        return array_carrier(source) if source.flags.c_contiguous else None
+    carrier = list_carrier(len(source), want.dtype) if type(source) in (list, tuple) and tensor.dim() == 1 else None
+    if carrier is not None and tensor.dtype == want.dtype:
         with contextlib.suppress(*NOT_CARRIED):  # numbers of other kinds
-            if packing is not None and packing(source) is not None:
-                carrier = packing
-    return None if carrier is None else Kind(tensor.dtype, carrier, tensor.nbytes)
+            carrier(source)
+            return carrier
+    return None
 
 
 def _is_taken(want: Wanted, dtype: torch.dtype) -> bool:

@@ -15,8 +15,8 @@ from .errors import BatchError
 from .guard import below_modes, without_gradients
 from .oracle import fill_slot_by_slot
 from .packet import Feed
-from .plan import FUSED, LARGE_BYTES, NONE, Pattern, plan_fill, slot_bytes
-from .ready import Lanes, Planned, Ready
+from .plan import FUSED, NONE, Pattern, packed_bytes, plan_fill
+from .ready import Planned, Ready
 from .sources import NO_SIDE, Side, Sources
 from .specialization import Specialization, Specializations, Taken, keep_newest
 
@@ -33,15 +33,8 @@ def absent_from(declaration: Declaration, batch: Any, side: Side = NO_SIDE) -> A
 class Bucket:
     """Fills one bucket of padded sizes; an exact one shows the step live rows only, and takes any size up to its own.
 
-    Args:
-        declaration: The slots.
-        sizes: The padded size of every axis, at most the buffers' capacity.
-        capabilities: The backend's record.
-        buffers: The memory behind the slots.
-        lowering: How fills are run.
-        exact: Whether the step sees live rows only.
-        feed: The packet, where there is an upload.
-        table: Where to keep specializations; one of its own, where it is not given.
+    sizes: the padded size of every axis, at most the buffers' capacity. lowering: how fills are run. feed: the packet,
+    where there is an upload. table: where to keep specializations; one of its own, where it is not given.
     """
 
     def __init__(
@@ -64,6 +57,7 @@ class Bucket:
         self._exact = exact
         self._feed = feed
         self._packs = feed is not None and (lowering in FUSED or capabilities.packed_uploads)
+        self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
         self._table = Specializations(declaration) if table is None else table
         self.gather = self._table.gather
         slots = [(name, declaration.slots[name]) for name in self._table.names]
@@ -133,8 +127,7 @@ class Bucket:
         """The long way: look at each source, plan, and bind the plan."""
         kinds = self._kinds(sources, live, absent)
         planned = self._planned(self._pattern(kinds, absent))
-        uploads = planned.lanes is not None or planned.plan.packed or planned.plan.moved
-        feed = self.feed if uploads else None
+        feed = self.feed if planned.uploads else None
         made_for, names = (self, live, absent), self._table.names
         found = Specialization(made_for, planned, names, kinds, sources, self.buffers, feed)
         taken = below_modes(found.take, sources)
@@ -159,7 +152,8 @@ class Bucket:
         admitted = check_sources(wanted, brought, shapes, self.buffers)
         for want, source, tensor in zip(wanted, brought, admitted, strict=True):
             name, move = want.name, self._move if self._packs and want.slot.placement == DEVICE else None
-            fused, carries = name in planned.fused, name in planned.carried
+            fused = name in planned.fused
+            carries = name in self._room and (fused or self.lowering not in FUSED)
             found[name] = kind_of(want, source, tensor, self.buffers, fused=fused, carries=carries, move=move)
         return found
 
@@ -171,7 +165,8 @@ class Bucket:
             (want.name, want.dtype) for want in self._wanted
         }
         in_place = [name for name, kind in kinds.items() if kind.in_place]
-        return Pattern(absent, in_place, [name for name, kind in kinds.items() if kind.hosted], frozenset(others))
+        hosted = [name for name, kind in kinds.items() if kind.carrier is not None]
+        return Pattern(absent, in_place, hosted, frozenset(others))
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.feed.upload.move(tensor)
@@ -187,15 +182,8 @@ class Bucket:
                 lowering=self.lowering,
                 foreign=self.buffers.foreign,
             )
-            lanes, carried = None, NONE
-            if self.lowering in FUSED:
-                lanes = Lanes.of(plan, self.declaration, self.buffers, self.feed.number())
-            elif self._packs:  # a packet for copies has no room for large slots
-                there = [(want.name, want.slot) for want in self._wanted if want.slot.placement == DEVICE]
-                small = [n for n, slot in there if slot_bytes(slot, self.sizes, self._capabilities) < LARGE_BYTES]
-                carried = frozenset(small)
-            made = plan, self.declaration, self.buffers, self.sizes
-            known = Planned(*made, exact=self._exact, lanes=lanes, carried=carried)
+            owner = self.feed.number() if self.lowering in FUSED else 0
+            known = Planned(plan, self.declaration, self.buffers, self.sizes, exact=self._exact, owner=owner)
             keep_newest(self._plans, PATTERNS)[pattern] = known
         return known
 
@@ -213,11 +201,11 @@ def hand_over(bucket: Bucket, batch: Any, live: tuple[int, ...], absent: Absent 
     }
     views = {**ready.shown(), **own}
     known, fields = {**declaration.given(ready.step), **views}, declaration.fields
-    host = [computation.on(known, fields) for computation in ready.host]
+    packed, sizes = [value.computation for value in ready.packed], ready.step.padded_sizes
+    packed = [attrs.evolve(one, target=bucket.buffers[one.slot].view(sizes)) for one in packed]
+    host = [computation.on(known, fields) for computation in (*ready.host, *packed)]
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
-    for value in (*ready.packed, *ready.moved):
-        known[value.slot] = views[value.slot] = bucket.feed.upload.move(value.on(known, fields).tensor_of(batch))
     device = [computation.on(known, fields) for computation in ready.device]
     return attrs.evolve(ready, views=views, shown=lambda: views, host=host, device=device)

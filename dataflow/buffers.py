@@ -16,7 +16,6 @@ from .computation import initial_value, write_all
 from .declaration import Declaration
 from .errors import BindError, ReplayError, did_you_mean
 from .slots import Slot
-from .tails import Pad
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
 Box = Sequence[tuple[int, int]]
@@ -116,17 +115,6 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
 
 
-def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Address ranges in order, those that touch made one."""
-    merged: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return merged
-
-
 def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
     """Whether a tensor's elements lie in one of several address ranges."""
     low, high = span(tensor)
@@ -137,7 +125,6 @@ def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
 class Buffer:
     """One slot's memory at full capacity.
 
-    mark: how far rows may hold something else than the tail's value, along each varying dim (a high-water mark);
     owner: the tensor that was handed in, where the memory was adopted; `tensor` is an alias of it, whose shape nobody
     else can change. foreign: whether its owner may write it between steps. pooled: whether it is a part of memory that
     others use in their turn.
@@ -146,7 +133,6 @@ class Buffer:
     name: str
     slot: Slot
     tensor: torch.Tensor
-    mark: tuple[int, ...]
     owner: torch.Tensor | None = None
     foreign: bool = False
     pooled: bool = False
@@ -179,10 +165,6 @@ class Buffer:
         """A size along each varying dim."""
         return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
 
-    def distrust(self) -> None:
-        """From now on any row may hold anything."""
-        self.mark = tuple(self.tensor.shape[dim] for dim in self.slot.varying)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the whole buffer."""
@@ -192,9 +174,8 @@ class Buffer:
 class Buffers:
     """The buffers of one declaration.
 
-    ledger: tells which fill came last, so that a repeated one finds tails clean; mine: the last one to these buffers.
-    turn: what is to be known of others in the same memory. unmarked: whether a kernel has written slots since, which
-    keeps no marks.
+    ledger: tells which fill came last, so that a repeated one finds tails clean. turn: what is to be known of others
+    in the same memory.
     """
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory | None = None) -> None:
@@ -202,8 +183,6 @@ class Buffers:
         self.capacity = dict(capacity)
         shared = SharedMemory() if shared is None else shared
         self.ledger, self.turn = shared.ledger, shared.turn
-        self.mine: object | None = None
-        self.unmarked = False
 
     def __getitem__(self, name: str) -> Buffer:
         """One slot's buffer."""
@@ -219,9 +198,7 @@ class Buffers:
 
     def distrust(self) -> None:
         """Forget what is known of tails: after a write that no plan made, or one that broke off."""
-        self.ledger.stamp, self.mine, self.unmarked = None, None, False
-        for buffer in self:
-            buffer.distrust()
+        self.ledger.stamp = None
 
     @property
     def nbytes(self) -> int:
@@ -247,15 +224,14 @@ class Buffers:
         return [span(buffer.tensor) for buffer in self if buffer.nbytes]
 
     @functools.cached_property
-    def near(self) -> list[tuple[int, int]]:
-        """Ranges of addresses outside of which no tensor begins that reaches into a buffer; a few, in order."""
-        tensors = [buffer.tensor for buffer in self if buffer.nbytes]
-        return merge((one.untyped_storage().data_ptr(), span(one)[1]) for one in tensors)
+    def near(self) -> tuple[int, int]:
+        """Two addresses; no tensor reaches into a buffer that begins before the first, or from the second on."""
+        return min(self.storages, default=0), max([stop for _, stop in self.spans], default=0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether some of a tensor's elements lie in a buffer."""
-        address = tensor.data_ptr()
-        return any(low <= address < high for low, high in self.near) and overlaps(tensor, self.spans)
+        low, high = self.near
+        return low <= tensor.data_ptr() < high and overlaps(tensor, self.spans)
 
     @functools.cached_property
     def addresses(self) -> dict[str, int]:
@@ -307,7 +283,6 @@ def allocate(
             name,
             slot,
             tensors[name],
-            tuple(0 for _ in slot.varying),
             owner=owners.get(name),
             foreign=name in foreign,
             pooled=name in shared.tensors,
@@ -316,9 +291,6 @@ def allocate(
     }
     buffers = Buffers(made, capacity, shared)
     _initialise(buffers, capabilities, adopted=not keep_bound)
-    for buffer in buffers:
-        if buffer.pooled or (buffer.adopted and keep_bound) or not _is_all_tail(buffer.slot):
-            buffer.distrust()
     return buffers
 
 
@@ -339,12 +311,6 @@ def _own(
             made[name] = carve(arena, start, *asked[name])
             start += nbytes
     return made
-
-
-def _is_all_tail(slot: Slot) -> bool:
-    """Whether a slot that holds its initial value holds what its tail must."""
-    rule = slot.rule()
-    return not isinstance(rule, Pad) or rule.value is slot.initial()
 
 
 def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool = True) -> None:

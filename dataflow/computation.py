@@ -14,7 +14,7 @@ from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
 from .errors import ComputeError, blame
 from .hostdata import HOST_KINDS, letter_of, tensor_of
-from .packet import WORD, rounded
+from .packet import UNIT, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, look_up
 from .tails import holds, range_of, resolve_value
@@ -184,40 +184,29 @@ class Computation:
 class PackedValue:
     """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
 
-    nbytes: bytes in the upload, a multiple of its unit. pack: for one number of the slot's own kind.
+    nbytes: bytes in the upload, in whole units. pack: for one number of the slot's own kind.
     """
 
     computation: Computation
-    scratch: torch.Tensor
     nbytes: int
     pack: Callable[[Any], bytes] | None
-
-    @classmethod
-    def of(cls, computation: Computation, unit: int = WORD) -> "PackedValue":
-        """The same computation with a host tensor as its target; unit: what its place's bytes are a multiple of."""
-        target = computation.target
-        nbytes = rounded(target.nbytes, unit)
-        with torch.inference_mode(mode=False):
-            room = torch.zeros(max(nbytes, unit), dtype=torch.uint8, device="cpu")
-            scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
-        letter = letter_of(target.dtype) if target.numel() == 1 else None
-        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
-        return cls(attrs.evolve(computation, target=scratch), scratch, nbytes, pack)
 
     @property
     def slot(self) -> str:
         """Which slot the value is for."""
         return self.computation.slot
 
-    def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "PackedValue":
-        """The same function with other arguments."""
-        return attrs.evolve(self, computation=self.computation.on(known, fields))
-
-    def tensor_of(self, batch: Any) -> torch.Tensor:
-        """Call the function; its result on the host, until the next call. ComputeError as `bytes_of`."""
-        with torch.no_grad():
-            self.computation.run(batch)
-        return self.scratch
+    @classmethod
+    def of(cls, computation: Computation) -> "PackedValue":
+        """The same computation with a host tensor as its target."""
+        target = computation.target
+        nbytes = rounded(target.nbytes)
+        with torch.inference_mode(mode=False):
+            room = torch.zeros(max(nbytes, UNIT), dtype=torch.uint8, device="cpu")
+            scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
+        letter = letter_of(target.dtype) if target.numel() == 1 else None
+        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
+        return cls(attrs.evolve(computation, target=scratch), nbytes, pack)
 
     def bytes_of(self, batch: Any) -> bytes:
         """Call the function. ComputeError where it raises, or the slot cannot hold what it returns."""
@@ -230,4 +219,4 @@ class PackedValue:
                 computation.store(value)  # which says what does not fit
         with torch.no_grad():
             computation.store(value)
-        return ctypes.string_at(self.scratch.data_ptr(), self.nbytes)
+        return ctypes.string_at(computation.target.data_ptr(), self.nbytes)

@@ -2,18 +2,18 @@
 
 import functools
 import graphlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 import torch
 
 from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
-from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
+from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
-from .sources import OUT, RANKS, SETTINGS, STEP, Source, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Call, Path, Source, look_up
 
 Faults = Iterator[tuple[str, str]]
 """Pairs of a slot's or a field's name and what is wrong with it."""
@@ -71,8 +71,8 @@ class Declaration:
     @functools.cached_property
     def parameters(self) -> Mapping[str, str]:
         """Host parameters: by the operator's argument that takes it, the slot's name."""
-        named = ((slot.parameter(name), name) for name, slot in self.slots.items())
-        return MappingProxyType({argument: name for argument, name in named if argument is not None})
+        slots = self.slots.items()
+        return MappingProxyType({slot.argument: name for name, slot in slots if slot.argument is not None})
 
     def side(self, name: str) -> Placement:
         """Where a computed slot's function runs."""
@@ -86,6 +86,15 @@ class Declaration:
         known = ", ".join(map(repr, sorted(self.arguments))) or "none"
         instead = hint(unknown, self.arguments, f"the side arguments that its slots read are: {known}")
         raise BatchError(f"{self.name}: no slot reads the side argument {unknown!r}: {instead}")
+
+    def check_names(self, argument: str, names: Iterable[str], kind: Literal["", "optional", "copied"] = "") -> None:
+        """ConfigError where an argument names what is no slot of the class, or none of a kind."""
+        kinds = {"": (*self.slots, *self.disabled), "optional": [*dict(self.optional)], "copied": [*self.sources]}
+        for name in names:
+            if name not in kinds[kind]:
+                instead = hint(name, kinds[kind], f"{kind or 'known'} are {', '.join(kinds[kind]) or 'none'}")
+                what = f"{kind} slot".strip()
+                raise ConfigError(f"{argument} names {name!r}, which is no {what} of {self.name}: {instead}")
 
     def given(self, step: Step) -> dict[str, Any]:
         """What functions of computed slots are given by name, beside slots and fields."""
@@ -120,12 +129,9 @@ class Declaration:
         made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks)
         given = {SETTINGS: settings, RANKS: ranks}
         for name, slot in made.slots.items():
-            compute = slot.computes()
-            for need in compute.needs if compute else ():
-                if compute and need not in made.slots and need in given and given[need] is None:
-                    raise DeclarationError(
-                        f"slot {name!r}: its function {compute.name} asks for `{need}`: give the runner {need}="
-                    )
+            for need in slot.needs:
+                if need not in made.slots and given.get(need, need) is None:
+                    raise DeclarationError(f"slot {name!r}: its function asks for `{need}`: give the runner {need}=")
         return made
 
 
@@ -137,10 +143,7 @@ def declare(
     Raises DeclarationErrors with every fault at once, those `found` by the caller first.
     """
     faults = [*found]
-    faults += [
-        DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}")
-        for slot, fault in (*_own_faults(slots), *_graph_faults(slots, fields))
-    ]
+    faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(slots, fields)]
     seen: dict[str, Axis] = {}
     for axis in _axes(slots):
         if seen.setdefault(axis.name, axis) != axis:
@@ -153,8 +156,9 @@ def declare(
     if faults:
         raise refused(name, faults)
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
-    read = [source.arguments for source in made.sources.values()]
-    return attrs.evolve(made, arguments=None if None in read else frozenset[str]().union(*filter(None, read)))
+    read = made.sources.values()
+    beside = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.beside)
+    return attrs.evolve(made, arguments=beside if all(isinstance(one, Path | Call) for one in read) else None)
 
 
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
@@ -162,15 +166,9 @@ def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
     return DeclarationErrors(f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}", faults)
 
 
-def needs_of(slot: Slot) -> tuple[str, ...]:
-    """Names that a slot needs, `step`, `settings` and `ranks` among them; none for a slot that is not computed."""
-    compute = slot.computes()
-    return compute.needs if compute else ()
-
-
 def _side_of(slot: Slot, slots: Mapping[str, Slot]) -> Placement:
     """Where a computed slot's function runs: on the device as soon as it needs a slot there, else on the host."""
-    on_device = any(name in slots and slots[name].placement == DEVICE for name in needs_of(slot))
+    on_device = any(name in slots and slots[name].placement == DEVICE for name in slot.needs)
     return DEVICE if on_device else HOST
 
 
@@ -180,53 +178,46 @@ def _order(slots: Mapping[str, Slot]) -> tuple[str, ...]:
     Raises graphlib.CycleError, whose second argument is the path, where slots need each other in a circle.
     """
     edges = {
-        name: sorted(need for need in needs_of(slot) if need in slots)
+        name: sorted(need for need in slot.needs if need in slots)
         for name, slot in sorted(slots.items())
         if slot.computes()
     }
     return tuple(name for name in graphlib.TopologicalSorter(edges).static_order() if name in edges)
 
 
-def _own_faults(slots: Mapping[str, Slot]) -> Faults:
-    return ((name, fault) for name, slot in slots.items() for fault in slot.faults())
-
-
-def _graph_faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Faults:
-    """What is wrong with how slots depend on each other, and on what they give operators."""
+def _faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Faults:
+    """What is wrong with each slot by itself, with what it needs of others, and with what it gives operators."""
     first: dict[str, str] = {}
     for name, slot in slots.items():
+        yield from ((name, fault) for fault in slot.faults())
+        yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, slot, slots, fields))
         if name in _RESERVED:
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if slot.computes() and slot.reads(name) is not None:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
-        yield from ((name, fault) for fault in (*_need_faults(slot, slots, fields), *_side_faults(slot, slots)))
-        argument = slot.parameter(name)
+        if slot.placement == HOST and _side_of(slot, slots) == DEVICE:
+            yield name, "it needs slots on the device but is placed on the host: that would wait for the device"
+        argument = slot.argument
         if argument is not None and first.setdefault(argument, name) != name:
             yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
 
 
-def _need_faults(slot: Slot, slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[str]:
-    for need in needs_of(slot):
-        if isinstance(slots.get(need), Output):
-            yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
-        elif need in _GIVEN and need in fields and need not in slots:
-            yield f"it needs {need!r}, which has a meaning of its own in slotgraph, but is a field, too: rename that"
-        elif need not in {*slots, *fields, *_GIVEN}:
-            known = "slot nor field of the declaration, nor `step`, `settings` or `ranks`"
-            yield f"it needs {need!r}, which is neither {known}{did_you_mean(need, [*slots, *fields, *_GIVEN])}"
-
-
-def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:
-    if not slot.computes() or _side_of(slot, slots) == HOST:
-        return
-    if slot.placement == HOST:
-        yield "it needs slots on the device but is placed on the host: that would read the device back in each step"
-    for need in needs_of(slot):
-        if need != SETTINGS and (need not in slots or slots[need].placement == HOST):  # settings never change
-            yield (
-                f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
-                f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
-            )
+def _need_faults(need: str, slot: Slot, slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[str]:
+    """Why a computed slot cannot have something that its function needs."""
+    known = [*slots, *fields, *_GIVEN]
+    if isinstance(slots.get(need), Output):
+        yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
+    elif need in _GIVEN and need in fields and need not in slots:
+        yield f"it needs {need!r}, which has a meaning of its own in slotgraph, but is a field, too: rename that"
+    elif need not in known:
+        what = "neither slot nor field of the declaration, nor `step`, `settings` or `ranks`"
+        yield f"it needs {need!r}, which is {what}{did_you_mean(need, known)}"
+    on_host = need not in slots or slots[need].placement == HOST
+    if on_host and need != SETTINGS and _side_of(slot, slots) == DEVICE:  # settings never change
+        yield (
+            f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
+            f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
+        )
 
 
 def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:

@@ -10,22 +10,8 @@ from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .errors import ConfigError
-from .plan import FillPlan, Pattern, plan_fill, slot_bytes
-from .slots import Constant, Padded, Slot
-from .sources import RANKS, SETTINGS, STEP
-
-_STYLES: Final = {
-    "outside": "fill:#eeeeee,stroke:#888888",
-    "copied": "fill:#dcebfa,stroke:#3b78b5",
-    "parameter": "fill:#d5efef,stroke:#2f8a8a",
-    "computed": "fill:#e4f3dc,stroke:#5a9a3a",
-    "constant": "fill:#f6f0d8,stroke:#b09a3c",
-    "staged": "fill:#fae3d4,stroke:#c2703d",
-    "output": "fill:#efe0f5,stroke:#8a4fa8",
-}
-"""A colour for each kind of slot; a kind of the user's own is drawn without one."""
-_GIVEN: Final = {STEP: "sizes of the step", SETTINGS: "settings of the runner", RANKS: "ranks of the runner"}
-
+from .plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
+from .slots import Constant, Slot
 
 Extents = Mapping[Axis, tuple[int, int]]
 """Live and padded size of every axis."""
@@ -101,26 +87,20 @@ def explain_declaration(
     capabilities: Capabilities,
     backend: str,
     extents: Extents = NOT_SIZED,
-    absent: Collection[str] = (),
-    in_place: Collection[str] = (),
+    pattern: Pattern = PLAIN,
     lowering: Lowering | None = None,
-    *,
-    hosted: Collection[str] = (),
 ) -> Explanation:
     """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
 
-    absent: optional slots that the step comes without. in_place: copied slots that a producer writes instead. lowering:
-    how the plan is run; None for the device's preferred way. hosted: slots that the batch brings host data for.
-    ConfigError where sizes do not fit together or miss an axis, or where a named slot is not optional, or not copied.
+    pattern: which slots the step comes without, has written in place, or is given host data for. lowering: how the plan
+    is run; None for the device's preferred way. ConfigError where sizes do not fit together or miss an axis, or where a
+    named slot is not optional, or not copied.
     """
     how = chosen_lowering(capabilities, lowering)
     live, padded = _checked_sizes(declaration, extents)
-    check_named(declaration, absent, in_place, hosted)
-    moving = {*declaration.sources}.difference(absent, in_place)
+    check_named(declaration, pattern)
+    moving = {*declaration.sources}.difference(pattern.absent, pattern.in_place)
     slots = tuple(_facts(name, declaration, capabilities, live, padded, moving) for name in declaration.slots)
-    plan = None
-    if extents:
-        plan = plan_fill(declaration, padded, capabilities, Pattern(absent, in_place, hosted), lowering=how)
     return Explanation(
         declaration=declaration.name,
         backend=backend,
@@ -129,7 +109,7 @@ def explain_declaration(
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
         order=declaration.order,
-        plan=plan,
+        plan=plan_fill(declaration, padded, capabilities, pattern, lowering=how) if extents else None,
         nbytes=sum(slot.nbytes or 0 for slot in slots) if extents else None,
         copied=sum(slot.copied or 0 for slot in slots) if extents else None,
     )
@@ -150,23 +130,11 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
     return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
 
 
-def check_named(
-    declaration: Declaration,
-    absent: Collection[str] = (),
-    in_place: Collection[str] = (),
-    hosted: Collection[str] = (),
-) -> None:
+def check_named(declaration: Declaration, pattern: Pattern) -> None:
     """ConfigError where an absent slot is not optional, or where another one that is named is not copied."""
-    optional, copied = [name for name, _ in declaration.optional], "it is no slot that is copied"
-    known = f"optional are {', '.join(optional)}" if optional else "no slot is optional"
-    for names, fit, what, why in (
-        (absent, optional, "a batch cannot come without {!r}", known),
-        (in_place, declaration.sources, "a producer cannot write {!r} in place", copied),
-        (hosted, declaration.sources, "a batch cannot bring host data for {!r}", copied),
-    ):
-        for name in names:
-            if name not in fit:
-                raise ConfigError(f"{declaration.name}: {what.format(name)}: {why}")
+    declaration.check_names("absent", pattern.absent, "optional")
+    declaration.check_names("in_place", pattern.in_place, "copied")
+    declaration.check_names("hosted", pattern.hosted, "copied")
 
 
 def _facts(
@@ -186,10 +154,10 @@ def _facts(
         tail=_tail(slot),
         source=None if source is None else str(source),
         limit=None if limit is None else str(limit),
-        parameter=slot.parameter(name),
+        parameter=slot.argument,
         value=_named(slot.initial()) if isinstance(slot, Constant) else None,
         function=compute.name if compute else None,
-        needs=compute.needs if compute else (),
+        needs=slot.needs,
         runs_on=declaration.side(name) if compute else None,
         when=None if slot.when is None else _named(slot.when),
         optional=slot.optional,
@@ -202,8 +170,7 @@ def _facts(
 def _tail(slot: Slot) -> str | None:
     """The tail rule, and what the slot holds at first where that is another value."""
     rule = slot.rule() if slot.varying else None
-    starts = slot.starts if isinstance(slot, Padded) else None
-    return None if rule is None else str(rule) if starts is None else f"{rule}, starts as {starts}"
+    return None if rule is None else str(rule) if slot.starts is None else f"{rule}, starts as {slot.starts}"
 
 
 def _named(value: object | Callable[..., object]) -> str:
@@ -212,36 +179,21 @@ def _named(value: object | Callable[..., object]) -> str:
 
 
 def mermaid(explanation: Explanation) -> str:
-    """The diagram as text, for a Markdown block or mermaid's own tools; the same for equal explanations."""
-    names = {slot.name for slot in explanation.slots}
-    nodes, slots, edges = dict[str, None](), list[str](), dict[str, None]()
+    """What follows from what, as text for mermaid in a Markdown block; the same for equal explanations."""
+    names, lines = {slot.name for slot in explanation.slots}, ["flowchart LR"]
     for slot in explanation.slots:
         here = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
+        kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
+        label = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", kind)
+        lines.append(f"{here}[{label}]")
         if slot.source is not None:
-            where = slot.source.split(".")[0] if slot.source.startswith("argument ") else "batch"
             told = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
-            nodes[_outside(where.replace(" ", "_"), where)] = None
-            edges[f"{where.replace(' ', '_')} {'-.->' if slot.optional else '-->'}{told} {here}"] = None
+            lines.append(f"batch {'-.->' if slot.optional else '-->'}{told} {here}")
         if slot.kind == "staged":
-            nodes[_outside("producer", "producer")] = None
-            edges[f"producer --> {here}"] = None
-        for need in slot.needs:
-            if need not in names:
-                nodes[_outside(f"given_{need}", _GIVEN.get(need, f"field {need}"))] = None
-            edges[f"{'slot' if need in names else 'given'}_{need} --> {here}"] = None
-        where = f" on the {slot.runs_on}" if slot.runs_on else ""
-        label = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", slot.kind + where)
-        slots.append(f"{here}[{label}]:::{slot.kind}")
-        handed = "" if slot.parameter is None else f"|{_quoted(f'argument {slot.parameter}')}|"
-        edges[f"captured --> {here}" if slot.kind == "output" else f"{here} -->{handed} captured"] = None
-    styles = (f"classDef {kind} {style}" for kind, style in _STYLES.items())
-    step = f"captured[[{_quoted('captured step')}]]"
-    return "\n    ".join(["flowchart LR", *nodes, *slots, step, *edges, *styles]) + "\n"
-
-
-def _outside(node: str, label: str) -> str:
-    """A node for what is no slot."""
-    return f"{node}([{_quoted(label)}]):::outside"
+            lines.append(f"producer --> {here}")
+        lines += [f"{'slot' if need in names else 'given'}_{need} --> {here}" for need in slot.needs]
+        lines.append(f"captured --> {here}" if slot.kind == "output" else f"{here} --> captured")
+    return "\n    ".join(lines) + "\n"
 
 
 def _quoted(*lines: str) -> str:

@@ -42,8 +42,6 @@ def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     check = own_guard([tensors[place] for place in once])  # torch's own refuse a tensor at several places
 
     def check_all(*found: Any) -> bool:
-        if len(found) != len(places):
-            return False
         are_again = all(one is found[place] for one, place in zip(found, places, strict=True))
         return are_again and check(*[found[place] for place in once])
 

@@ -11,8 +11,8 @@ device, a row a block of elements; what changes in each step stands in the packe
                 the elements from one outer row of its source to the next; then for each lane its source's address, 0
                 where only the tail is reset
 
-Where foreach copies read the packet, its first word arms no table. Behind the words comes host data that the batch
-brought, then values that the host computed, each at a multiple of its unit.
+A packet for foreach copies has no lanes, and its first word arms no table. Behind the words comes host data that the
+batch brought, then values that the host computed, each at a multiple of `UNIT` bytes.
 """
 
 import abc
@@ -61,10 +61,7 @@ CODES: Final[Mapping[torch.dtype, int]] = {
 FIRST_FLOAT: Final = 8
 _SIZES: Final = frozenset({1, 2, 4, 8})
 UNIT: Final = 32
-"""Bytes that each place is a multiple of where copies read the packet: a vector unit's load, 16 bytes on CUDA and 32 on
-an NPU."""
-UNARMED: Final = bytes(UNIT)
-"""What a packet for copies begins with."""
+"""Bytes that each place in a packet is a multiple of: a vector unit's load, 16 bytes on CUDA and 32 on an NPU."""
 _AT_REST: Final = bytes(WORD)
 _UNKNOWN: Final = b""
 
@@ -133,14 +130,14 @@ def pattern(value: Number | None, dtype: torch.dtype) -> int:
     return int(struct.unpack("<q", filled.view(torch.uint8).numpy().tobytes())[0])
 
 
-def rounded(nbytes: int, unit: int = WORD) -> int:
-    """Up to whole units; words, so that all that a packet carries may be moved in words."""
-    return -(-nbytes // unit) * unit
+def rounded(nbytes: int) -> int:
+    """Up to whole units."""
+    return -(-nbytes // UNIT) * UNIT
 
 
-def rest(nbytes: int, unit: int = WORD) -> bytes:
+def rest(nbytes: int) -> bytes:
     """What fills up the last unit."""
-    return bytes(rounded(nbytes, unit) - nbytes)
+    return bytes(-nbytes % UNIT)
 
 
 def head_bytes(lanes: int) -> int:
@@ -243,24 +240,18 @@ class Feed:
         """A number for one more table that this packet feeds: it arms no other."""
         return next(self._numbers)
 
-    def arm(self, data: bytes, kept: object) -> None:
-        """Have the packet hold a step's bytes."""
+    def send(self, data: bytes, kept: object) -> None:
+        """Have the packet hold a step's bytes; `kept` as `Upload.send` takes it."""
         if data == self._data:
             return
         self._data = _UNKNOWN  # in case the next line raises
         self.upload.send(data, kept)
         self._data = data
 
-    def carry(self, data: bytes) -> None:
-        """Have the packet hold what foreach copies read: bytes whose first word arms no table."""
-        self._data = _UNKNOWN
-        self.upload.send(data, None)
-        self._data = _AT_REST
-
     def disarm(self) -> None:
         """Have the kernel do nothing, where it was armed."""
-        if self._data is not _AT_REST:
-            self.carry(_AT_REST)
+        if not self._data.startswith(_AT_REST):
+            self.send(_AT_REST, None)
 
     def was_disarmed(self) -> None:
         """Note that the device has disarmed the packet itself."""

@@ -1,5 +1,6 @@
 """The plan: a frozen, printable list of steps that fills one bucket."""
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, Literal
@@ -10,7 +11,7 @@ import torch
 from .axes import Sizes, extent
 from .capabilities import DEVICE, Capabilities, Lowering, Placement, dtype_text, resolve_dtype
 from .declaration import Declaration
-from .packet import has_lane
+from .packet import has_lane, head_bytes, rounded
 from .slots import Slot
 from .sources import OUT
 from .tails import Number, Pad, resolve_value
@@ -83,7 +84,7 @@ class FillPlan:
     sizes: the bucket's padded sizes by axis name. absent: optional slots that this batch comes without.
     nbytes: bytes that the copies move when every row is live. mixed: whether one foreach call takes several groups.
     lowering: how the plan is run. packed: slots on the device whose values the host has, which foreach copies take out
-    of one packet; moved: those that are too large for it, each by itself.
+    of one packet.
     """
 
     declaration: str
@@ -96,7 +97,6 @@ class FillPlan:
     mixed: bool = False
     lowering: Lowering = "foreach"
     packed: tuple[str, ...] = ()
-    moved: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -126,7 +126,6 @@ class FillPlan:
             yield f"upload  one packet, then one kernel for {len(self.fused)} slots, {where}"
         if self.packed:
             yield f"upload  {', '.join(self.packed)} in one packet"
-        yield from (f"upload  {name} by itself" for name in self.moved)
         yield from map(str, (*self.tails, *self.copies, *self.computed))
 
     def __str__(self) -> str:
@@ -159,8 +158,8 @@ class Pattern:
     """What batches differ in, so that each needs a plan of its own.
 
     absent: optional slots that the batch comes without. in_place: slots that a producer has written. hosted: slots on
-    the device that the batch brings host data for; it counts where foreach copies take it out of a packet, cast
-    already. source_dtypes: for slots whose source has another dtype than the slot, which one.
+    the device whose host data rides in a packet, from which foreach copies take it. source_dtypes: for slots whose
+    source has another dtype than the slot, which one.
     """
 
     absent: frozenset[str] = attrs.field(default=NONE, converter=_names)
@@ -194,6 +193,23 @@ def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
     return math.prod(extent(slot.shape, sizes)) * resolve_dtype(slot.dtype, capabilities).itemsize
 
 
+def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> dict[str, int]:
+    """Slots that a packet has room for, and their bytes in the widest dtype that their sources may have."""
+    found = dict[str, int]()
+    for name, slot in declaration.slots.items():
+        widest = max(one.itemsize for one in (resolve_dtype(slot.dtype, capabilities), *slot.converts_from()))
+        nbytes = math.prod(extent(slot.shape, sizes)) * widest
+        if slot.placement == DEVICE and nbytes < LARGE_BYTES:
+            found[name] = rounded(nbytes)
+    return found
+
+
+def packet_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> int:
+    """Bytes that a packet may have in a bucket."""
+    words = rounded(head_bytes(len(declaration.slots)))
+    return words + sum(packed_bytes(declaration, sizes, capabilities).values())
+
+
 @attrs.frozen
 class _Planning:
     """One plan in the making."""
@@ -208,9 +224,8 @@ class _Planning:
     def plan(self) -> FillPlan:
         sizes, capabilities = self.sizes, self.capabilities
         present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.pattern.absent}
-        carried = self._carried(present)
-        copied = {name: slot for name, slot in present.items() if name in self.declaration.sources or name in carried}
-        packed = tuple(name for name in carried if not self._is_large(present[name]))
+        packed = self._packed(present)
+        copied = {name: slot for name, slot in present.items() if name in self.declaration.sources or name in packed}
         return FillPlan(
             declaration=self.declaration.name,
             sizes=tuple((axis.name, sizes[axis]) for axis in self.declaration.axes),
@@ -219,17 +234,13 @@ class _Planning:
             copies=tuple(self._copies(copied)),
             computed=tuple(self._computed(packed)),
             nbytes=sum(self._nbytes(slot) for name, slot in copied.items() if name not in self.pattern.in_place),
-            mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not carried,
+            mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not packed,
             lowering=self.lowering,
             packed=packed,
-            moved=tuple(name for name in carried if name not in packed),
         )
 
     def _nbytes(self, slot: Slot) -> int:
         return slot_bytes(slot, self.sizes, self.capabilities)
-
-    def _is_large(self, slot: Slot) -> bool:
-        return self._nbytes(slot) >= LARGE_BYTES
 
     def _tails(self, slots: Mapping[str, Slot]) -> Iterable[TailReset]:
         for name, slot in sorted(slots.items()):
@@ -240,21 +251,24 @@ class _Planning:
                 always = written or self.lowering == "slot_by_slot"
                 yield TailReset(name, value, always, fused=not self._apart(slot))
 
-    def _carried(self, slots: Mapping[str, Slot]) -> list[str]:
-        """Slots on the device whose values foreach copies have from the host; those of the host are filled before."""
+    def _packed(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
+        """Slots that foreach copies take out of a packet: those that the batch brings, then computed ones."""
         if self.lowering != "foreach" or not self.capabilities.packed_uploads:
-            return []
-        there = self.pattern.hosted & slots.keys()
-        brought = [name for name in sorted(there - self.pattern.in_place) if slots[name].placement == DEVICE]
-        computed = [name for name in self.declaration.order if name in slots and self._is_value(name, slots[name])]
+            return ()
+        room = self._room.keys() & slots.keys()
+        brought = sorted(self.pattern.hosted & room)
+        computed = [name for name in self.declaration.order if name in room and self._is_value(name)]
         few = len(computed) <= FEW_NUMBERS and all(math.prod(extent(slots[n].shape, self.sizes)) <= 1 for n in computed)
-        return brought if few and not brought else brought + computed
+        return tuple(brought if few and not brought else brought + computed)
 
-    def _is_value(self, name: str, slot: Slot) -> bool:
-        """Whether the host computes a slot on the device, and returns what it computed."""
-        compute = slot.computes()
-        on_device = slot.placement == DEVICE and self.declaration.side(name) != DEVICE
-        return compute is not None and on_device and not compute.writes_out
+    @functools.cached_property
+    def _room(self) -> Mapping[str, int]:
+        return packed_bytes(self.declaration, self.sizes, self.capabilities)
+
+    def _is_value(self, name: str) -> bool:
+        """Whether the host computes a slot, and returns what it computed."""
+        compute = self.declaration.slots[name].computes()
+        return compute is not None and self.declaration.side(name) != DEVICE and not compute.writes_out
 
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
         for name in self.declaration.order:
@@ -262,9 +276,8 @@ class _Planning:
             compute = slot.computes()
             if compute is not None:
                 needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
-                on = self.declaration.side(name)
-                rides = name in packed or (on != DEVICE and not compute.writes_out and not self._apart(slot))
-                yield ComputeStep(name, compute.name, needs, on, rides)
+                rides = name in packed or (name in self._room and self._is_value(name) and not self._apart(slot))
+                yield ComputeStep(name, compute.name, needs, self.declaration.side(name), rides)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
         """Groups of slots that are copied alike; of foreach copies no group is larger than the device bears."""
@@ -309,7 +322,7 @@ class _Planning:
         packs = self.capabilities.packed_uploads
         if (slot.strided and not (packs and name in self.pattern.hosted)) or any(dim > 0 for dim in slot.varying):
             return "strided"
-        return "large" if self._is_large(slot) else ""
+        return "large" if self._nbytes(slot) >= LARGE_BYTES else ""
 
 
 _ORDER: Final[tuple[How, ...]] = ("fused", "foreach", "single", "in place")

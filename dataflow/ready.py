@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
@@ -12,14 +12,13 @@ import torch
 
 from .admission import Kind
 from .axes import Sizes, Step
-from .buffers import Box, Buffer, Buffers
-from .capabilities import DEVICE, HOST, Capabilities
+from .buffers import Box, Buffers, Ledger
+from .capabilities import DEVICE, HOST
 from .computation import Computation, PackedValue
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError
-from .packet import UNIT, WORD, Lane, head_bytes, meta, rounded
-from .plan import FUSED, LARGE_BYTES, NONE, ComputeStep, CopyGroup, FillPlan, TailReset, slot_bytes
-from .slots import Slot
+from .packet import Lane, meta
+from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from .sources import SETTINGS, STEP
 from .tails import Number
 from .views import Aliases, Views
@@ -27,45 +26,36 @@ from .views import Aliases, Views
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _SIZES: Final = frozenset({STEP, SETTINGS})
 """What a function needs that depends on nothing but sizes."""
-WHOLE_TAIL: Final = 64 << 10
-"""Bytes of a slot in a bucket up to which its whole tail is reset where some of it is dirty. What is to be reset then
-depends on one live size, and not on the one before it too, which may be any."""
 
 Targets = Mapping[str, torch.Tensor]
 """Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
-
-
-ByValue = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
-"""Tails that are zeroed together, and others with the number of each."""
+TailRows = list[tuple[torch.Tensor, Number]]
+"""Padded rows, and what they must hold."""
 
 
 @attrs.define(eq=False, slots=False)
 class Ready:
     """All that one live size needs of a plan, sliced and grouped.
 
-    always: tails to reset in each step. early, late: copies to do before the upload, and after it. marks: buffers whose
-    tail is kept clean. host, device: computed slots. packed: computed slots whose values ride in the upload, and
-    `moved` those that are taken up by themselves. views: what the step sees, by slot; the fill's own tensors, of which
-    `shown` gives aliases to steps and callers. exact: whether the step sees live rows only, so that tails are dirtied
-    and none is reset. live: its sizes. plan: the plan that it is of, where the whole tails of its marks are small.
-    notes: what a runner keeps beside them.
+    planned: the plan. live: rows on each varying axis. always: tails to reset in each step. early, late: copies to do
+    before the upload, and after it. host, device: computed slots. packed: computed slots whose values ride in the
+    upload. views: what the step sees, by slot; the fill's own tensors, of which `shown` gives aliases to steps and
+    callers. exact: whether the step sees live rows only, so that no tail is reset. notes: what a runner keeps beside
+    them.
     """
 
-    fused: bool
+    planned: "Planned"
     step: Step
-    always: list[tuple[torch.Tensor, Number]]
+    live: tuple[int, ...]
+    always: TailRows
     early: list[Targets]
     late: list[Targets]
-    marks: "list[Mark]"
     host: list[Computation]
     device: list[Computation]
     packed: list[PackedValue]
-    moved: list[PackedValue]
     views: Views
     shown: Callable[[], Views]
     exact: bool
-    live: tuple[int, ...]
-    plan: object | None
     notes: dict[str, Any] = attrs.field(factory=dict)
 
     def compute_on_device(self, batch: Any = None) -> None:
@@ -75,156 +65,42 @@ class Ready:
                 for computation in self.device:
                     computation.run(batch)
 
-    def reset(self, buffers: Buffers) -> None:
-        """Reset tails that may be dirty, and note how far this fill dirties them.
-
-        Once producers were given some of the memory, every tail of the bucket is reset: nobody tells what they write.
-        Where another size of the same plan came last, what is dirty depends on both sizes alone.
-        """
-        last, ledger = buffers.mine, buffers.ledger
-        is_known = last is ledger.stamp and not (buffers.unmarked or ledger.handed_out)
-        if is_known and isinstance(last, Ready) and last.plan is self.plan is not None:
-            if any(map(operator.gt, last.live, self.live)):
-                _clean(self._whole)
-            for mark in self.marks:
-                mark.buffer.mark = mark.live
-        else:
-            self._reset_each(buffers)
-        ledger.stamp = buffers.mine = self
-
-    def _reset_each(self, buffers: Buffers) -> None:
-        if buffers.ledger.stamp is not buffers.mine or (buffers.unmarked and not self.fused):
-            buffers.distrust()  # someone else's fill came between, to the same memory, or a kernel's
-        elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
-            for mark in self.marks:
-                mark.buffer.distrust()
-        if self.exact:
-            for mark in self.marks:
-                mark.buffer.mark = tuple(map(max, mark.buffer.mark, mark.live))
-            dirty = []
-        elif buffers.ledger.handed_out:
-            dirty = [(mark, mark.tails) for mark in self.marks]
-        else:
-            dirty = [(mark, mark.settled()) for mark in self.marks if mark.buffer.mark != mark.live]
-        _clean(_by_value(dirty))
+    def reset(self, ledger: Ledger) -> None:
+        """Reset the tails that may be dirty: none where the same plan filled the memory last, with no more rows."""
+        last, now = ledger.stamp, self.live
+        clean = isinstance(last, Ready) and last.planned is self.planned and not any(map(operator.gt, last.live, now))
+        if clean and not ledger.handed_out:
+            return
+        zeros, others = self._tails
+        if zeros:
+            _FOREACH_ZERO(zeros)
+        for tail, number in others:
+            tail.fill_(number)
 
     @functools.cached_property
-    def _whole(self) -> "ByValue":
-        return _by_value([(mark, mark.tails) for mark in self.marks])
-
-
-def _by_value(dirty: "list[tuple[Mark, list[torch.Tensor]]]") -> ByValue:
-    zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
-    return zeros, [(tail, mark.value) for mark, tails in dirty if not mark.is_zero for tail in tails]
-
-
-def _clean(tails: ByValue) -> None:
-    zeros, others = tails
-    if zeros:
-        _FOREACH_ZERO(zeros)
-    for tail, number in others:
-        tail.fill_(number)
-
-
-@attrs.define(eq=False, slots=False)
-class Mark:
-    """A buffer whose tail is kept clean: how far one live size reaches, and the tail's value.
-
-    padded: how far the bucket reaches. small: whether its whole tail is reset where some of it is dirty. is_zero:
-    whether all bits of the value are zero: -0.0 equals 0 but is another number.
-    """
-
-    buffer: Buffer
-    live: tuple[int, ...]
-    value: Number
-    padded: tuple[int, ...]
-    small: bool
-    is_zero: bool
-
-    @functools.cached_property
-    def tails(self) -> list[torch.Tensor]:
-        """The tail in the bucket."""
-        return [self.buffer.box(box) for box in boxes(self.live, self.padded)]
-
-    def settled(self) -> list[torch.Tensor]:
-        """What to reset, where rows are dirty up to the buffer's mark, which is this live size from now on."""
-        dirty, self.buffer.mark = self.buffer.mark, self.live
-        if not self.small or any(map(operator.gt, dirty, self.padded)):
-            return [self.buffer.box(box) for box in boxes(self.live, dirty)]
-        return self.tails if any(map(operator.gt, dirty, self.live)) else []
+    def _tails(self) -> tuple[list[torch.Tensor], TailRows]:
+        """Tails that are zeroed together, and others; -0.0 equals 0 but is another number."""
+        rows, zeros, others = self.planned.tails(self.step.live_sizes, always=False), list[torch.Tensor](), TailRows()
+        for tail, number in rows:
+            if number == 0 and math.copysign(1.0, number) > 0:
+                zeros.append(tail)
+            else:
+                others.append((tail, number))
+        return zeros, others
 
 
 def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
     """The rows within `reach` that are not within `live`, as boxes that do not overlap."""
     for dim, (start, stop) in enumerate(zip(live, reach, strict=True)):
         if start < stop:
-            before = tuple((0, min(a, b)) for a, b in zip(live[:dim], reach[:dim], strict=True))
-            yield (*before, (start, stop), *((0, size) for size in reach[dim + 1 :]))
-
-
-@attrs.frozen(eq=False)
-class Lanes:
-    """What one kernel writes: the lanes of a plan, in the order of `plan.fused`. owner: the number of their table."""
-
-    lanes: tuple[Lane, ...]
-    slots: tuple[Slot, ...]
-    owner: int
-
-    @classmethod
-    def of(cls, plan: FillPlan, declaration: Declaration, buffers: Buffers, owner: int = 0) -> "Lanes":
-        """The lanes of a plan over the buffers of its slots."""
-        padded = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
-        pads = {tail.slot: tail.value for tail in plan.tails}
-        slots = tuple(declaration.slots[name] for name in plan.fused)
-        lanes = [
-            Lane.of(name, buffers[name].view(padded), slot.varying, pads.get(name))
-            for name, slot in zip(plan.fused, slots, strict=True)
-        ]
-        return cls(tuple(lanes), slots, owner)
-
-    @property
-    def most(self) -> int:
-        """Bytes that a packet for them may have: their words, and all slots but large ones as host data."""
-        return head_bytes(len(self.lanes)) + sum(body for body in self._bodies.values() if body <= LARGE_BYTES)
-
-    @property
-    def carried(self) -> frozenset[str]:
-        """Slots whose host data a packet has room for."""
-        return frozenset(name for name, body in self._bodies.items() if body <= LARGE_BYTES)
-
-    @property
-    def _bodies(self) -> dict[str, int]:
-        """Bytes of each lane's padded rows, in the widest dtype that its sources may have."""
-        pairs = [(one, (one.target.dtype, *slot.converts_from())) for one, slot in self._pairs]
-        return {one.slot: rounded(one.outer * one.row * max(d.itemsize for d in dtypes)) for one, dtypes in pairs}
-
-    @property
-    def _pairs(self) -> Iterator[tuple[Lane, Slot]]:
-        return zip(self.lanes, self.slots, strict=True)
-
-    def words(self, kinds: Mapping[str, Kind], values: frozenset[str], live: Sizes) -> bytes:
-        """A packet's words but for the addresses. values: slots that the host computes, of which every row is live."""
-        metas, paces = [], []
-        for lane, slot in self._pairs:
-            kind, whole = kinds.get(lane.slot), lane.slot in values or not slot.varying
-            rows = lane.row if whole else slot.shape[slot.varying[0]].at(live) * lane.inner
-            metas.append(meta(rows, lane.target.dtype if kind is None else kind.dtype, lane.target.dtype))
-            paces.append(rows if kind is None or kind.pace is None else kind.pace)
-        return struct.pack(f"<{1 + 2 * len(metas)}q", self.owner, *metas, *paces)
-
-
-def most_for_copies(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> int:
-    """Bytes that a packet for copies may have in a bucket: every slot on the device but large ones."""
-    slots = [slot for slot in declaration.slots.values() if slot.placement == DEVICE]
-    bodies = [slot_bytes(slot, sizes, capabilities) for slot in slots]
-    return UNIT + sum(rounded(body, UNIT) for body in bodies if body < LARGE_BYTES)
+            yield (*((0, size) for size in live[:dim]), (start, stop), *((0, size) for size in reach[dim + 1 :]))
 
 
 class Planned:
     """One plan of a bucket, over its buffers; makes `Ready` for any live size.
 
-    padded: the bucket's sizes. exact: whether the step sees live rows only. lanes: what the kernel writes by the plan,
-    `fused` the slots that these are for. carried: slots whose host data a packet has room for.
+    padded: the bucket's sizes. exact: whether the step sees live rows only. owner: the number of the kernel's table.
+    lanes: what the kernel writes, in the order of `plan.fused`. uploads: whether each fill sends a packet.
     """
 
     def __init__(
@@ -235,18 +111,21 @@ class Planned:
         padded: Sizes,
         *,
         exact: bool,
-        lanes: Lanes | None = None,
-        carried: frozenset[str] = NONE,
+        owner: int = 0,
     ) -> None:
         self.plan = plan
-        self.lanes = lanes
-        self.carried = carried if lanes is None else lanes.carried
-        self.fused = NONE if lanes is None else frozenset(plan.fused)
+        self.owner = owner
+        self.fused = frozenset(plan.fused)
+        self.uploads = plan.lowering in FUSED or bool(plan.packed)
+        self.has_tails = not exact and any(not (tail.always or tail.fused) for tail in plan.tails)
         self._declaration = declaration
         self._buffers = buffers
         self._padded = padded
         self._exact = exact
-        slots = declaration.slots
+        slots, pads = declaration.slots, {tail.slot: tail.value for tail in plan.tails}
+        self.lanes = tuple(
+            Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused
+        )
         self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
         self._bucket_views = self._views(padded)
         self._bucket_shown = Aliases(self._bucket_views)
@@ -263,32 +142,43 @@ class Planned:
         if not self._asked:
             self._ask(step)
         sizes, plan = step.live_sizes, self.plan
-        is_fused, views = plan.lowering in FUSED, self._views(sizes) if self._exact else self._bucket_views
-        uploads, unit = is_fused or plan.packed or plan.moved, WORD if is_fused else UNIT
-        early = [group for group in plan.copies if not uploads or group.placement == HOST]
-        late = [group for group in plan.copies if uploads and group.placement != HOST]
-
-        def bound(wanted: Callable[[ComputeStep], bool]) -> list[Computation]:
-            return [self._computation(one, step, views) for one in plan.computed if wanted(one)]
-
-        marks = [self._mark(tail, sizes) for tail in plan.tails if not (tail.always or tail.fused)]
+        views = self._views(sizes) if self._exact else self._bucket_views
+        early = [group for group in plan.copies if not self.uploads or group.placement == HOST]
+        packed = [self._computation(one, step, views) for one in plan.computed if one.packed]
+        others = [(one.on, self._computation(one, step, views)) for one in plan.computed if not one.packed]
         return Ready(
-            fused=is_fused,
+            planned=self,
             step=step,
             live=live,
-            plan=None if self._exact or not all(mark.small for mark in marks) else plan,
-            always=[] if self._exact else [*self._always(sizes)],
+            always=[] if self._exact else [*self.tails(sizes, always=True)],
             early=self._copies(early, sizes),
-            late=self._copies(late, sizes),
-            marks=marks,
-            host=bound(lambda one: one.on == HOST and not one.packed and one.slot not in plan.moved),
-            device=bound(lambda one: one.on == DEVICE),
-            packed=[PackedValue.of(one, unit) for one in bound(lambda one: one.packed)],
-            moved=[PackedValue.of(one, unit) for one in bound(lambda one: one.slot in plan.moved)],
+            late=self._copies((group for group in plan.copies if group not in early), sizes),
+            host=[computation for on, computation in others if on == HOST],
+            device=[computation for on, computation in others if on == DEVICE],
+            packed=[*map(PackedValue.of, packed)],
             views=views,
             shown=Aliases(views) if self._exact else self._bucket_shown,
             exact=self._exact,
         )
+
+    def words(self, kinds: Mapping[str, Kind], values: frozenset[str], live: Sizes) -> bytes:
+        """A packet's words but for the addresses. values: slots that the host computes, of which every row is live."""
+        metas, paces = [], []
+        for lane in self.lanes:
+            kind, slot = kinds.get(lane.slot), self._declaration.slots[lane.slot]
+            whole = lane.slot in values or not slot.varying
+            rows = lane.row if whole else slot.shape[slot.varying[0]].at(live) * lane.inner
+            metas.append(meta(rows, lane.target.dtype if kind is None else kind.dtype, lane.target.dtype))
+            paces.append(rows if kind is None or kind.pace is None else kind.pace)
+        return struct.pack(f"<{1 + 2 * len(metas)}q", self.owner, *metas, *paces)
+
+    def tails(self, sizes: Sizes, *, always: bool) -> Iterator[tuple[torch.Tensor, Number]]:
+        """The padded rows that copies leave, of tails that each step resets, or of those that may be clean."""
+        for tail in self.plan.tails:
+            if tail.always == always and not tail.fused:
+                buffer = self._buffers[tail.slot]
+                for box in boxes(buffer.reach(sizes), buffer.reach(self._padded)):
+                    yield buffer.box(box), tail.value
 
     def _ask(self, step: Step) -> None:
         """Call each function of sizes alone once, before anything is written, in case it asks for an unknown size.
@@ -312,7 +202,7 @@ class Planned:
         views = {name: None if name in absent else self._buffers[name].view(sizes) for name in names}
         return {**dict.fromkeys(self._declaration.disabled), **views}
 
-    def _copies(self, groups: list[CopyGroup], sizes: Sizes) -> list[Targets]:
+    def _copies(self, groups: Iterable[CopyGroup], sizes: Sizes) -> list[Targets]:
         """Where copies go. What the host computed has every padded row."""
         padded = sizes if self._exact else self._padded
         together: list[dict[str, torch.Tensor]] = []
@@ -326,19 +216,6 @@ class Planned:
             elif group.how == "foreach":
                 together.append(views)
         return [*together, *alone]
-
-    def _always(self, sizes: Sizes) -> Iterator[tuple[torch.Tensor, Number]]:
-        for tail in self.plan.tails:
-            buffer = self._buffers[tail.slot]
-            if tail.always and not tail.fused:
-                for box in boxes(buffer.reach(sizes), buffer.reach(self._padded)):
-                    yield buffer.box(box), tail.value
-
-    def _mark(self, tail: TailReset, sizes: Sizes) -> Mark:
-        buffer, whole = self._buffers[tail.slot], self._bucket_views[tail.slot]
-        small = whole is not None and whole.nbytes <= WHOLE_TAIL
-        is_zero = tail.value == 0 and math.copysign(1.0, tail.value) > 0
-        return Mark(buffer, buffer.reach(sizes), tail.value, buffer.reach(self._padded), small, is_zero)
 
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         target = self._buffers[planned.slot].view(step.padded_sizes)

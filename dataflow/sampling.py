@@ -10,7 +10,7 @@ import torch
 from .axes import Sizes, extent
 from .capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
 from .declaration import Declaration
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError
 from .slots import Slot
 from .sources import Path
 from .tails import Once, Pad
@@ -47,7 +47,8 @@ def sample_batch(
     are normal. Of the rest `values` tells. generator: on the CPU. absent: optional slots to leave out. device: where
     tensors for slots on the device are. ConfigError where that cannot be drawn, or a name is none.
     """
-    _check_names(declaration, absent, values)
+    declaration.check_names("absent", absent, "optional")
+    declaration.check_names("values", values.keys() - declaration.fields.keys(), "copied")
     sample = Sample({}, {})
     drawn: dict[Path, torch.Tensor] = {}
     left_out = {path_of(name, declaration.slots[name]) for name in absent}
@@ -82,18 +83,6 @@ def path_of(name: str, slot: Slot) -> Path:
         f"slot {name!r} reads {source}: a batch that suits a function cannot be drawn; give batches of your own, with "
         "batches=, or declare a dotted path as its source"
     )
-
-
-def _check_names(declaration: Declaration, absent: Collection[str], values: Values) -> None:
-    of, optional = declaration.name, [name for name, _ in declaration.optional]
-    copied = [*(name for name, _ in sampled_slots(declaration)), *declaration.fields]
-    for option, names, known, expected in (
-        ("absent names", absent, optional, f"no optional slot of {of}"),
-        ("values name", values, copied, f"no slot that {of} copies from a batch, nor a field of it"),
-    ):
-        for name in names:
-            if name not in known:
-                raise ConfigError(f"{option} {name!r}, which is {expected}{did_you_mean(name, known)}")
 
 
 def _draw(

@@ -99,19 +99,9 @@ class Schedule:
 class Place:
     """A slot of a member: what its memory must be, when its bytes must hold, and where it lies.
 
-    Args:
-        member: The member's name.
-        phase: The phase that the member is used in.
-        slot: The slot's name.
-        device: The device that its memory belongs to.
-        placement: Whether that is the device's own memory, or what the host has for it.
-        shape: The slot's shape at full capacity.
-        dtype: The slot's dtype on that device.
-        phases: The phases in which its bytes must hold, in the schedule's order.
-        always: Whether they must hold in all phases and also between them.
-        why: The reason for that, in words.
-        block: The index of its block in the layout.
-        offset: Bytes from the start of the block.
+    placement: the device's own memory, or what the host has for it. shape: at full capacity. always: whether its bytes
+    must hold in all phases and also between them, and not in the member's own phase alone; `why` says the reason.
+    block: the index of its block in the layout. offset: bytes from the start of the block.
     """
 
     member: str
@@ -121,7 +111,6 @@ class Place:
     placement: Placement
     shape: tuple[int, ...]
     dtype: torch.dtype
-    phases: tuple[str, ...]
     always: bool
     why: str
     block: int = 0
@@ -137,14 +126,18 @@ class Place:
         """One past its last byte."""
         return self.offset + self.nbytes
 
+    @property
+    def needed(self) -> str:
+        """When its bytes must hold, in words."""
+        return "always" if self.always else f"in {self.phase}"
+
     def touches(self, other: "Place") -> bool:
         """Whether two places have a byte in common."""
         return self.block == other.block and self.offset < other.stop and other.offset < self.stop
 
-    def meeting(self, other: "Place", schedule: Schedule) -> Key | None:
-        """A phase of each in which the bytes of both may have to hold at once; None where there is none."""
-        pairs = itertools.product(self.phases, other.phases)
-        return next((pair for pair in pairs if schedule.meet(*pair)), None)
+    def meets(self, other: "Place", schedule: Schedule) -> bool:
+        """Whether the bytes of both may have to hold at once."""
+        return self.always or other.always or schedule.meet(self.phase, other.phase)
 
     def __str__(self) -> str:
         """The slot as one writes it: draft.hidden."""
@@ -182,26 +175,22 @@ class Member:
         """Whether its slots may share."""
         return self.capabilities.pools_inputs if self.shares is None else self.shares
 
-    def lifetime(self, name: str, schedule: Schedule) -> Place:
-        """A slot by itself. ConfigError for an unknown phase."""
-        if self.phase not in schedule.phases:
-            known = ", ".join(map(repr, schedule.phases)) or "none"
-            raise ConfigError(f"member {self.name!r}: phase {self.phase!r} is not in the schedule: phases are {known}")
-        slot = self.declaration.slots[name]
-        shape, dtype = extent(slot.shape, self.capacity), resolve_dtype(slot.dtype, self.capabilities)
-        why = lasting(slot, name, self.kept) if self.pooled else "its backend pools no inputs"
-        return Place(
-            member=self.name,
-            phase=self.phase,
-            slot=name,
-            device=self.device,
-            placement=slot.placement,
-            shape=shape,
-            dtype=dtype,
-            phases=(self.phase,) if why is None else schedule.phases,
-            always=why is not None,
-            why=why or f"each step of {self.phase} writes it",
-        )
+    def lifetimes(self) -> Iterator[Place]:
+        """Its slots that need a place, each by itself."""
+        for name, slot in self.declaration.slots.items():
+            if name not in self.bound:
+                why = lasting(slot, name, self.kept) if self.pooled else "its backend pools no inputs"
+                yield Place(
+                    member=self.name,
+                    phase=self.phase,
+                    slot=name,
+                    device=self.device,
+                    placement=slot.placement,
+                    shape=extent(slot.shape, self.capacity),
+                    dtype=resolve_dtype(slot.dtype, self.capabilities),
+                    always=why is not None,
+                    why=why or f"each step of {self.phase} writes it",
+                )
 
 
 def lasting(slot: Slot, name: str, kept: Collection[str] = ()) -> str | None:
@@ -209,44 +198,20 @@ def lasting(slot: Slot, name: str, kept: Collection[str] = ()) -> str | None:
 
     A kind of slot that is not known here is judged by what it says of itself, so that it is kept rather than not.
     """
-    rule = slot.rule()
+    rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes() is not None
+    written = slot.rewritten or slot.restored or read or computed
+    ruled = isinstance(rule, Pad) or not slot.varying
     reasons = {
-        "a constant, which no step writes": is_constant(slot, name),
+        "a constant, which no step writes": isinstance(slot, Constant) and rule is None and not written,
         "it is kept, because that was asked for": name in kept,
         "in host memory, where a fill may write what the device has yet to read": slot.placement == HOST,
         "its tail is set once": isinstance(rule, Once),
         "its tail is kept, and holds what the slot held before": isinstance(rule, Keep),
-        "no fill writes all of it in each step": not _written(slot, name),
+        "no fill writes all of it in each step": not (
+            computed or (ruled if read else isinstance(slot, Output) or (isinstance(slot, Staged) and ruled))
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def is_constant(slot: Slot, name: str) -> bool:
-    """Whether a slot's memory holds its initial value for good."""
-    written = slot.rewritten or slot.restored or slot.reads(name) is not None or slot.computes() is not None
-    return isinstance(slot, Constant) and slot.rule() is None and not written
-
-
-def _written(slot: Slot, name: str) -> bool:
-    """Whether each step, or a producer that the slot names, writes every row that the step reads."""
-    if slot.computes() is not None:
-        return True
-    ruled = isinstance(slot.rule(), Pad) or not slot.varying
-    return ruled if slot.reads(name) is not None else isinstance(slot, Output) or (isinstance(slot, Staged) and ruled)
-
-
-def _lifetimes(members: Sequence[Member], schedule: Schedule) -> list[Place]:
-    """Every slot that needs a place, and when its bytes must hold. ConfigError where two members have one name."""
-    if len({member.name for member in members}) < len(members):
-        raise ConfigError(
-            f"two members have one name, of {', '.join(one.name for one in members)}: give one another name"
-        )
-    return [
-        member.lifetime(name, schedule)
-        for member in members
-        for name in member.declaration.slots
-        if name not in member.bound
-    ]
 
 
 @attrs.frozen(kw_only=True)
@@ -315,13 +280,9 @@ class Layout:
     def __str__(self) -> str:
         """Each block with the slots in it, a line each, and why they lie there."""
         lines = [f"phases: {self.schedule}"]
-        for place in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
-            where, needed = (
-                f"block {place.block}, byte {place.offset:,}",
-                "always" if place.always else f"in {', '.join(place.phases)}",
-            )
-            told = self.why(place.member, place.slot)
-            lines.append(f"{where}: {place}, {place.nbytes:,} bytes, needed {needed}: {told}")
+        for one in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
+            where, why = f"block {one.block}, byte {one.offset:,}", self.why(one.member, one.slot)
+            lines.append(f"{where}: {one}, {one.nbytes:,} bytes, needed {one.needed}: {why}")
         saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
         return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])
 
@@ -337,44 +298,47 @@ def lay_out(members: Sequence[Member], schedule: Schedule) -> Layout:
         ConfigError: Names or phases do not fit together.
         LayoutError: The proof fails.
     """
-    slots = _lifetimes(members, schedule)
+    names = [member.name for member in members]
+    if len({*names}) < len(names):
+        raise ConfigError(f"two members have one name, of {', '.join(names)}: give one another name")
+    for one in members:
+        if one.phase not in schedule.phases:
+            known = ", ".join(map(repr, schedule.phases)) or "none"
+            raise ConfigError(f"member {one.name!r}: phase {one.phase!r} is not in the schedule: phases are {known}")
+    slots = [place for member in members for place in member.lifetimes()]
     homes: set[tuple[str, Placement]] = {(one.device, one.placement) for one in slots}
-    blocks, spots, peak = list[Block](), dict[Place, tuple[int, int]](), 0
+    blocks, spots, peak = list[Block](), dict[Place, Place](), 0
     for device, placement in sorted(homes):
         arenas = all(member.capabilities.arenas for member in members if member.device == device)
         mine = [one for one in slots if (one.device, one.placement) == (device, placement)]
         mine.sort(key=lambda one: (not one.always, -one.nbytes, str(one)))
-        sizes, found = _first_fit(mine, schedule, arenas=arenas)
-        spots |= {one: (len(blocks) + at, offset) for one, (at, offset) in zip(mine, found, strict=True)}
-        blocks += [Block(device=device, placement=placement, nbytes=nbytes) for nbytes in sizes]
-        peak += max(sum(one.nbytes for one in mine if not some.isdisjoint(one.phases)) for some in schedule.at_once)
-    places = tuple(attrs.evolve(one, block=spots[one][0], offset=spots[one][1]) for one in slots)
-    layout = Layout(schedule=schedule, blocks=tuple(blocks), places=places, peak=peak)
+        placed = _first_fit(mine, schedule, len(blocks), arenas=arenas)
+        spots |= zip(mine, placed, strict=True)
+        for block in sorted({one.block for one in placed}):
+            nbytes = max(one.stop for one in placed if one.block == block)
+            blocks.append(Block(device=device, placement=placement, nbytes=nbytes))
+        peak += max(sum(one.nbytes for one in mine if one.always or one.phase in some) for some in schedule.at_once)
+    layout = Layout(schedule=schedule, blocks=tuple(blocks), places=tuple(spots[one] for one in slots), peak=peak)
     check_layout(layout)
     return layout
 
 
-def _first_fit(slots: Sequence[Place], schedule: Schedule, *, arenas: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """The sizes of blocks, and a block and an offset for each slot: the lowest that is free while the slot is needed.
+def _first_fit(slots: Sequence[Place], schedule: Schedule, block: int, *, arenas: bool) -> list[Place]:
+    """Each slot at the lowest place that is free while it is needed, the largest first.
 
-    Args:
-        slots: The largest come first, so that a block is as large as its first slot.
-        schedule: Tells which slots may be needed at once.
-        arenas: Whether one block holds all slots, at any offset. Else all slots of a block begin where it does.
+    block: the index of the first block. arenas: whether it holds all slots, at any offset. Else all slots of a block
+    begin where it does, and it is as large as its first.
     """
     taken, starts = [one.nbytes if arenas else 1 for one in slots], list[int]()
     for one, length in zip(slots, taken, strict=True):
         placed, start = zip(starts, taken, slots, strict=False), 0
-        for at, size in sorted((at, size) for at, size, other in placed if one.meeting(other, schedule)):
+        for at, size in sorted((at, size) for at, size, other in placed if one.meets(other, schedule)):
             if at - start >= length:
                 break
             start = max(start, at + size)
         starts.append(start)
-    spots = [(0, start) if arenas else (start, 0) for start in starts]
-    sizes = dict[int, int]()
-    for one, (block, offset) in zip(slots, spots, strict=True):
-        sizes[block] = max(sizes.get(block, 0), offset + one.nbytes)
-    return [*sizes.values()], spots
+    spots = [(block, start) if arenas else (block + start, 0) for start in starts]
+    return [attrs.evolve(one, block=at, offset=start) for one, (at, start) in zip(slots, spots, strict=True)]
 
 
 def check_layout(layout: Layout) -> None:
@@ -383,7 +347,12 @@ def check_layout(layout: Layout) -> None:
     Raises:
         LayoutError: All places for which that does not hold.
     """
-    faults = [*_misplaced(layout)] or [*_meeting(layout)]
+    faults = [*_misplaced(layout)]
+    faults = faults or [
+        f"{one} and {other} share memory, but {one} is needed {one.needed}, and {other} {other.needed}"
+        for one, other in itertools.combinations(layout.places, 2)
+        if one.touches(other) and one.meets(other, layout.schedule)
+    ]
     if faults:
         raise LayoutError(f"the layout is not safe: {'; '.join(faults)}")
 
@@ -396,10 +365,3 @@ def _misplaced(layout: Layout) -> Iterator[str]:
             yield f"{place} must not begin at byte {place.offset} of {block.device}'s {block.placement} memory"
         if not 0 <= place.offset <= place.stop <= block.nbytes:
             yield f"{place} ends at byte {place.stop} of a block of {block.nbytes}"
-
-
-def _meeting(layout: Layout) -> Iterator[str]:
-    """Pairs of slots that lie where they must not."""
-    for one, other in itertools.combinations(layout.places, 2):
-        if one.touches(other) and (met := one.meeting(other, layout.schedule)) is not None:
-            yield f"{one} and {other} share memory, but {one} is needed in {met[0]}, and {other} in {met[1]}"

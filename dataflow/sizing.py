@@ -18,7 +18,7 @@ from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
 from .hostdata import HOST_KINDS, unnested
-from .sources import NO_SIDE, Gather, Side, Source
+from .sources import NO_SIDE, Side, Source
 
 Relations = Mapping[Axis, Dim]
 
@@ -54,14 +54,6 @@ class Gauge:
             raise self._unreadable(value)
         return rows
 
-    def disagrees(self, most: int, rows: int, right: str) -> str:
-        """What is wrong with a slot that tells other rows than most others do."""
-        expected, got = (self.base + self.slope * count for count in (most, rows))
-        return (
-            f"slot {self.slot!r}: expected a size of {expected} on dim {self.dim}, for {most} rows on {self.axis} as "
-            f"{right} have, got {got}"
-        )
-
     def _unreadable(self, value: Any) -> BatchError:
         what = f"it tells how many rows the batch has on {self.axis}"
         if value is None:
@@ -83,40 +75,23 @@ class Sizer:
     def __init__(self, declaration: Declaration, relations: Relations, fixed: Sizes, lead: Axis | None = None) -> None:
         wanted = [*declaration.varying] if lead is None else [*declaration.varying, lead]
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
-        leads = sorted({_told(size) for size in sizes})
+        self._leads = leads = sorted({_told(size) for size in sizes})
         self._tellers = [_tellers(declaration, axis, relations, fixed) for axis in leads]
         self.gauges = tuple(found[:1] if found[0].required else found for found in self._tellers)
         self._check_side = declaration.check_side
-        self._firsts = tuple(gauges[0] for gauges in self.gauges)
-        self.required = all(gauge.required for gauge in self._firsts)
-        self._gather = Gather([gauge.source for gauge in self._firsts])
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
-        """Say in an error which slots told the sizes that the others were held to.
-
-        Where most slots agree on another size, the error names the slots that do not, in place of what it said. Where
-        no size has a majority, all are told.
-        """
-        told, faults = list[str](), list[str]()
-        for gauges, tellers in zip(self.gauges, self._tellers, strict=True):
-            axis, votes = gauges[0].axis, _votes(tellers, batch, side)
-            ranked = collections.Counter(votes.values()).most_common(2)
-            if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
-                each = ", ".join(f"{rows} off slot {one.slot!r}" for one, rows in votes.items())
-                told.append(f"{axis} is {each}: one of them is wrong")
-                continue
-            told.append(f"{axis} off slot {gauges[0].slot!r}")
-            most = ranked[0][0] if ranked else None
-            if most == next((votes[one] for one in gauges if one in votes), None):
-                continue
-            right = ", ".join(repr(one.slot) for one, rows in votes.items() if rows == most)
-            faults += [one.disagrees(most or 0, rows, right) for one, rows in votes.items() if rows != most]
-        if faults and not isinstance(error, MissingSourceError):
-            error.args = ("; ".join(faults),)
-            return
-        note = f" (sizes were read: {', '.join(told)})"
-        error.args = (str(error).removesuffix(note) + note,)
+        """Begin an error with the different sizes that slots tell of an axis, the rarest one first."""
+        for axis, tellers in zip(self._leads, self._tellers, strict=True):
+            told = collections.defaultdict[int, list[str]](list)
+            for one in tellers:
+                with contextlib.suppress(BatchError):  # absent, or not of a size that tells
+                    told[one.rows(one.source.read(batch, side))].append(repr(one.slot))
+            if len(told) > 1:
+                rarest = sorted(told.items(), key=lambda each: len(each[1]))
+                said = " and ".join(f"{rows} off slot {', '.join(slots)}" for rows, slots in rarest)
+                error.args = (f"{axis} is {said}: one of them is wrong; {error}",)
 
     def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
         """Live rows on each varying axis, and last those of the lead axis where one was named.
@@ -125,11 +100,7 @@ class Sizer:
         """
         if side:
             self._check_side(side)
-        if self.required:
-            sources = self._gather(batch, side)
-            rows = [gauge.rows(source) for gauge, source in zip(self._firsts, sources, strict=True)]
-        else:
-            rows = [_first(gauges, batch, side) for gauges in self.gauges]
+        rows = [_first(gauges, batch, side) for gauges in self.gauges]
         return tuple([base + slope * rows[lead] for lead, base, slope in self._lines])
 
 
@@ -164,21 +135,12 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
 
 
 def _first(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
-    """The rows that the first of several optional sources tells; no rows where the batch has none of them."""
+    """The rows that a required source tells, or the first of several optional ones; no rows where there is none."""
     for gauge in gauges:
         value = gauge.source.read(batch, side)
-        if value is not None:
+        if gauge.required or value is not None:
             return gauge.rows(value)
     return 0
-
-
-def _votes(tellers: tuple[Gauge, ...], batch: Any, side: Side) -> dict[Gauge, int]:
-    """The rows that a batch's sources tell on an axis, by where they were read; each source counts once."""
-    votes: dict[Source, tuple[Gauge, int]] = {}
-    for gauge in tellers:
-        with contextlib.suppress(BatchError):  # absent, or not of a size that tells
-            votes.setdefault(gauge.source, (gauge, gauge.rows(gauge.source.read(batch, side))))
-    return dict(votes.values())
 
 
 _PLAIN: Final = (int, float)
@@ -188,7 +150,7 @@ _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
 
 @attrs.frozen
 class Limit:
-    """The largest value of one slot's host data: `text` as it was declared, and the number that it comes to.
+    """The largest value of one slot's host data, as it was declared and as a number.
 
     dims: of the slot. on_host: whether a tensor is host data for this slot. One for a slot on the device is not looked
     into, wherever it lies: that would wait for the device.
@@ -196,12 +158,26 @@ class Limit:
 
     slot: str
     source: Source
-    text: str
+    declared: Dim
     most: int
     on_host: bool
     dims: int
 
-    def over(self, value: Any) -> tuple[Any, Any] | None:
+    def allow(self, batch: Any, side: Side) -> bool:
+        """Whether a batch keeps to it."""
+        return self._over(self.source.read(batch, side)) is None
+
+    def check(self, batch: Any, side: Side = NO_SIDE) -> None:
+        """Refuse a batch whose host data holds more than the slot takes: BatchError. Writes nothing."""
+        found = self._over(self.source.read(batch, side))
+        if found is not None:
+            said = f"{self.declared} = {self.most}" if self.declared.axes else self.most
+            raise BatchError(
+                f"slot {self.slot!r}: row {found[0]} is {found[1]}, over the limit of {said}: split or refuse what is "
+                "that long before it is batched"
+            )
+
+    def _over(self, value: Any) -> tuple[Any, Any] | None:
         """The first row of host data that is over the limit, and what it is; None where there is none."""
         try:
             if isinstance(value, list | tuple):
@@ -223,37 +199,14 @@ class Limit:
         return row[0] if len(row) == 1 else row, array[tuple(row)]
 
 
-@attrs.frozen
-class Limits:
-    """The limits of one runner's slots, held against each batch before anything is written."""
-
-    limits: tuple[Limit, ...]
-
-    @classmethod
-    def of(cls, declaration: Declaration, sizes: Sizes) -> "Limits | None":
-        """The limits at the sizes of the fixed axes; None where no slot has one, so that nothing need be asked."""
-        found = []
-        for name, source in declaration.sources.items():
-            slot = declaration.slots[name]
-            if slot.limit is not None:
-                most, on_host = slot.limit.at(sizes), slot.placement == HOST
-                found.append(Limit(name, source, str(slot.limit), most, on_host, len(slot.shape)))
-        return cls(tuple(found)) if found else None
-
-    def allow(self, batch: Any, side: Side) -> bool:
-        """Whether a batch keeps to them all."""
-        return all(limit.over(limit.source.read(batch, side)) is None for limit in self.limits)
-
-    def check(self, batch: Any, side: Side = NO_SIDE) -> None:
-        """Refuse a batch whose host data holds more than a slot takes: BatchError. Writes nothing."""
-        for limit in self.limits:
-            found = limit.over(limit.source.read(batch, side))
-            if found is not None:
-                said = limit.text if limit.text == str(limit.most) else f"{limit.text} = {limit.most}"
-                raise BatchError(
-                    f"slot {limit.slot!r}: row {found[0]} is {found[1]}, over the limit of {said}: split or refuse "
-                    "what is that long before it is batched"
-                )
+def limits_of(declaration: Declaration, sizes: Sizes) -> list[Limit]:
+    """The limits of a declaration's slots at the sizes of the fixed axes."""
+    slots = ((name, source, declaration.slots[name]) for name, source in declaration.sources.items())
+    return [
+        Limit(name, source, slot.limit, slot.limit.at(sizes), slot.placement == HOST, len(slot.shape))
+        for name, source, slot in slots
+        if slot.limit is not None
+    ]
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:

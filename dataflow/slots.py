@@ -1,12 +1,11 @@
 """Slots: the inputs of a captured step, and the words that declare them: `copied`, `computed` and the others."""
 
-import abc
 import functools
 import keyword
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import attrs
 import torch
@@ -14,7 +13,7 @@ import torch
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, FillRole, Placement, Role, dtype_text
 from .sources import Compute, Path, Source, compute_of, one_argument, optional_source
-from .tails import STALE, Keep, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
+from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
 _DTYPES: Final = re.compile(r"bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)|float8_\w+")
@@ -81,11 +80,6 @@ def limit_of(value: object) -> Dim | None:
     return None if value is None else Dim.of(value)
 
 
-def starts_of(value: PadValue | None) -> PadValue | None:
-    """A value, or None for the tail's."""
-    return None if value is None else pad_value(value)
-
-
 def poison_of(value: Poison | None) -> Poison | None:
     """A tuple of values, "stale", or None."""
     if value is None or (isinstance(value, str) and value == STALE):
@@ -103,20 +97,22 @@ Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
 
 
 @attrs.frozen(kw_only=True)
-class Slot(abc.ABC):
-    """One input of a captured step. Subclass it for a new kind: `initial` must be said, and what differs of the rest.
+class Slot:
+    """One input of a captured step. Subclass it for a new kind, and override what differs.
 
     shape: sizes over axes. dtype: a torch dtype, or a role that the backend resolves. placement: "device" or "host".
     when: a name in the runner's settings, or a function of them, that must be true for the slot to exist.
     optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
     tail is never known to be clean. restored: the step writes it too, and finds it put back at its end. argument: of an
     operator, which takes the slot's value at each replay where the device has host parameters; None for no parameter.
-
-    A kind may make fields of the others: strided: take a source that is not contiguous. converts: source dtypes that
-    the copy converts. limit: the largest value that host data may hold. poison: what checks may put into the tail,
-    values or "stale", where its rule does not tell.
+    pad: the tail rule: a value, `keep("why")` or `once(value)`. starts: what the buffer holds at first, if not the
+    tail's value. poison: what checks may put into the tail, values or "stale", where its rule does not tell. strided:
+    take a source that is not contiguous. converts: source dtypes that the copy converts. limit: the largest value that
+    host data may hold.
     """
 
+    needs_rule: ClassVar[bool] = False
+    """Whether padded rows hold what was there before, so that a tail rule must be said."""
     shape: Shape = attrs.field(converter=shape_of)
     dtype: torch.dtype | Role = attrs.field(converter=dtype_of)
     placement: Placement = attrs.field(default=DEVICE, converter=placement_of)
@@ -125,14 +121,18 @@ class Slot(abc.ABC):
     rewritten: bool = attrs.field(default=False, converter=flag)
     restored: bool = attrs.field(default=False, converter=flag)
     argument: str | None = attrs.field(default=None, converter=argument_of)
-    strided: bool = attrs.field(default=False, init=False)
-    converts: tuple[torch.dtype, ...] = attrs.field(default=(), init=False)
-    limit: Dim | None = attrs.field(default=None, init=False)
-    poison: Poison | None = attrs.field(default=None, init=False)
+    pad: Tail | None = attrs.field(default=None, converter=tail_of)
+    starts: PadValue | None = attrs.field(default=None, converter=attrs.converters.optional(pad_value))
+    poison: Poison | None = attrs.field(default=None, converter=poison_of)
+    strided: bool = attrs.field(default=False, converter=flag)
+    converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
+    limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
-    @abc.abstractmethod
     def initial(self) -> Value:
-        """What the whole buffer holds from its allocation on."""
+        """What the whole buffer holds from its allocation on: as declared, else the tail's value, else zero."""
+        if self.starts is not None:
+            return self.starts
+        return self.pad.value if isinstance(self.pad, Pad | Once) else 0
 
     def reads(self, name: str) -> Source | None:
         """Where a fill finds the value to copy for the slot of this name, or None where nothing is copied."""
@@ -145,7 +145,13 @@ class Slot(abc.ABC):
 
     def rule(self) -> Tail | None:
         """The tail rule, or None where every padded row is written in each step, or none ever is."""
-        return None
+        return self.pad
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names that its function needs, `step`, `settings` and `ranks` among them; none where nothing is computed."""
+        compute = self.computes()
+        return compute.needs if compute else ()
 
     def converts_from(self) -> tuple[torch.dtype, ...]:
         """Source dtypes that a copy takes, and converts, beside the slot's own: the role's and the declared ones."""
@@ -156,23 +162,21 @@ class Slot(abc.ABC):
         """The dtype on a device that has no other for its role."""
         return self.dtype.default if isinstance(self.dtype, Role) else self.dtype
 
-    @property
-    def is_parameter(self) -> bool:
-        """Whether graphs are handed the slot's value at each replay, where the device has host parameters."""
-        return self.argument is not None
-
-    def parameter(self, name: str) -> str | None:
-        """The operator's argument that takes the value of the slot of this name, or None where it is no parameter."""
-        return (self.argument or name) if self.is_parameter else None
-
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
         for value in self.declared_values():
             yield from value_faults(value, self.default_dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
-        if self.is_parameter:
-            yield from _parameter_faults(self)
+        if isinstance(self.pad, Once) and self.starts is not None:
+            yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
+        if self.needs_rule and self.varying and self.pad is None:
+            yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
+        if self.restored and isinstance(self.pad, Once):
+            yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
+        yield from _copy_faults(self, self.default_dtype)
+        if self.argument is not None:
+            yield from _parameter_faults(self, self.default_dtype)
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
@@ -200,83 +204,18 @@ class Slot(abc.ABC):
 
 
 @attrs.frozen(kw_only=True)
-class Padded(Slot):
-    """A slot with a tail rule of its own: `pad`, a value, `keep("why")` or `once(value)`.
-
-    starts: what the whole buffer holds at first, where that is not the tail's value.
-    """
-
-    pad: Tail | None = attrs.field(default=None, converter=tail_of)
-    starts: PadValue | None = attrs.field(default=None, converter=starts_of)
-    poison: Poison | None = attrs.field(default=None, converter=poison_of)
-
-    def rule(self) -> Tail | None:
-        """The declared rule."""
-        return self.pad
-
-    def initial(self) -> Value:
-        """As declared, else the tail's value, so that a new buffer is all tail; zero where the tail is kept."""
-        if self.starts is not None:
-            return self.starts
-        return self.pad.value if isinstance(self.pad, Pad | Once) else 0
-
-    def faults(self) -> Iterator[str]:
-        """Also: a dim varies, and no rule says what its tail holds; or two rules say what the slot starts as."""
-        yield from super().faults()
-        if isinstance(self.pad, Once) and self.starts is not None:
-            yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
-        if self.varying and self.pad is None:
-            yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
-        if self.restored and isinstance(self.pad, Once):
-            yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
-
-
-@attrs.frozen(kw_only=True)
-class Copied(Padded):
+class Copied(Slot):
     """Fed from the batch in each step.
 
     source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given.
     """
 
+    needs_rule = True
     source: Source | None = attrs.field(default=None, converter=optional_source)
-    strided: bool = attrs.field(default=False, converter=flag)
-    converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
-    limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
     def reads(self, name: str) -> Source | None:
         """The declared source, else the slot's own name."""
         return self.source or Path((name,))
-
-    def faults(self) -> Iterator[str]:
-        """Also: a limit that varies, or on values that are no whole numbers."""
-        yield from super().faults()
-        dtype = self.default_dtype
-        if not dtype.is_complex and any(source.is_complex for source in self.converts_from()):
-            yield f"it converts complex numbers, whose imaginary part {dtype_text(dtype)} drops: copy the part you mean"
-        if self.limit is not None and self.limit.varies:
-            yield f"its limit {self.limit!r} varies by step: give a number or a fixed axis"
-        if self.limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
-            yield f"it has a limit, but {dtype_text(dtype)} is no whole number: limit an integer slot, or leave it out"
-
-
-@attrs.frozen(kw_only=True)
-class HostParameter(Copied):
-    """Fed from the batch, to the host; each replay hands its value to an operator, where the device has such a way.
-
-    argument: the operator's, which takes it; the slot's own name where it is not given.
-    """
-
-    placement: Placement = attrs.field(default=HOST, init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @property
-    def is_parameter(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def kind(self) -> str:
-        """A word, as those of the other kinds."""
-        return "parameter"
 
 
 @attrs.frozen(kw_only=True)
@@ -288,10 +227,6 @@ class Computed(Slot):
     def computes(self) -> Compute | None:
         """The declared function."""
         return self.function
-
-    def initial(self) -> Value:
-        """Zero, until the first fill."""
-        return 0
 
 
 @attrs.frozen(kw_only=True)
@@ -310,9 +245,10 @@ class Constant(Slot):
 
 
 @attrs.frozen(kw_only=True)
-class Staged(Padded):
+class Staged(Slot):
     """Written by a producer inside or beside the step; a fill only resets its tail."""
 
+    needs_rule = True
     rewritten: bool = attrs.field(default=True, converter=flag)
 
 
@@ -320,28 +256,28 @@ class Staged(Padded):
 class Output(Slot):
     """A buffer at a fixed address that the step writes its result to; a fill leaves it alone."""
 
-    def initial(self) -> Value:
-        """Zero, until the first step writes it."""
-        return 0
 
-    def faults(self) -> Iterator[str]:
-        """Also: graphs would be handed what the step before wrote."""
-        yield from super().faults()
-        if self.is_parameter:
-            yield "an output is written by the step, and a host parameter is read before it: copy it, or compute it"
+def _copy_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
+    """Why a copy cannot convert into a slot, or hold host data to its limit."""
+    text, limit = dtype_text(dtype), slot.limit
+    if not dtype.is_complex and any(source.is_complex for source in slot.converts_from()):
+        yield f"it converts complex numbers, whose imaginary part {text} drops: copy the part you mean"
+    if limit is not None and limit.varies:
+        yield f"its limit {limit!r} varies by step: give a number or a fixed axis"
+    if limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
+        yield f"it has a limit, but {text} is no whole number: limit an integer slot, or leave it out"
 
 
-def _parameter_faults(slot: Slot) -> Iterator[str]:
+def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
     """Why operators cannot be handed what a slot holds."""
     if slot.placement != HOST:
         yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
-    if slot.default_dtype not in (torch.int32, torch.int64):
-        text = dtype_text(slot.default_dtype)
-        yield f"it is a host parameter of {text}: operators take whole numbers, torch.int32 or torch.int64"
+    if dtype not in (torch.int32, torch.int64):
+        yield f"it is a host parameter of {dtype_text(dtype)}: operators take whole numbers, torch.int32 or torch.int64"
     if len(slot.shape) > 1:
         yield f"it is a host parameter of {len(slot.shape)} dims: an operator takes one number, or one row of them"
-    if slot.rewritten or slot.restored:
-        yield "it is a host parameter, which is read before the step, but the step writes it: copy it, or compute it"
+    if slot.rewritten or slot.restored or isinstance(slot, Output):
+        yield "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
 
 
 SLOT: Final = "slotgraph.slot"
@@ -350,24 +286,14 @@ Size = int | Axis | Dim
 Sizing = Size | tuple[Size, ...]
 Dtype = torch.dtype | Role
 
-_STAND_INS: Final[Mapping[str, Any]] = {
-    "shape": (),
-    "dtype": torch.int64,
-    "pad": Keep("the declared rule does not suit"),
-    "function": lambda: 0,
-    "value": lambda _: 0,
-}
-
 
 def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
     """A field for any slot object, your own kinds among them.
 
     init: whether a batch made from the declaration is given this slot's value. default: None where it may be left out.
     """
-    if isinstance(kind, Slot):
-        return _field(kind, [], init=init, default=default)
-    fault = f"slot({_brief(kind)}): expected an object of a class that derives from Slot"
-    return _field(Output(shape=(), dtype=torch.int64), [fault], init=init, default=default)
+    _need(isinstance(kind, Slot), f"slot({_brief(kind)}): expected an object of a class that derives from Slot")
+    return _field(kind, [], init=init, default=default)
 
 
 def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
@@ -386,23 +312,23 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     """The field of a slot with the parameters of its specifier, and with a fault for each one that does not suit.
 
-    Where one does not suit, another stands in for it, so that the class tells whatever else is wrong, too.
+    Where one does not suit, another slot stands in for it, so that the class tells whatever else is wrong, too.
     """
-    suited, wrong = dict[str, Any](), dict[str, str]()
+    suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
         if name in given and callable(convert):
             try:
                 suited[name] = convert(given[name])
             except (TypeError, ValueError) as error:
-                wrong[name] = f"{name}={_brief(given[name])}: {error}"
-    if "dtype" in wrong:  # which the others must suit
-        suited.clear()
-    suited |= {name: value for name, value in _STAND_INS.items() if name in given.keys() - suited.keys()}
-    default, faults = given.get("default", attrs.NOTHING), list(wrong.values())
+                faults.append(f"{name}={_brief(given[name])}: {error}")
+    if faults:
+        made: Slot = Staged(shape=(), dtype=torch.int64, placement=suited.get("placement", DEVICE))
+    else:
+        made = kind(**suited, optional=default is None)
     if given.get("init", False) is not False:
         faults.append(f"init={_brief(given['init'])}: no batch brings this slot, so leave init= out")
-    return _field(kind(**suited, optional=default is None), faults, init="init" not in given, default=default)
+    return _field(made, faults, init="init" not in given, default=default)
 
 
 def copied(
@@ -415,6 +341,7 @@ def copied(
     converts: tuple[torch.dtype, ...] = (),
     rewritten: bool = False,
     restored: bool = False,
+    argument: str | None = None,
     starts: PadValue | None = None,
     limit: Size | None = None,
     poison: Poison | None = None,
@@ -425,32 +352,12 @@ def copied(
 
     pad: what the tail holds. source: a path, `side("path")` or a function, where it is not of the slot's name. strided:
     take one that is not contiguous. converts: dtypes that the copy converts. rewritten: the step writes it too.
-    restored: the runner then puts it back. starts: what the buffer holds at first, if not the tail's value. limit: the
-    largest value of host data. poison: what checks may put into the tail. when: the setting that the slot exists by.
+    restored: the runner then puts it back. argument: of operators, such as "actual_seq_lengths_kv", to which each
+    replay hands a slot on the host, int32 or int64, where the device has such a way. starts: what the buffer holds at
+    first, if not the tail's value. limit: the largest value of host data. poison: what checks may put into the tail.
+    when: the setting that the slot exists by.
     """
     return _declared(Copied, locals())
-
-
-def host_parameter(
-    *shape: Size,
-    dtype: Dtype,
-    pad: PadValue | Tail | None = None,
-    source: str | Source | Callable[[Any], Any] | None = None,
-    argument: str | None = None,
-    strided: bool = False,
-    converts: tuple[torch.dtype, ...] = (),
-    starts: PadValue | None = None,
-    limit: Size | None = None,
-    poison: Poison | None = None,
-    when: When | None = None,
-    default: Any = attrs.NOTHING,
-) -> Any:
-    """A slot in host memory whose value each replay hands to its graph's operators; elsewhere an ordinary host slot.
-
-    shape: none for one number, one size for a row of them. dtype: torch.int32 or torch.int64. argument: the operators'
-    argument that takes it, such as "actual_seq_lengths_kv"; the slot's own name if not given. All else as `copied`.
-    """
-    return _declared(HostParameter, locals())
 
 
 def computed(
@@ -468,7 +375,7 @@ def computed(
     Names of slots give their padded tensors, `step` the step's sizes, `settings` the runner's, other fields their
     values, `out` the slot's own buffer to be filled. A function that needs only host values runs on the host before
     the step; one that needs slots on the device runs there, inside the graph. Either way it gives every padded row.
-    argument: makes a slot on the host a parameter, as `host_parameter` is one.
+    argument: the operators' argument that takes a slot on the host, as of `copied`.
     """
     return _declared(Computed, locals())
 

@@ -42,16 +42,6 @@ class Source(abc.ABC):
     def read(self, batch: Any, side: Side) -> Any:
         """The value in a batch and its side arguments; None where it is absent."""
 
-    @property
-    def plain_name(self) -> str | None:
-        """The batch's own name for it, where that is all there is to look up."""
-        return None
-
-    @property
-    def arguments(self) -> frozenset[str] | None:
-        """The side arguments that it reads; None where it may read any."""
-        return None
-
 
 class Answering:
     """A batch that stands in for one of another class, and so answers in the place of functions that look into that.
@@ -81,16 +71,6 @@ class Path(Source):
             found = look_up(found, name)
         return found
 
-    @property
-    def plain_name(self) -> str | None:
-        """The name, for a path of one part."""
-        return self.parts[0] if len(self.parts) == 1 and not self.beside else None
-
-    @property
-    def arguments(self) -> frozenset[str]:
-        """The first name of a path beside the batch."""
-        return frozenset(self.parts[:1] if self.beside else ())
-
     def __str__(self) -> str:
         """The path as one writes it."""
         return ("argument " if self.beside else "batch.") + ".".join(self.parts)
@@ -108,14 +88,14 @@ class Call(Source):
         del side
         return batch.answer(self) if isinstance(batch, Answering) else self.function(batch)
 
-    @property
-    def arguments(self) -> frozenset[str]:
-        """None of them."""
-        return frozenset()
-
     def __str__(self) -> str:
         """The function's name."""
         return f"{getattr(self.function, '__qualname__', self.function)}(batch)"
+
+
+def plain_name(source: Source | None) -> str | None:
+    """The batch's own name for a source, where that is all there is to look up."""
+    return source.parts[0] if isinstance(source, Path) and len(source.parts) == 1 and not source.beside else None
 
 
 def _parts(path: str) -> tuple[str, ...]:
@@ -146,7 +126,8 @@ def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:
     """A call that takes some sources out of all, in a given order, always as a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)
-    return lambda sources: tuple([sources[place] for place in places])
+    first = places[0] if places else 0
+    return operator.itemgetter(slice(first, first + len(places)))
 
 
 class Gather:
@@ -154,7 +135,7 @@ class Gather:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
-        names = [source.plain_name for source in sources]
+        names = [plain_name(source) for source in sources]
         self._names = tuple(name for name in names if name is not None) if None not in names else ()
         self._getters: dict[type, Callable[[Any], Sources]] = {}
 

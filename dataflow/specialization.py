@@ -18,7 +18,8 @@ from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, own_guard
 from .hostdata import NOT_CARRIED
-from .packet import UNARMED, UNIT, WORD, Feed, head_bytes, rest, rounded
+from .packet import UNIT, WORD, Feed, head_bytes, rest, rounded
+from .plan import FUSED
 from .ready import Planned, Targets
 from .sizing import Sizer
 from .sources import Gather, Side, Sources, chosen
@@ -61,13 +62,9 @@ def _not_bound(*_: Any) -> Any:
 class Specialization:
     """Fills from sources that are like those it was made for.
 
-    Attributes:
-        made_for: What it fills.
-        ready: What its live sizes need.
-        take: Looks at sources and writes nothing; None where they are not like those that it was made for.
-        write: Fills from what `take` gave, all but what the device computes. Call it without gradients. ComputeError as
-            `Computation.run` raises it.
-        bound: What runners bound to it: a fill by itself, and a whole step.
+    made_for: what it fills. ready: what its live sizes need. take: looks at sources and writes nothing; None where they
+    are not like those that it was made for. write: fills from what `take` gave, all but what the device computes; call
+    it without gradients, and expect ComputeError. bound: what runners bound to it: a fill by itself, and a whole step.
     """
 
     def __init__(
@@ -82,15 +79,8 @@ class Specialization:
     ) -> None:
         """Bind a plan.
 
-        Args:
-            made_for: What it fills.
-            planned: The plan.
-            names: The slots that sources are for, in the order of sources; some may be absent.
-            kinds: How each source travels, by slot.
-            sources: Those that this is made for.
-            buffers: The memory behind the slots.
-            feed: What takes packets to the device; None where nothing is uploaded.
-
+        names: the slots that sources are for, in the order of sources; some may be absent. kinds: how each source
+        travels, by slot. sources: those that this is made for. feed: the packet; None where nothing is uploaded.
         """
         self.made_for = made_for
         self.ready = planned.ready(made_for[1])
@@ -115,10 +105,10 @@ class Specialization:
     def _laid_out(self, kinds: Mapping[str, Kind], count: int) -> Callable[[tuple[int, ...]], bytes]:
         """Give all that the packet carries its place; what makes its first words out of the sources' addresses."""
         ready, feed, lanes = self.ready, self._feed, self._planned.lanes
-        unit, at = (UNIT, len(UNARMED)) if lanes is None else (WORD, head_bytes(len(lanes.lanes)))
         if feed is None:
             return lambda _: b""
-        sizes = {name: rounded(kind.nbytes, unit) for name, kind in self._kinds.values() if kind.carrier is not None}
+        at = rounded(head_bytes(len(lanes)))
+        sizes = {name: rounded(kind.nbytes) for name, kind in self._kinds.values() if kind.carrier is not None}
         sizes |= {value.slot: value.nbytes for value in ready.packed}
         starts: dict[str, int] = {}
         for name, nbytes in sizes.items():
@@ -126,40 +116,32 @@ class Specialization:
             at += nbytes
         if at > feed.room:
             raise ValueError(f"the packet has {feed.room} bytes, too few for a bucket that it was not made for")
-        if lanes is None:
-            self._read_from_packet(starts, feed, count)
-            return lambda _: UNARMED
-        slots, address = [lane.slot for lane in lanes.lanes], feed.upload.packet.data_ptr()
-        words = lanes.words(kinds, frozenset(value.slot for value in ready.packed), ready.step.live_sizes)
+        self._read_from_packet(starts, feed.upload.packet, count)
+        slots, address = [lane.slot for lane in lanes], feed.upload.packet.data_ptr()
+        words = self._planned.words(kinds, frozenset(value.slot for value in ready.packed), ready.step.live_sizes)
         given = [self._kinds[place][0] for place in self._by_address]
         order = {name: at for at, name in enumerate(given) if not kinds[name].in_place}
         fixed = [address + starts[name] if name in starts else 0 for name in slots]
         picked = chosen([order.get(name, len(given) + at) for at, name in enumerate(slots)])
-        pack = struct.Struct(f"<{len(slots)}Q").pack
+        pack = struct.Struct(f"<{len(slots)}Q{-head_bytes(len(lanes)) % UNIT}x").pack
         return lambda pointers: words + pack(*picked((*pointers, *fixed)))
 
-    def _read_from_packet(self, starts: Mapping[str, int], feed: Feed, count: int) -> None:
-        """Have the packet's parts at hand as tensors: copies read them where they lie, at the same place each step.
-
-        They stand behind the sources, and what is taken up by itself stands behind them.
-        """
+    def _read_from_packet(self, starts: Mapping[str, int], packet: torch.Tensor, count: int) -> None:
+        """Have the parts that copies read, where they lie at each step, stand as tensors behind the sources."""
         targets = {name: view for copies in self.ready.late for name, view in copies.items()}
-        targets |= {value.slot: value.scratch for value in self.ready.packed}
         with torch.inference_mode(mode=False):
-            for name, start in starts.items():
-                target, part = targets[name], feed.upload.packet[start : start + targets[name].nbytes]
+            for name in starts.keys() & targets.keys():
+                target, start = targets[name], starts[name]
+                part = packet[start : start + target.nbytes].view(target.dtype).view(target.shape)
                 self._places[name] = count + len(self._fixed)
-                self._fixed.append(part.view(target.dtype).view(target.shape))
-        for place, value in enumerate(self.ready.moved, count + len(self._fixed)):
-            self._places[value.slot] = place
+                self._fixed.append(part)
 
     def _taker(self, like: Sources) -> Callable[[Sources], Taken | None]:
         """`take`, with what it needs in local names."""
         kinds, known, anew = [(place, kind) for place, (_, kind) in self._kinds.items()], self._known.get, self._anew
         tensors = [place for place, kind in kinds if isinstance(like[place], torch.Tensor) and not kind.loose]
         prepared = [(place, kind.prepare) for place, kind in kinds if kind.prepare is not None]
-        unit = UNIT if self._planned.lanes is None else WORD
-        carried = [(p, kind.carrier, rest(kind.nbytes, unit)) for p, kind in kinds if kind.carrier is not None]
+        carried = [(p, kind.carrier, rest(kind.nbytes)) for p, kind in kinds if kind.carrier is not None]
         guarded, addressed = _some(tensors, len(like)), _some(self._by_address, len(like))
         check = own_guard(like if guarded is None else guarded(like))
 
@@ -195,7 +177,7 @@ class Specialization:
         None where a source is its slot's own memory now, or no longer is, or has no memory.
         """
         buffers, copies = self._buffers, dict[int, torch.Tensor]()
-        low, high = (buffers.near[0][0], buffers.near[-1][1]) if buffers.near else (0, 0)
+        low, high = buffers.near
         for place, pointer in zip(self._by_address, pointers, strict=True):
             name, kind = self._kinds[place]
             if kind.in_place:
@@ -217,40 +199,35 @@ class Specialization:
         """`write`, with what it needs in local names."""
         buffers, ready, feed, ledger = self._buffers, self.ready, self._feed, self._buffers.ledger
         always, host, values = ready.always, ready.host, [value.bytes_of for value in ready.packed]
-        fused, fixed = self._planned.fused, self._fixed
-        arm = feed.arm if feed is not None and self._planned.lanes is not None else None
+        fused, fixed, has_tails = self._planned.fused, self._fixed, self._planned.has_tails
         early = [_copy_of(copies, self._places) for copies in ready.early]
         late = [_copy_of(copies, self._places) for copies in ready.late]
-        beside = [name for name, kind in self._kinds.values() if kind.in_place and name not in fused]
-        unknown = bool(beside and arm)  # how far a producer dirties tails, and no plan says so
-        has_more = bool(always or early or late or ready.marks or host or beside or feed is None)
+        apart = [name for name, kind in self._kinds.values() if kind.in_place and name not in fused]
+        beside = apart and self._planned.plan.lowering in FUSED
+        has_more = bool(always or early or host or has_tails)
         kept = _some([place for place in self._by_address if self._kinds[place][0] in fused], count)
 
         def write(taken: Taken, batch: Any) -> None:  # noqa: C901 - calls within would take longer
             data, sources = taken
             try:
                 if has_more:
-                    for name in beside:
-                        buffers[name].distrust()  # its producer may have written any row
-                    if unknown or ledger.stamp is not ready or ledger.handed_out:
-                        ready.reset(buffers)
+                    if beside:  # its producer may have written any row, and no plan says so
+                        ledger.stamp = None
+                    if has_tails and (ledger.stamp is not ready or ledger.handed_out):
+                        ready.reset(ledger)
                     for tail, number in always:
                         tail.fill_(number)
                     for copy, chosen_of in early:
                         copy(chosen_of(sources))
                     for computation in host:
                         computation.run(batch)
-                for value in values:
-                    data += value(batch)
-                if arm is not None:
-                    ledger.stamp = buffers.mine = ready
-                    buffers.unmarked = True
-                    arm(data, sources if kept is None else kept(sources))
-                elif feed is not None:
-                    up = [value.tensor_of(batch) for value in ready.moved]
-                    if len(data) > UNIT:
-                        feed.carry(data)
-                    sources = (*sources, *fixed, *map(feed.upload.move, up))
+                ledger.stamp = ready
+                if feed is not None:
+                    for value in values:
+                        data += value(batch)
+                    feed.send(data, sources if kept is None else kept(sources))
+                    if fixed:
+                        sources = (*sources, *fixed)
                 for copy, chosen_of in late:
                     copy(chosen_of(sources))
             except BaseException:

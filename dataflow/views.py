@@ -9,7 +9,7 @@ import torch
 from .axes import BATCH, TOKENS, Axis, Dim, Step, extent
 from .capabilities import DEVICE
 from .computation import Computation, field_of
-from .declaration import Declaration, needs_of
+from .declaration import Declaration
 from .errors import BatchError, ReplayError
 from .guard import POINTER, Guard, own_guard
 from .slots import Constant, Slot
@@ -177,7 +177,7 @@ def _cut(
         tensor = values.get(name)
         made[name] = None if tensor is None else _slice(name, declared[name], tensor, info, ranges)
     for name in (name for name in order if values.get(name) is not None):
-        slot, needs = declared[name], needs_of(declared[name])
+        slot, needs = declared[name], declared[name].needs
         brought = [need for need in needs if need in slots]
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:

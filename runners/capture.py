@@ -42,10 +42,7 @@ class Filling:
 
 @attrs.define(eq=False)
 class Captured:
-    """One bucket for one pattern of absent slots: its graph, of the call `step`.
-
-    verified: its addresses were found unmoved.
-    """
+    """One bucket for one pattern of absent slots: its graph, of the call `step`. verified: no address had moved."""
 
     rows: int
     filling: Filling
@@ -97,9 +94,7 @@ _FROZEN_BY_PYTHON: Final = 1000
 def frozen_garbage() -> Iterator[None]:
     """Keep the garbage collector from walking over all objects at each capture: 2.3 to 3.7 times faster, it is said.
 
-    Young garbage goes first; a walk over all would cost more than several captures, and what is frozen is kept alive
-    for no longer than this. A program that froze objects of its own has few others, and Python melts all or none:
-    there nothing is done.
+    A program that froze objects of its own has few others, and Python melts all or none: there nothing is done.
     """
     if gc.get_freeze_count() >= _FROZEN_BY_PYTHON:
         yield

@@ -6,9 +6,10 @@ import inspect
 import math
 import os
 import pathlib
+import sys
 import threading
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 import attrs
@@ -18,7 +19,7 @@ from ..backends import name_of
 from ..dataflow.axes import Axis, Dim
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, did_you_mean, hint
+from ..dataflow.errors import ConfigError, hint
 from ..dataflow.inputs import Inputs
 from ..dataflow.serial import json_data
 
@@ -29,12 +30,27 @@ def refuse(argument: str, expected: str, value: object) -> NoReturn:
     raise ConfigError(f"{argument}: expected {expected}, got {got}")
 
 
-def checked(argument: str, expected: str, value: Any, kind: type | tuple[type, ...]) -> Any:
-    """The value, which is of a kind. ConfigError where it is not; a bool is not a number."""
+def checked(
+    argument: str,
+    expected: str,
+    value: Any,
+    kind: type | tuple[type, ...],
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> Any:
+    """The value, of a kind, and a number within bounds. ConfigError where it is not; a bool is not a number."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+    right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    if not right or (isinstance(value, int | float) and not least <= value <= most):
         refuse(argument, expected, value)
     return value
+
+
+def checked_keys(argument: str, expected: str, given: Any, kind: type) -> dict[Any, Any]:
+    """A mapping whose keys are of a kind. ConfigError where it is none."""
+    for key in checked(argument, expected, given, Mapping):
+        checked(argument, expected, key, kind)
+    return dict(given)
 
 
 def is_collection(value: object) -> bool:
@@ -57,21 +73,17 @@ def check_step(argument: str, step: Any, takes: str = "the view") -> None:
 
 def checked_sizes(sizes: Any) -> dict[Axis, int]:
     """Sizes by axis. ConfigError where one is no whole number of at least 0, or its key no axis."""
-    checked("sizes", "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Mapping)
-    for axis, size in sizes.items():
-        checked("sizes", "an Axis as each key", axis, Axis)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            refuse(f"sizes of {axis.name}", "a whole number, at least 0", size)
-    return dict(sizes)
+    found = checked_keys("sizes", "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Axis)
+    for axis, size in found.items():
+        checked(f"sizes of {axis}", "a whole number, at least 0", size, int, 0)
+    return found
 
 
 def checked_relations(relations: Any) -> dict[Axis, Dim]:
     """Axes that follow from others. ConfigError where a key is no axis, or its size no expression over axes."""
-    expected = "a mapping of axes to sizes over other axes, such as {TOKENS: BATCH * 4}"
-    for axis, size in checked("relations", expected, {} if relations is None else relations, Mapping).items():
-        checked("relations", expected, axis, Axis)
-        checked(f"relations of {axis.name}", "an axis, or an expression over axes", size, (Axis, Dim))
-    return {axis: Dim.of(size) for axis, size in (relations or {}).items()}
+    expected, what = "a mapping of axes to sizes over others, such as {TOKENS: BATCH * 4}", "an expression over axes"
+    found = checked_keys("relations", expected, {} if relations is None else relations, Axis)
+    return {axis: Dim.of(checked(f"relations of {axis}", what, size, (Axis, Dim))) for axis, size in found.items()}
 
 
 def checked_names(argument: str, names: Any) -> tuple[str, ...]:
@@ -84,25 +96,8 @@ def checked_names(argument: str, names: Any) -> tuple[str, ...]:
 
 def check_seconds(argument: str, seconds: Any) -> None:
     """ConfigError where it is no number of seconds that a wait can take."""
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds <= threading.TIMEOUT_MAX:
-        refuse(argument, f"seconds, more than 0 and at most {threading.TIMEOUT_MAX:g}", seconds)
-
-
-def check_slots(argument: str, declaration: Declaration, names: Collection[str]) -> None:
-    """ConfigError where a name is no slot's, of those that settings switch off neither."""
-    for name in names:
-        if name not in declaration.slots and name not in declaration.disabled:
-            near = did_you_mean(name, declaration.slots)
-            raise ConfigError(f"{argument} names {name!r}, which is no slot of {declaration.name}{near}")
-
-
-def checked_by_slot(argument: str, given: Any, what: str) -> Mapping[str, Any]:
-    """What is given by slot. ConfigError where it is no mapping of names."""
-    checked(argument, f"a mapping of slots' names to {what}", given, Mapping)
-    for name in given:
-        checked(argument, "a slot's name as each key", name, str)
-    return dict(given)
+    most = threading.TIMEOUT_MAX
+    checked(argument, f"seconds, more than 0 and at most {most:g}", seconds, (int, float), sys.float_info.min, most)
 
 
 def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
@@ -115,10 +110,7 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
     if not is_collection(absent) or not all(map(is_collection, absent)):
         refuse("absent", expected, absent)
     patterns = [frozenset(checked_names("absent", one)) - {*declaration.disabled} for one in absent]
-    optional = [name for name, _ in declaration.optional]
-    for name in sorted(frozenset().union(*patterns).difference(optional)):
-        instead = hint(name, optional, f"optional are {', '.join(optional) or 'none'}")
-        raise ConfigError(f"absent names {name!r}, which is no optional slot of {declaration.name}: {instead}")
+    declaration.check_names("absent", sorted(frozenset().union(*patterns)), "optional")
     return {frozenset(), *patterns}
 
 
@@ -135,13 +127,9 @@ MODES: Final = (GENERATIONS, ADDRESSES, POISON, PARITY)
 CHEAP: Final = frozenset({GENERATIONS, ADDRESSES})
 """What `True` means: the modes that run no step a second time."""
 OFF: Final[frozenset[str]] = frozenset()
-KINDS: Final[list[type]] = []
-"""The classes of runners, each added when it is defined."""
 Wanted: TypeAlias = bool | str | Collection[str] | None
 _WORDS: Final = {"0": OFF, "false": OFF, "off": OFF, "1": CHEAP, "true": CHEAP, "on": CHEAP}
 """What the environment may say in place of names."""
-_NEAR: Final = 0.7
-"""How alike two options are of which one may have been meant for the other."""
 
 
 def modes_of(wanted: Wanted) -> frozenset[str]:
@@ -155,12 +143,14 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
         wanted = _WORDS.get(wanted.lower(), wanted)
     if isinstance(wanted, bool):
         return CHEAP if wanted else OFF
-    names = [one.strip() for one in (wanted.split(",") if isinstance(wanted, str) else wanted)]
-    for name in filter(None, names):
-        if name not in MODES:
-            instead = hint(name, MODES, f"modes are {', '.join(MODES)}")
-            raise ConfigError(f"{said}: unknown debug mode {name!r}: {instead}")
-    return frozenset(filter(None, names))
+    names: Any = wanted.split(",") if isinstance(wanted, str) else wanted
+    if not is_collection(names) or not all(isinstance(name, str) for name in names):
+        refuse(said, "true, false or names of debug modes", wanted)
+    found = frozenset(name.strip() for name in names) - {""}
+    for name in sorted(found.difference(MODES)):
+        instead = hint(name, MODES, f"modes are {', '.join(MODES)}")
+        raise ConfigError(f"{said}: unknown debug mode {name!r}: {instead}")
+    return found
 
 
 def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf, *, unset: bool = False) -> Any:
@@ -169,29 +159,19 @@ def _option(kind: type, default: Any, least: float = -math.inf, most: float = ma
     expected = kind.__name__ + bounds * (least > -math.inf)
 
     def check(_: object, field: Any, value: Any) -> None:
-        if not (unset and value is None) and not (_is(kind, value) and (kind in (bool, str) or least <= value <= most)):
-            refuse(f"option {field.name!r}", expected, value)
+        if not (unset and value is None):
+            checked(f"option {field.name!r}", expected, value, (int, float) if kind is float else kind, least, most)
 
     return attrs.field(default=default, validator=check)
-
-
-def _is(kind: type, value: object) -> bool:
-    """Whether a value is of a kind as it is; a bool is no number."""
-    return isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _rows(value: Any) -> tuple[int, ...]:
     """Buckets in ascending order."""
     several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
-    if not several or not all(_is(int, one) and 1 <= one <= MOST for one in value) or len({*value}) < len(value):
+    if not several or not all(type(one) is int and 1 <= one <= MOST for one in value) or len({*value}) < len(value):
         expected = f"a list or tuple of at least one int between 1 and {MOST}, each once"
         refuse("option 'buckets'", expected, value)
     return tuple(sorted(value))
-
-
-def _rows_or_none(value: Any) -> tuple[int, ...]:
-    """Buckets; the empty tuple where none are given."""
-    return () if isinstance(value, tuple) and not value else _rows(value)
 
 
 @attrs.frozen
@@ -235,17 +215,6 @@ class Buckets:
         return (bucket - rows) / bucket if rows else 0.0
 
 
-def _debug(value: Any) -> Any:
-    """Debug modes as they were said, several as a tuple; what the environment says is read when a runner is made."""
-    if isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value):
-        value = tuple(sorted(value) if isinstance(value, set | frozenset) else value) or False  # not the environment's
-    elif value is not None and not isinstance(value, bool | str):
-        refuse("option 'debug'", "true, false or names of debug modes", value)
-    if value is not None:
-        modes_of(value)
-    return value
-
-
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
     """How a runner runs: options of which each runner uses some, and refuses the others.
@@ -266,14 +235,14 @@ class RunnerConfig:
     """
 
     backend: str = _option(str, AUTO)
-    buckets: tuple[int, ...] = attrs.field(default=(), converter=_rows_or_none)
+    buckets: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_rows))
     max_batch: int = _option(int, 32, 1, MOST)
     max_tokens: int = _option(int, 2048, 1, MOST)
     max_waste: float = _option(float, 1.0, 0, 1)
     width: int = _option(int, 1, 1, MOST)
     warmups: int = _option(int, 1, 0)
     progress: bool = _option(bool, default=True)
-    debug: bool | str | tuple[str, ...] | None = attrs.field(default=None, converter=_debug)
+    debug: frozenset[str] | None = attrs.field(default=None, converter=attrs.converters.optional(modes_of))
     no_copy: bool | None = _option(bool, None, unset=True)
     sharing: bool | None = _option(bool, None, unset=True)
     graphs: bool = _option(bool, default=True)
@@ -289,9 +258,8 @@ class RunnerConfig:
         for key, value in options.items():
             if key not in known:
                 raise ConfigError(f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}")
-            alone: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value}  # of none, an error
             try:
-                cls(**alone)
+                cls(**{key: value})
             except ConfigError as error:
                 faults.append(str(error))
         if faults:
@@ -307,28 +275,24 @@ class RunnerConfig:
     def load(cls, path: str | pathlib.Path) -> "RunnerConfig":
         """Read a `.toml` or `.json` file. ConfigError where it cannot be read, does not parse or has unknown keys."""
         file = pathlib.Path(path)
-        readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json_data}
+        readers: dict[str, Any] = {".toml": tomllib.loads, ".json": json_data}
         read = readers.get(file.suffix)
         if read is None:
             raise ConfigError(f"{file.name}: configuration is a .toml or .json file")
         try:
             data = read(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{file.name}: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
-            ) from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"{file.name}: expected keys and values, got {type(data).__name__}")
-        return cls.of(data)
+            raise ConfigError(f"{file.name}: {error}") from error
+        return cls.of(checked(file.name, "keys and values", data, dict))
 
     def as_data(self) -> dict[str, Any]:
         """Plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
-        data, default = ({name: getattr(one, name) for name in self.options()} for one in (self, RunnerConfig()))
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in data.items()}
+        default = RunnerConfig()
+        values = {name: getattr(self, name) for name in self.options()}
         return {
-            name: value
-            for name, value in plain.items()
-            if (name in self.told or data[name] != default[name]) and value not in (None, [])
+            name: sorted(value) if isinstance(value, tuple | frozenset) else value
+            for name, value in values.items()
+            if value is not None and (name in self.told or value != getattr(default, name))
         }
 
     def check(self, capabilities: Capabilities) -> None:
@@ -343,17 +307,14 @@ class RunnerConfig:
     @property
     def modes(self) -> frozenset[str]:
         """The modes of debugging that are on. ConfigError where the environment names an unknown one."""
-        return modes_of(self.debug)
+        return modes_of(None) if self.debug is None else self.debug
 
     def ladder(self, *, of_tokens: bool = False) -> Buckets:
         """The buckets that were given, or the default ones."""
         if self.buckets:
             return Buckets(self.buckets, self.max_waste)
-        return (
-            Buckets.doubling(self.max_tokens, self.max_waste)
-            if of_tokens
-            else Buckets.ladder(self.max_batch, self.max_waste)
-        )
+        make, largest = (Buckets.doubling, self.max_tokens) if of_tokens else (Buckets.ladder, self.max_batch)
+        return make(largest, self.max_waste)
 
 
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
@@ -361,11 +322,14 @@ def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
 
     Raises ConfigError for an option that it does not use, with the nearest name, and for a value of the wrong kind.
     """
-    used = keywords_of(kind)
+    used, every = keywords_of(kind), RunnerConfig.options()
     for name in options:
+        if name not in used and name in every:
+            raise ConfigError(f"{kind.__name__} does not use option {name!r}: leave it out")
         if name not in used:
-            raise ConfigError(_refusal(kind, name))
-    known = used.intersection(RunnerConfig.options())
+            instead = hint(name, {*used, *every}, f"known are {', '.join(sorted(used))}")
+            raise ConfigError(f"{kind.__name__}: unknown option {name!r}: {instead}")
+    known = used.intersection(every)
     given = {name: value for name, value in options.items() if name in known}
     backend = name_of(options.get("backend", "auto"))
     return attrs.evolve(RunnerConfig.of({**given, "backend": backend}), told=known)
@@ -378,24 +342,3 @@ def keywords_of(kind: type) -> frozenset[str]:
     options = (get_args(one.annotation)[0] for one in parameters if one.kind is one.VAR_KEYWORD)
     named = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
     return frozenset(named.union(*(one.__annotations__ for one in options)))
-
-
-def _refusal(kind: type, name: str) -> str:
-    """The error for a keyword that a runner does not take."""
-    own, users = keywords_of(kind), dict[str, list[str]]()
-    for runner in sorted({kind, *filter(_takes_options, KINDS)}, key=lambda one: one.__name__):
-        for known in keywords_of(runner):
-            users.setdefault(known, []).append(runner.__name__)
-    if name in users:
-        instead = hint(name, own, "leave it out", cutoff=_NEAR)
-        return f"{kind.__name__} does not use option {name!r}, which is one of {', '.join(users[name])}: {instead}"
-    meant = hint(name, users, f"known are {', '.join(sorted(own))}")
-    near = next((known for known in users if repr(known) in meant), None)
-    foreign = (
-        "" if near is None or near in own else f" {kind.__name__} does not use that one; {', '.join(users[near])} do"
-    )
-    return f"{kind.__name__}: unknown option {name!r}: {meant}{foreign}"
-
-
-def _takes_options(kind: type) -> bool:
-    return not inspect.isabstract(kind) and "options" in inspect.signature(kind).parameters

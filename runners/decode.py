@@ -23,7 +23,7 @@ from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
-from ..dataflow.specialization import Run, Specialization, Specializations
+from ..dataflow.specialization import Run, Specialization
 from .capture import Captured
 from .config import Buckets, RunnerConfig, Wanted, config_of, patterns_of
 from .eagerly import Eagerly
@@ -212,22 +212,13 @@ class GraphRunner(Runner[V]):
             with self._gate.open():
                 return self.graphs.capture()
         finally:
-            self._debug()
-            self._bound = self._bound_steps()
-
-    def _debug(self) -> None:
-        """Let the debug modes that are on watch each step from now on, unless they do."""
-        modes = self.config.modes
-        if modes and not self._is_debugged:
-            self._is_debugged = True
-            for watcher in watchers_of(self, modes):
+            modes = self.config.modes
+            for watcher in () if self._is_debugged else watchers_of(self, modes):
                 self.watch.add(watcher)
-
-    def _bound_steps(self) -> Specializations | None:
-        """None where other ranks are asked before each step, a debug mode looks at it, or fills go slot by slot."""
-        if "graphs" not in vars(self) or self.config.modes or not self.coordinator.quiet:
-            return None
-        return None if self.lowering == "slot_by_slot" else self._table
+            self._is_debugged = True
+            # not where other ranks are asked before each step, a debug mode looks at it, or fills go slot by slot
+            is_plain = self.coordinator.quiet and not modes and "graphs" in vars(self)
+            self._bound = self._table if is_plain and self.lowering != "slot_by_slot" else None
 
     @property
     def report(self) -> CaptureReport | None:
@@ -250,13 +241,12 @@ class GraphRunner(Runner[V]):
 
         ConfigError where there is no such bucket or slot.
         """
-        declaration, sizes = self.stage.declaration, self.sizes.get(bucket)
-        check_named(declaration, absent, in_place, hosted)
+        declaration, sizes, pattern = self.stage.declaration, self.sizes.get(bucket), Pattern(absent, in_place, hosted)
+        check_named(declaration, pattern)
         if sizes is None:
             known = ", ".join(map(str, sorted(self.sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
-        pattern, foreign = Pattern(absent, in_place, hosted), self.graphs.buffers.foreign
-        capabilities = self.stage.backend.capabilities
+        capabilities, foreign = self.stage.backend.capabilities, self.graphs.buffers.foreign
         return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
     def decide(self, batch: Any, **side: Any) -> Decision:
@@ -350,7 +340,6 @@ class GraphRunner(Runner[V]):
         return bind(
             found,
             finish,
-            turn=graphs.buffers.turn,
             counts=self.tally.buckets[captured.rows],
             graphs=graphs,
             hosts=filler.hosts,

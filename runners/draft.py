@@ -204,15 +204,14 @@ def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]]
     """ConfigError where there is nothing to run, or a slot cannot be chained."""
     if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
         raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
-    slots = declaration.slots
+    declaration.check_names("chained", chained, "copied")
     for name in chained:
-        if name not in slots or slots[name].reads(name) is None or slots[name].is_parameter:
+        if declaration.slots[name].argument is not None:
             raise ConfigError(
                 f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch to the device"
             )
-    for name, slot in slots.items():
-        compute = slot.computes()
-        for stale in () if compute is None else [need for need in chained if need in compute.needs]:
+    for name, slot in declaration.slots.items():
+        for stale in (need for need in chained if need in slot.needs):
             raise ConfigError(
                 f"slot {name!r} is computed once, from {stale!r}, of which each step has its own: compute it in them"
             )

@@ -9,7 +9,7 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.errors import BatchError
 from ..dataflow.guard import GRADIENTS, without_gradients
 from ..dataflow.packet import Feed
-from ..dataflow.ready import most_for_copies
+from ..dataflow.plan import packet_bytes
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specializations
@@ -131,6 +131,6 @@ class Eagerly(Generic[V]):
         declaration, backend = self.stage.declaration, self.stage.backend
         capabilities, feed = backend.capabilities, None
         if capabilities.packed_uploads:
-            feed = Feed(backend.upload, most_for_copies(declaration, buffers.capacity, capabilities))
+            feed = Feed(backend.upload, packet_bytes(declaration, buffers.capacity, capabilities))
         over = declaration, buffers.capacity, capabilities, buffers
         return Bucket(*over, exact=True, feed=feed, table=self._table), HostReads(backend, buffers)

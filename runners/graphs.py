@@ -19,8 +19,8 @@ from ..dataflow.buffers import Buffers, at_rest, overlaps, span
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError
 from ..dataflow.packet import WORD, Feed, table_of
-from ..dataflow.plan import FUSED, plan_fill
-from ..dataflow.ready import Lanes, Ready, most_for_copies
+from ..dataflow.plan import FUSED, packet_bytes
+from ..dataflow.ready import Ready
 from ..dataflow.slots import Output
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specializations
@@ -75,18 +75,11 @@ class Filler(Generic[V]):
         self._fusion = backend.fusion() if self.lowering in FUSED else None
         if self.lowering in FUSED and self._fusion is None:
             raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() gives none")
-        self._feed = Feed(backend.upload, max(map(self._most, self.buckets), default=WORD))
+        slots, record = self.stage.declaration, backend.capabilities
+        most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
+        self._feed = Feed(backend.upload, most)
         if self._fusion is not None:
             _ = self._feed.upload
-
-    def _most(self, sizes: Sizes) -> int:
-        """Bytes of the largest packet that a bucket may ask for."""
-        declaration, capabilities = self.stage.declaration, self.stage.backend.capabilities
-        most = most_for_copies(declaration, sizes, capabilities) if capabilities.packed_uploads else WORD
-        if self._fusion is None:
-            return most
-        plan = plan_fill(declaration, sizes, capabilities, lowering=self.lowering, foreign=self.buffers.foreign)
-        return max(most, Lanes.of(plan, declaration, self.buffers).most)
 
     @property
     def nbytes(self) -> int:
@@ -100,14 +93,14 @@ class Filler(Generic[V]):
         feed = self._feed if capabilities.packed_uploads or fusion is not None else None
         over = stage.declaration, sizes, capabilities, self.buffers
         bucket = Bucket(*over, lowering=self.lowering, feed=feed, table=self.table)
-        lanes = bucket.planned(absent).lanes
-        if fusion is None or lanes is None:
+        if fusion is None:
             return Filling(bucket)
-        rows = table_of(lanes.lanes, fusion.block, lanes.owner)
+        planned = bucket.planned(absent)
+        rows = table_of(planned.lanes, fusion.block, planned.owner)
         with torch.inference_mode(mode=False):
             table = torch.from_numpy(rows).to(stage.backend.device)
         self._tables += table.nbytes
-        targets = [lane.target for lane in lanes.lanes]
+        targets = [lane.target for lane in planned.lanes]
         return Filling(bucket, table, fusion.kernel(table, self._feed.upload.packet, targets))
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:

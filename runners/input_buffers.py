@@ -10,12 +10,11 @@ from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
-from ..dataflow.explain import check_named
 from ..dataflow.plan import FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .capture import Filling
-from .config import checked_by_slot, checked_sizes
+from .config import checked_keys, checked_sizes
 from .graphs import Filler
 from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
@@ -72,7 +71,7 @@ class InputBuffers(Generic[V]):
             )
         self._axes = declaration.varying
         self.capacity = {axis: sizes[axis] for axis in declaration.axes}
-        bound = checked_by_slot("bind", bind, "tensors")
+        bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
         self._buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
         self._filler = Filler(stage, self._buffers, lowering, [self.capacity])
         self._waits = graphs_read_host_slots
@@ -209,7 +208,7 @@ class InputBuffers(Generic[V]):
         """Padded sizes by varying axis, and absent slots. ConfigError where they do not fit."""
         capacity = self.capacity
         if not isinstance(absent, frozenset):
-            check_named(self._stage.declaration, absent)
+            self._stage.declaration.check_names("absent", absent, "optional")
         for axis, size in checked_sizes(padded).items():
             most = capacity.get(axis)
             if most is None or (axis.fixed and size != most):

@@ -16,11 +16,9 @@ from ..dataflow.inputs import Inputs
 Generation = Callable[[], int]
 
 
-def _stay(leaf: Any) -> Any:
-    return leaf
-
-
-def map_tensors(outputs: Any, function: Callable[[torch.Tensor], Any], others: Callable[[Any], Any] = _stay) -> Any:
+def map_tensors(
+    outputs: Any, function: Callable[[torch.Tensor], Any], others: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
     """The same structure with each tensor replaced: tuples, lists, mappings, attrs and data classes, nested.
 
     Containers are new, so that whoever gets them may change them; `others` is asked about anything else.

@@ -12,7 +12,7 @@ from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Layout, Member, Schedule, lay_out
-from .config import check_slots, checked, checked_by_slot, checked_names
+from .config import checked, checked_keys, checked_names
 from .running import Unique
 from .stage import Stage, V
 
@@ -53,10 +53,10 @@ class Seat(Generic[V]):
 
     def __attrs_post_init__(self) -> None:
         """Check what was given, and join the pool."""
-        self.bind = checked_by_slot("bind", self.bind, "tensors")
+        self.bind = checked_keys("bind", "a mapping of slots' names to tensors", self.bind, str)
         if self.phase is not None:
             stage, expected = self.stage, "a phase of a pool, such as pool['decode'], or None"
-            check_slots("keeping", stage.declaration, checked("phase", expected, self.phase, Phase).kept)
+            stage.declaration.check_names("keeping", checked("phase", expected, self.phase, Phase).kept)
             backend = stage.backend
             check_bindings(stage.declaration, self.capacity, backend.capabilities, backend.empty, self.bind)
             if self.shares:

@@ -17,11 +17,11 @@ from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sampling import sample_batch
-from ..dataflow.sizing import Limits, Sizer
+from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
 from .capture import FORKS, Captured
-from .config import KINDS, RunnerConfig
+from .config import RunnerConfig
 from .eagerly import Eagerly
 from .graphs import GraphSet
 from .hooks import Coordinator, Live, Watch
@@ -96,7 +96,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.watch = Watch()
         self.name = type(self).__name__
         self.size = size
-        self._limits = Limits.of(stage.declaration, capacity)
+        self._limits = limits_of(stage.declaration, capacity)
         self._axes = len(stage.declaration.varying)
         self.tally = Tally(path)
         self._gate = Gate(self.name)
@@ -108,9 +108,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.patterns: Collection[Absent] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Note the class, and keep the compiler out of its own methods, too."""
+        """Keep the compiler out of the class's own methods, too."""
         super().__init_subclass__(**options)
-        KINDS.append(cls)
         opaque(cls)
 
     @property
@@ -221,8 +220,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.coordinator.begin()
         try:
             live = self.size(batch, side)
-            if self._limits is not None:
-                self._limits.check(batch, side)
+            for limit in self._limits:
+                limit.check(batch, side)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
         except BaseException as error:
@@ -286,7 +285,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return bind(
             found,
             finish if whole else lambda batch: Filled(show(batch), route, live),
-            turn=eager.hosts.turn,
             counts=counted,
             hosts=eager.hosts,
             holds=[lambda *_: eager.held is held, *self._holds()],
@@ -296,7 +294,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""
-        return [] if self._limits is None else [self._limits.allow]
+        return [limit.allow for limit in self._limits]
 
     @property
     def agreed(self) -> Decision | None:
@@ -398,7 +396,6 @@ def bind(
     found: Specialization,
     finish: Callable[[Any], Any],
     *,
-    turn: BufferTurn,
     counts: Counts,
     hosts: HostReads,
     holds: Sequence[Holds],
@@ -408,12 +405,12 @@ def bind(
 ) -> Run:
     """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
 
-    found: what fills the slots. finish: does the rest with the batch. turn: of the memory that is filled. counts: takes
-    the time of some fills. hosts: what device work reads of host slots. holds: what must be true of a batch beside its
-    sources. graphs: those whose streams a fill waits for. launch: what follows the writes, such as a launch of the
-    kernel. device: what is computed there then, where the graph does not do it.
+    found: what fills the slots. finish: does the rest with the batch. counts: takes the time of some fills. hosts: what
+    device work reads of host slots. holds: what must be true of a batch beside its sources. graphs: those whose streams
+    a fill waits for. launch: what follows the writes, such as a launch of the kernel. device: what is computed there
+    then, where the graph does not do it.
     """
-    take, write, forks = found.take, found.write, FORKS.count
+    take, write, turn, forks = found.take, found.write, hosts.turn, FORKS.count
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)
     stream, read = None if graphs is None else graphs.filler.stream, hosts if hosts.possible else None
     clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)

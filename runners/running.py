@@ -27,16 +27,12 @@ def opaque(kind: Kind) -> Kind:
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
             method._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
-            _skip(method.__code__)
+            if hasattr(_FRAMES, "set_code_exec_strategy"):
+                skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
+                _FRAMES.set_code_exec_strategy(method.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
+            else:  # torch 2.6, which goes on to look at what the method calls
+                _FRAMES.skip_code(method.__code__)
     return kind
-
-
-def _skip(code: Any) -> None:
-    if hasattr(_FRAMES, "set_code_exec_strategy"):
-        skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
-        _FRAMES.set_code_exec_strategy(code, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001 - likewise
-    else:  # torch 2.6, which goes on to look at what the method calls
-        _FRAMES.skip_code(code)
 
 
 class Unique:
@@ -74,11 +70,10 @@ class Gate:
 
     def refusal(self) -> ReplayError:
         """The error for a caller that finds the runner busy."""
-        message = (
+        return ReplayError(
             f"this {self._runner} is in the middle of a step or a capture: another thread runs it, or its own step "
             "calls it; give each thread a runner of its own, or take turns by a lock of yours"
         )
-        return ReplayError(message)
 
 
 T = TypeVar("T")

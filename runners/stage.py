@@ -10,14 +10,14 @@ from ..backends import choose
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
 from ..dataflow.bucket import absent_from
-from ..dataflow.buffers import Bound, Buffers, SharedMemory, allocate, overlaps, span
+from ..dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
 from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, viewer
-from .config import check_step, checked_relations, checked_sizes, declaration_of
+from .config import check_step, checked, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
@@ -86,18 +86,10 @@ class Stage(Generic[V]):
         restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
         return cls(inputs, declaration, choose(backend), step, sizes, follow, restored, _checked_state(state))
 
-    def allocate(
-        self,
-        capacity: Sizes,
-        bind: Mapping[str, Bound] = NO_BINDINGS,
-        shared: SharedMemory | None = None,
-        *,
-        keep_bound: bool = False,
-    ) -> Buffers:
-        """Buffers of a given capacity on the backend; shared: what a pool gives of them."""
+    def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
+        """Buffers of a given capacity on the backend, with what else `buffers.allocate` takes."""
         backend = self.backend
-        made = backend.capabilities, backend.empty, bind, shared
-        return allocate(self.declaration, capacity, *made, keep_bound=keep_bound)
+        return allocate(self.declaration, capacity, backend.capabilities, backend.empty, *given, **options)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:
         """The padded size of every axis in a bucket, given those of BATCH and TOKENS, which the options `said` decide.
@@ -156,15 +148,12 @@ def _checked_state(state: Iterable[torch.Tensor] | None) -> tuple[torch.Tensor, 
     """The tensors of `state=`. ConfigError where it is something else."""
     if state is None:
         return None
-    strange: list[object] = [state]
-    if isinstance(state, Iterable) and not isinstance(state, torch.Tensor | Mapping | str | bytes):
-        tensors = tuple(state)
-        strange = [one for one in tensors if not isinstance(one, torch.Tensor)]
-        if not strange:
-            return tensors
-    raise ConfigError(
-        f"state= is a list of the tensors that the step changes beside its slots, got {type(strange[0]).__name__}"
-    )
+    expected = "a list of the tensors that the step changes beside its slots"
+    given: Any = [None] if isinstance(state, torch.Tensor) else checked("state", expected, state, Iterable)
+    tensors = tuple(given)
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
+        refuse("state", expected, state)
+    return tensors
 
 
 def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], outputs: Any) -> Any:

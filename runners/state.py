@@ -115,15 +115,32 @@ class State:
         slots: addresses that are no state. exact: keep the elements that this very run writes, for runs that write the
         same; otherwise whole storages. holder: reaches the state's tensors, for their names in an error.
         """
-        finder = _Finder(backend, slots, holder, exact)
+        pieces, copies, known, refused = list[Piece](), list[torch.Tensor](), set[Hashable](), list[CheckError]()
+        free = functools.cache(functools.partial(_free_on, backend))
+
+        def note(tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
+            low, high = span(tensor)
+            if low == high or any(start <= low and high <= stop for start, stop in slots):
+                return
+            with _as_it_is():
+                for memory, index in _written(tensor, operator, args, slots, known, exact=exact):
+                    piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
+                    try:
+                        _check_room((*pieces, piece), memory.device, free(memory.device), holder=holder)
+                    except CheckError as error:  # which the step may catch
+                        refused.append(error)
+                        raise
+                    pieces.append(piece)
+                    copies.append(piece.copy())
+
         with _random_kept(backend):
             try:
-                run_seen(Traffic(writes=finder.note), run)
-            finally:
-                finder.restore()
-        if finder.refused is not None:  # the step may have caught it
-            raise finder.refused
-        return cls(backend, tuple(finder.pieces))
+                run_seen(Traffic(writes=note), run)
+            finally:  # the last one first: what was noted before it may lie in it, too
+                _restore(pieces[::-1], copies[::-1])
+        if refused:
+            raise refused[0]
+        return cls(backend, tuple(pieces))
 
     def joined(self, other: "State") -> "State":
         """Both states."""
@@ -161,59 +178,6 @@ class State:
                 _restore(self.pieces, before)
 
 
-@attrs.define(eq=False)
-class _Finder:
-    """Copies memory before an operator first writes it."""
-
-    backend: Backend
-    slots: Spans
-    holder: Callable[..., Any] | None
-    exact: bool
-    pieces: list[Piece] = attrs.field(factory=list)
-    before: list[torch.Tensor] = attrs.field(factory=list)
-    refused: CheckError | None = None
-    known: set[Hashable] = attrs.field(factory=set)
-    free: dict[torch.device, int] = attrs.field(factory=dict)
-
-    def note(self, tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
-        """Copy what an operator is about to write. Raises CheckError if copies would take too much memory."""
-        low, high = span(tensor)
-        if low == high or any(start <= low and high <= stop for start, stop in self.slots):
-            return
-        with _as_it_is():
-            for memory, index in self._places(tensor, operator, args):
-                piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
-                self._check_room(piece)
-                self.pieces.append(piece)
-                self.before.append(piece.copy())
-
-    def _places(self, tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> list[tuple[torch.Tensor, Index]]:
-        """What to keep of a tensor: if exact, the elements or the view; else its storage without the slots, once."""
-        index = _written_index(operator, args) if self.exact else ()
-        view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        key = view if self.exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
-        if index:
-            return [(_plain(tensor), index)]
-        if key in self.known:
-            return []
-        self.known.add(key)
-        return [(one, ()) for one in ([_plain(tensor)] if self.exact else _without(tensor, sorted(self.slots)))]
-
-    def _check_room(self, last: Piece) -> None:
-        device, found = last.memory.device, (*self.pieces, last)
-        if device not in self.free:
-            self.free[device] = _free_on(self.backend, device)
-        try:
-            _check_room(found, device, self.free[device], holder=self.holder)
-        except CheckError as error:
-            self.refused = self.refused or error
-            raise
-
-    def restore(self) -> None:
-        """Put all of it back, the last one first: what was noted before it may lie in it, too."""
-        _restore(self.pieces[::-1], self.before[::-1])
-
-
 def check_writes(step: Callable[[], Any], buffers: Buffers) -> None:
     """Run a step once. CaptureError if it writes a slot that it should only read, whose tail would keep that."""
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or isinstance(one.slot, Output))]
@@ -233,6 +197,21 @@ def _restore(pieces: Sequence[Piece], copies: Copies) -> None:
     with _as_it_is():
         for piece, before in zip(pieces, copies, strict=True):
             piece.restore(before)
+
+
+def _written(
+    tensor: torch.Tensor, operator: str, args: Sequence[Any], slots: Spans, known: set[Hashable], *, exact: bool
+) -> list[tuple[torch.Tensor, Index]]:
+    """What to keep of a tensor: if exact, the elements or the view; else its storage without the slots, once."""
+    index = _written_index(operator, args) if exact else ()
+    view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    key = view if exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
+    if index:
+        return [(_plain(tensor), index)]
+    if key in known:
+        return []
+    known.add(key)
+    return [(one, ()) for one in ([_plain(tensor)] if exact else _without(tensor, sorted(slots)))]
 
 
 def _written_index(operator: str, args: Sequence[Any]) -> Index:
@@ -429,9 +408,10 @@ def _holdings(step: Any) -> Iterator[Holding]:
 def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """What an object leads to: what its author calls that, and how it is reached."""
     if isinstance(one, types.FunctionType):
-        code = one.__code__
-        yield from ((f".{name}", functools.partial(_cell, place)) for place, name in enumerate(code.co_freevars))
-        yield from ((f".{name}", functools.partial(_held, "__globals__", name)) for name in code.co_names)
+        for place, name in enumerate(one.__code__.co_freevars):
+            yield f".{name}", functools.partial(lambda at, one: one.__closure__[at].cell_contents, place)
+        for name in one.__code__.co_names:
+            yield f".{name}", functools.partial(lambda at, one: one.__globals__[at], name)
         yield "", attrgetter("__wrapped__")
     elif isinstance(one, types.MethodType):
         yield from ((".self", attrgetter("__self__")), ("", attrgetter("__func__")))
@@ -441,20 +421,10 @@ def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         keys = list(one) if isinstance(one, Mapping) else range(len(one))
         yield from ((f"[{key!r}]", itemgetter(key)) for key in keys if isinstance(key, str | int))
     else:
+        names, is_module = list[str](), isinstance(one, nn.Module)
         for kind in type(one).__mro__:
             slots = kind.__dict__.get("__slots__", ())
-            yield from ((f".{name}", attrgetter(name)) for name in ([slots] if isinstance(slots, str) else slots))
-        held, is_module = getattr(one, "__dict__", {}), isinstance(one, nn.Module)
-        for name in held:
-            if is_module and name in _MODULE:
-                yield from ((f".{key}", functools.partial(_held, name, key)) for key in held[name])
-            elif not (is_module and name.startswith("_")):
-                yield f".{name}", functools.partial(_held, "__dict__", name)
-
-
-def _cell(place: int, function: types.FunctionType) -> Any:
-    return (function.__closure__ or ())[place].cell_contents
-
-
-def _held(where: str, name: str, one: Any) -> Any:
-    return getattr(one, where)[name]
+            names += [slots] if isinstance(slots, str) else slots
+        for name, held in getattr(one, "__dict__", {}).items():
+            names += held if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
+        yield from ((f".{name}", attrgetter(name)) for name in names)

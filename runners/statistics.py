@@ -156,13 +156,12 @@ class Tally:
 
     def as_data(self) -> TallyData:
         """Plain data: the keys of `buckets` and `eager` are those of which there were steps."""
-        found, reasons = dict[int, list[int]](), sorted(self.reasons.copy().items())
+        found, reasons = collections.defaultdict[int, list[int]](lambda: [0, 0]), sorted(self.reasons.copy().items())
         counted = [(size, one.steps, one.live) for size, one in self.buckets.copy().items()]
         counted += [(size, steps := one.steps, rows * steps) for (size, rows), one in self.repeated.copy().items()]
-        for size, steps, live in sorted(counted):
-            if steps:
-                before = found.setdefault(size, [0, 0])
-                before[:] = before[0] + steps, before[1] + live
+        for size, steps, live in counted:
+            found[size][0] += steps
+            found[size][1] += live
         buckets: dict[int, BucketData] = {
             size: {
                 "path": self.path,
@@ -171,7 +170,8 @@ class Tally:
                 "padded": size * steps,
                 "waste": (size * steps - live) / (size * steps),
             }
-            for size, (steps, live) in found.items()
+            for size, (steps, live) in sorted(found.items())
+            if steps
         }
         eager: dict[str, EagerData] = {why: {"steps": one.steps, "live": one.live} for why, one in reasons if one.steps}
         graphs, others = (sum(one["steps"] for one in of.values()) for of in (buckets, eager))

@@ -95,7 +95,7 @@ class HostReads:
         host = [
             buffer
             for buffer in buffers
-            if buffer.slot.placement == HOST and buffer.nbytes and not (handed and buffer.slot.is_parameter)
+            if buffer.slot.placement == HOST and buffer.nbytes and not (handed and buffer.slot.argument is not None)
         ]
         self._spans = [(*span(buffer.tensor), buffer.name) for buffer in host]
         self.possible = bool(host)

@@ -37,10 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a backend, for those that ask for `slotgraph_backend`.
-
-    A test is given the marker that has its backend's name, where the project has registered one.
-    """
+    """One test a backend, for tests that ask for one, with the project's marker of its name, if any."""
     if BACKEND in metafunc.fixturenames:
         known = {line.partition(":")[0].strip() for line in metafunc.config.getini("markers")}
         chosen = [

@@ -22,7 +22,6 @@ def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Fee
 
 def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:
     """What launches the kernel of a bucket, on the host where no other is given."""
-    fusion, lanes, packet = fusion or HOST_FUSION, bucket.planned(absent).lanes, bucket.feed.upload.packet
-    assert lanes is not None
-    table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner)).to(packet.device)
-    return fusion.kernel(table, packet, [lane.target for lane in lanes.lanes])
+    fusion, planned, packet = fusion or HOST_FUSION, bucket.planned(absent), bucket.feed.upload.packet
+    table = torch.from_numpy(table_of(planned.lanes, fusion.block, planned.owner)).to(packet.device)
+    return fusion.kernel(table, packet, [lane.target for lane in planned.lanes])

@@ -133,7 +133,7 @@ class Copy:
             return "caught", failed
         return "broken", "no test ran" if code == _NOTHING_RAN else f"pytest ended with {code}"
 
-    def _python(self, *words: str, **where: Any) -> "subprocess.Popen[bytes]":
+    def _python(self, *words: str, **where: Any) -> "subprocess.Popen[Any]":
         command = [sys.executable, *words]
         return subprocess.Popen(command, cwd=self.root, env=self._environment, start_new_session=True, **where)  # noqa: S603 - ours
 

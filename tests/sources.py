@@ -11,10 +11,10 @@ from slotgraph.dataflow.axes import Sizes
 from slotgraph.dataflow.buffers import Buffer, Buffers
 
 FLAT: Final = ("list", "tuple")
-ARRAYS: Final = ("array", "turned array", "frozen array", "slot's array")
+ARRAYS: Final = ("array", "turned array", "frozen array", "slot array")
 _NEGATED: Final[Callable[[torch.Tensor], torch.Tensor]] = vars(torch)["_neg_view"]
 HOST_DATA: Final = (*FLAT, *ARRAYS)
-IN_BUFFERS: Final = ("other slot", "own slot", "own columns", "in place", "slot's array")
+IN_BUFFERS: Final = ("other slot", "own slot", "own columns", "in place", "slot array")
 OTHERS: Final = ("askew", "negated", "parameter", "inference", "expanded", "sliced", "host")
 KINDS: Final[tuple[str, ...]] = ("plain", "plain", "plain", *HOST_DATA, *IN_BUFFERS, *OTHERS)
 
@@ -40,27 +40,8 @@ class Maker:
 
     def make(self, kind: str) -> Given:
         """A value of a kind, or plain where there is none of that kind."""
-        makers: dict[str, Callable[[], Any]] = {
-            "list": lambda: self._nested() and self.value.tolist(),
-            "tuple": lambda: self._nested() and tuple(self.value.tolist()),
-            "array": self._array,
-            "turned array": self._turned,
-            "frozen array": self._frozen,
-            "slot's array": lambda: _numpy(self._other_slot(torch.device("cpu"))),
-            "other slot": lambda: self._other_slot(self.value.device),
-            "own slot": self._own_slot,
-            "own columns": self._own_columns,
-            "in place": self._in_place,
-            "askew": self._askew,
-            "negated": self._negated,
-            "parameter": self._parameter,
-            "inference": self._inference,
-            "expanded": self._expanded,
-            "sliced": self._sliced,
-            "host": self.value.cpu,
-        }
-        made = makers[kind]() if kind in makers else None
-        if made is None or made is False:
+        made = getattr(self, f"_{kind.replace(' ', '_')}")() if kind != "plain" else None
+        if made is None:
             return Given("plain", self.value, self.value.clone(memory_format=torch.contiguous_format))
         return Given(kind, made, self._plain(made))
 
@@ -72,6 +53,21 @@ class Maker:
             fresh = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self.value.device)
             return fresh.copy_(tensor)
 
+    def _list(self) -> list[Any] | None:
+        return self.value.tolist() if self._nested() else None
+
+    def _tuple(self) -> tuple[Any, ...] | None:
+        return tuple(self.value.tolist()) if self._nested() else None
+
+    def _slot_array(self) -> "np.ndarray[Any, Any] | None":
+        return _numpy(self._first_rows(torch.device("cpu")))
+
+    def _other_slot(self) -> torch.Tensor | None:
+        return self._first_rows(self.value.device)
+
+    def _host(self) -> torch.Tensor:
+        return self.value.cpu()
+
     def _nested(self) -> bool:
         """Whether lists say all of it: the slot's dtype, and a shape that can be read off them."""
         is_told = self.value.dim() == 1 or (self.value.dim() > 1 and self.value.numel() > 0)
@@ -80,20 +76,20 @@ class Maker:
     def _array(self) -> "np.ndarray[Any, Any] | None":
         return _numpy(self.value.contiguous().cpu())
 
-    def _turned(self) -> "np.ndarray[Any, Any] | None":
+    def _turned_array(self) -> "np.ndarray[Any, Any] | None":
         array = self._array()
         if array is None or array.size < 2:
             return None
         return np.asfortranarray(array) if array.ndim > 1 else np.ascontiguousarray(array[::-1])[::-1]
 
-    def _frozen(self) -> "np.ndarray[Any, Any] | None":
+    def _frozen_array(self) -> "np.ndarray[Any, Any] | None":
         array = self._array()
         if array is not None:
             array = array.copy()
             array.flags.writeable = False
         return array
 
-    def _other_slot(self, device: torch.device) -> torch.Tensor | None:
+    def _first_rows(self, device: torch.device) -> torch.Tensor | None:
         """The first rows of another slot's memory on a device, whatever it holds."""
         count = self.value.numel()
         for buffer in self.buffers:

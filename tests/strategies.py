@@ -29,7 +29,7 @@ from slotgraph.dataflow.capabilities import Capabilities, Placement, resolve_dty
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.tails import Once
-from slotgraph.extend import DEVICE, HOST, host_parameter, once, side
+from slotgraph.extend import DEVICE, HOST, once, side
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -141,17 +141,18 @@ def copied_slots(draw: st.DrawFn, name: str, *, called: bool = True) -> Any:
 
 @st.composite
 def parameters(draw: st.DrawFn, name: str) -> Any:
-    """A host parameter: one number or a row of them, by its own name or another."""
+    """A host parameter: one number or a row of them."""
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
     optional: dict[str, Any] = {"default": None} if draw(st.booleans()) else {}
     rows: list[tuple[Axis | Dim, ...]] = [(), (BATCH,), (TOKENS + 1,), (HIDDEN,)]
-    return host_parameter(
+    return copied(
         *draw(st.sampled_from(rows)),
         dtype=dtype,
         pad=draw(tails(dtype)),
         source=draw(st.sampled_from([None, side(f"beside.{name}")])),
-        argument=draw(st.sampled_from([None, f"argument_of_{name}"])),
+        argument=f"argument_of_{name}",
         converts=draw(st.sampled_from([(), (torch.int64, torch.int32)])),
+        placement="host",
         **optional,
     )
 

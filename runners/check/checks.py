@@ -18,13 +18,13 @@ from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
-from ..config import check_slots
+from ..comparison import state_on
 from ..runner import Runner
 from ..state import State
 from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
-from .trial import Finding, Subject, state_of, unwatched
+from .trial import Finding, Subject, unwatched
 
 Check: TypeAlias = Callable[[Subject[Any], Iterable[Sample]], Iterator[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {
@@ -113,51 +113,40 @@ def check(
         RankError: Other ranks do not come, or check something else. The error names them.
     """
     start, graphs = time.perf_counter(), runner.graphs
-    _check_options(runner, only, read_outside, rounds)
-    wanted = [name for name in CHECKS if name in only or not only]
-    if graphs is None:
-        note = "it captures nothing: there are no tails, and nothing is replayed"
-        return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
-    makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside))
-    with unwatched(runner.watch):
-        report = subject.together.ranks.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
-    return attrs.evolve(report, seconds=time.perf_counter() - start)
-
-
-def _check_options(
-    runner: Runner[Any],
-    only: Collection[str],
-    read_outside: Collection[str],
-    rounds: object,
-) -> None:
-    """Raise ConfigError for what is no check, slot or number of rounds, ReplayError if nothing was captured."""
-    declaration = runner.stage.declaration
     for name in only:
         if name not in CHECKS:
             raise ConfigError(f"there is no check {name!r}: checks are {', '.join(CHECKS)}")
     if type(rounds) is not int or rounds < 1:
         raise ConfigError(f"rounds= is a whole number from 1, got {rounds!r:.100}")
-    if runner.graphs is not None and runner.graphs.report is None:
+    wanted = [name for name in CHECKS if name in only or not only]
+    if graphs is None:
+        note = "it captures nothing: there are no tails, and nothing is replayed"
+        return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
+    if graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
-    check_slots("read_outside", declaration, read_outside)
+    runner.stage.declaration.check_names("read_outside", read_outside)
+    makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
+    subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside))
+    with unwatched(runner.watch):
+        report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
+    return attrs.evolve(report, seconds=time.perf_counter() - start)
 
 
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
-    """The batches that are given, made or drawn.
+    """Given batches; or, made or drawn, some that fill each bucket, leave the longest tail, the shortest, and others.
 
-    Made and drawn ones fill each bucket, leave the longest tail in it and the shortest, and `rounds` others.
-
-    Raises:
-        ConfigError: There are none, or the declaration does not tell how to draw them.
+    ConfigError if there are none, or the declaration does not tell how to draw them.
     """
+    patterns = [frozenset[str]()]
     if batches is not None and not callable(batches):
-        given = [_paired(one) for one in batches]
+        given = [functools.partial(_paired, one) for one in batches]
         if not given:
             raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
-        return [functools.partial(lambda one: one, one) for one in given]
+        return given
+    if batches is None:
+        patterns = sorted(runner.patterns, key=sorted)
 
     def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
         generator = torch.Generator().manual_seed(seed + number)
@@ -165,7 +154,6 @@ def batches_of(
             return _paired(batches(rows, generator))
         return _drawn(runner, bucket, rows, absent, values, generator)
 
-    patterns = [frozenset[str]()] if callable(batches) else sorted(runner.patterns, key=sorted)
     generator, below, plans = torch.Generator().manual_seed(seed), 0, list[tuple[int, int, Absent]]()
     for bucket in sorted(runner.sizes):  # with rows that do not fit the one below it
         drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
@@ -177,10 +165,10 @@ def batches_of(
 
 def _paired(made: Any) -> Sample:
     """A batch, or a pair of a batch and its side arguments."""
-    batch, side = made, {}
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):  # noqa: PLR2004 - a pair
-        batch, side = made[0], dict(made[1])
-    return Sample(batch, side)
+    match made:
+        case (batch, Mapping() as side) if isinstance(made, tuple):
+            return Sample(batch, dict(side))
+    return Sample(made, {})
 
 
 def _drawn(
@@ -209,18 +197,31 @@ def _checked(
     progress: bool,
 ) -> CheckReport:
     """Find the state, and run the checks on the batches that a graph takes."""
-    runner, ranks = subject.runner, subject.together.ranks
-    decisions, firsts, absent = list[Decision](), dict[Absent, Callable[[], Sample]](), subject.runner.stage.absent
+    runner = subject.runner
+    ranks, stage = runner.coordinator, runner.stage
+    decisions, firsts = list[Decision](), dict[Absent, Callable[[], Sample]]()
     for make in makers:
         one = make()
         decisions.append(runner.decide(one.batch, **one.side))
-        firsts.setdefault(absent(one.batch, one.side), make)
+        firsts.setdefault(stage.absent(one.batch, one.side), make)
     taken = [make for make, decision in zip(makers, decisions, strict=True) if decision.bucket is not None]
+    given = stage.state if state is None else state
     if ranks.size > 1:
-        found = "known" if state is not None else f"looked for on {len(firsts)} batches"
-        ranks.tell(f"a check of {', '.join(wanted)}, on batches by buckets: {_buckets(decisions)}; its state {found}")
-    known = state_of(runner, (make() for make in firsts.values()), state)
-    subject = attrs.evolve(subject, state=known, notes=_notes(decisions))
+        groups = itertools.groupby(one.bucket for one in decisions)  # on ranks that take the same steps the same
+        buckets = ", ".join(f"{len([*group])} for {bucket}" for bucket, group in groups)
+        found = f"looked for on {len(firsts)} batches" if state is None else "known"
+        ranks.tell(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
+    known = subject.state
+    if given is not None:
+        known = State.of(stage.backend, given)
+    for make in firsts.values() if given is None else ():
+        view = subject.fill(make())
+        with subject.together.raising("the look at what a step changes"):
+            known = known.joined(state_on(subject.runner, view))
+    passed = collections.Counter(one.reason for one in decisions if one.bucket is None)
+    told = ((f"{count} batches were" if count > 1 else "a batch was", reason) for reason, count in passed.items())
+    notes = {f"{them} passed over, which no graph takes: {reason}": None for them, reason in told}
+    subject = attrs.evolve(subject, state=known, notes=notes)
     if taken:
         findings = _run(subject, wanted, taken, progress=progress and ranks.rank == 0)
     else:
@@ -230,24 +231,8 @@ def _checked(
     return CheckReport(runner=subject.runner.name, findings=findings, steps=steps, notes=tuple(subject.notes))
 
 
-def _buckets(decisions: Iterable[Decision]) -> str:
-    """In words the buckets of batches, which are the same on ranks whose checks take the same steps."""
-    groups = itertools.groupby("none" if one.bucket is None else str(one.bucket) for one in decisions)
-    return ", ".join(f"{len(list(group))} for {bucket}" for bucket, group in groups)
-
-
-def _notes(decisions: Iterable[Decision]) -> dict[str, None]:
-    """A note for each reason for which a graph does not take batches."""
-    passed = collections.Counter(one.reason for one in decisions if one.bucket is None)
-    counts = {reason: "a batch was" if count == 1 else f"{count} batches were" for reason, count in passed.items()}
-    return {f"{them} passed over, which no graph takes: {reason}": None for reason, them in counts.items()}
-
-
 def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
-    """One check after the other, under a progress bar on a terminal, until the device answers no more.
-
-    Each slot is told once by each check, and so is each output.
-    """
+    """One check after the other, until the device answers no more; each tells a slot, or an output, once."""
     findings: list[Finding] = []
     console = rich.console.Console(stderr=True)
     hidden = not (progress and console.is_terminal)

@@ -3,18 +3,15 @@
 Races run steps in flight one behind the other, their sources overwritten right after the call, against each alone.
 """
 
-import contextlib
 import copy
 import itertools
 import math
 import time
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...backends.base import Backend
@@ -22,26 +19,27 @@ from ...backends.operators import run_under, storage_key
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
-from ...dataflow.errors import ReplayError
+from ...dataflow.errors import RecordingError, ReplayError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
+from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..runner import Runner
 from ..running import running
-from ..stacked.capture import parts_of
 from ..state import Change
 from ..traffic import Traffic, run_seen
-from .trial import Finding, Subject, Tensors, Trial
+from .trial import Finding, Subject, Tensors, Trial, rebuilt
 
 STEPS: Final = ENTRIES + SEGMENT
 """Steps in flight: more than a ring has entries."""
 SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
+_FILL_ALL: Final = "a function that takes `out` must fill all of it, padded rows too"
+_WRITE_ALL: Final = "write every live row in each step, or leave the slot out of the declaration"
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
-_DATA: Final = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type)
 _BUSY, _PRODUCTS, _WIDTH = 0.03, 500, 1024
 """Seconds of products of square matrices that a device is given first, so that the host runs ahead; how many at most
 (a queue has an end, too), and their rows."""
@@ -65,7 +63,7 @@ def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Fi
     for fault, buckets in faults.items():
         yield Finding("addresses", None, f"bucket {', '.join(buckets)}: {fault}")
     changes = subject.graphs.holdings.changed()
-    for one in batches if subject.together.any(bool(changes)) else ():
+    for one in batches if subject.together.any(changes) else ():
         told = readers(subject.trial(one), changes)
         yield from (Finding("addresses", None, message) for message in told.values())
         changes = [change for change in changes if change.holding.name not in told]
@@ -102,7 +100,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
     """Run each batch over two kinds of garbage, and look at what its operators take."""
     is_found, read, present = False, set(subject.read_outside), set[str]()
     for number, one in enumerate(batches):
-        found = _unwritten(subject, one, number)
+        found = list(_unwritten(subject, one, number))
         yield from found
         is_found = is_found or bool(found)
         if subject.together.any(is_found):  # what lies in slots that no one writes is nothing to run a step on
@@ -111,10 +109,10 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
         present.update(name for name, value in vars(view).items() if value is not None)
         with subject.state.kept():
             read.update(_read_slots(subject.runner, view))
-    stage = subject.runner.stage
     for name, slot in subject.slots.items():
-        if is_found or name not in present - read or isinstance(slot, Output) or slot.is_parameter:
+        if is_found or name not in present - read or isinstance(slot, Output) or slot.argument is not None:
             continue
+        stage = subject.runner.stage
         reason = may_be_read(slot, stage.backend.device)
         if reason is not None:
             subject.notes[f"no operator of the step reads slot {name!r}: {reason}"] = None
@@ -127,30 +125,25 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
         yield Finding("coverage", name, message)
 
 
-def _unwritten(subject: Subject[Any], one: Sample, number: int) -> list[Finding]:
-    """Outputs, and slots of functions on the device, that a step leaves unwritten."""
-    trial, ran, found = subject.trial(one), list[Tensors](), list[Finding]()
+def _unwritten(subject: Subject[Any], one: Sample, number: int) -> Iterator[Finding]:
+    """Outputs, and slots of functions on the device, that a step leaves unwritten over two kinds of garbage."""
+    trial, ran = subject.trial(one), list[Tensors]()
     names = [name for name in trial.slots if not subject.is_filled(name)]
     for flipped in (False, True):
         slots, generator = trial.slots, torch.Generator().manual_seed(subject.seed + number)
         put = {name: garbage(slots[name], generator, flipped=flipped) for name in names}
         held = trial.run(lambda _: {name: trial.slots[name].clone() for name in names}, put)
-        ran += [] if isinstance(held, Exception) else [held]  # an error is for other checks to tell of
-    for name in names if len(ran) > 1 else ():
-        slot = subject.slots[name]
-        is_output = isinstance(slot, Output)
-        pair = [live_part(slot, held[name], trial.step) if is_output else held[name] for held in ran]
+        if isinstance(held, Exception):  # for other checks to tell of
+            return
+        ran.append(held)
+    for name in names:
+        slot, pair = subject.slots[name], [held[name] for held in ran]
+        what, must = f"slot {name!r} is not written by its function", _FILL_ALL
+        if isinstance(slot, Output):
+            pair = [live_part(slot, tensor, trial.step) for tensor in pair]
+            what, must = f"output slot {name!r} is not written by the step", _WRITE_ALL
         if rows := unequal_rows(*pair):
-            what, by, must = _UNWRITTEN[is_output]
-            message = f"{what} {name!r} is not written by {by}: {rows} still hold what lay there before; {must}"
-            found.append(Finding("coverage", name, message))
-    return found
-
-
-_UNWRITTEN: Final = {
-    True: ("output slot", "the step", "write every live row in each step, or leave the slot out of the declaration"),
-    False: ("slot", "its function", "a function that takes `out` must fill all of it, padded rows too"),
-}
+            yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
 
 
 def may_be_read(slot: Slot, device: torch.device) -> str | None:
@@ -166,10 +159,9 @@ def may_be_read(slot: Slot, device: torch.device) -> str | None:
 
 
 def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
-    """Run the step without its graph on the view that was filled last, and name the slots that something reads.
+    """Run the step without its graph, and name the slots that its operators, and functions of computed slots, take.
 
-    Functions of computed slots read what they name. An operator reads what it takes, but a mere view of a part of a
-    slot does not read it. What is launched without an operator, as a kernel by itself may be, is not seen.
+    A mere view reads nothing; a kernel that is launched without an operator is not seen.
     """
     slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
@@ -206,7 +198,12 @@ def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Fi
     values differ, or one that the device reads late.
     """
     wanted = _sequence(subject, list(batches))
-    alone, flight = (_steps(subject, wanted, flight=flight) for flight in (False, True))
+    try:
+        given = [_copied(subject, one) for one in wanted]
+    except RecordingError as error:
+        subject.notes[f"races were left out: {error}"] = None
+        return
+    alone, flight = _steps(subject, wanted, flight=False), _steps(subject, given, flight=True)
     for number, (one, other) in enumerate(zip(alone, flight, strict=True)):
         told, slot = (
             next(mismatches(*both, names=("alone", "in flight")), None) for both in zip(one, other, strict=True)
@@ -228,26 +225,35 @@ def _sequence(subject: Subject[Any], batches: Sequence[Sample]) -> list[Sample]:
     """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
-    free = subject.runner.stage.backend.memory().free
-    most = subject.together.least(min(STEPS, int(SHARE * free / (2 * nbytes))) if nbytes else STEPS)
-    return list(itertools.islice(itertools.cycle(batches), max(2, most)))
+    room = int(SHARE * subject.runner.stage.backend.memory().free / max(2 * nbytes, 1))
+    told = subject.runner.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
+    return list(itertools.islice(itertools.cycle(batches), max(2, min(most for _, most in told))))
+
+
+def _copied(subject: Subject[Any], one: Sample) -> Sample:
+    """A batch that brings the same in memory of its own."""
+    values = subject.sources(one)
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            made = value.detach().clone()
+            values[name] = made.pin_memory() if value.is_pinned() else made
+        else:
+            values[name] = copy.deepcopy(value)
+    declaration = subject.runner.stage.declaration
+    return rebuilt(declaration, values, {name: look_up(one.batch, name) for name in declaration.fields})
 
 
 def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
-    """Run each step by itself, or all in flight one behind the other, and return what each gave and its slots.
-
-    Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
-    """
+    """What each step gives, and its slots: alone, or in flight, where sources are overwritten right after the call."""
     backend, runs = subject.runner.stage.backend, []
-    given = [Sample(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
     with subject.state.kept(), slots_kept(subject.runner):
         if flight:
             _keep_busy(backend)
-        for one in given:
+        for one in batches:
             values = subject.sources(one)
             runs.append(_run(subject, one))
             if flight:
-                _overwrite(values)
+                _overwrite(values.values())
             else:
                 backend.synchronize()
     return runs
@@ -256,46 +262,22 @@ def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) ->
 def _run(subject: Subject[Any], one: Sample) -> tuple[Tensors, Tensors]:
     """Copies of what a step gave, and of what it leaves in copied slots on the device."""
     sizes, held = subject.step_of(one).live_sizes, dict[str, torch.Tensor]()
-    outputs = copies(subject.run(one), "output")
-    for name, slot in subject.slots.items():
-        source = slot.reads(name)
-        if source is not None and slot.placement != HOST and source.read(one.batch, one.side) is not None:
+    outputs = copies(subject.runner(one.batch, **one.side), "output")
+    for name, source in subject.sources(one).items():
+        if subject.slots[name].placement != HOST and source is not None:
             held[f"slot {name!r}"] = subject.graphs.buffers[name].view(sizes).clone()
     return outputs, held
 
 
-def _copied(batch: Any) -> Any:
-    """A copy of a batch in memory of its own, of the same kind. Modules, and what is no data, such as locks, stay."""
-    made: dict[int, Any] = {}
-    seen, todo = set[int](), [batch]
-    while todo:
-        one = todo.pop()
-        if id(one) in seen or (isinstance(one, _DATA) and not isinstance(one, torch.Tensor)):
-            continue
-        seen.add(id(one))
-        parts = [] if isinstance(one, nn.Module | types.ModuleType | torch.Tensor) else list(parts_of(one))
-        todo += parts
-        if isinstance(one, torch.Tensor):
-            copied = one.detach().clone()
-            made[id(one)] = copied.pin_memory() if one.is_pinned() else copied
-        elif not parts:
-            made[id(one)] = one
-    return copy.deepcopy(batch, made)
-
-
 def _overwrite(values: Iterable[Any]) -> None:
-    """Overwrite sources with other numbers, none of which is out of an index's range."""
+    """Overwrite sources with zeros, which are in the range of each index."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            with contextlib.suppress(RuntimeError), torch.no_grad():  # nothing can be written to expanded memory
-                if value.dtype.is_floating_point or value.dtype.is_complex:
-                    value.mul_(-1).sub_(1)
-                else:
-                    value.zero_()
+            value.zero_()
         elif isinstance(value, np.ndarray):
             value[...] = 0
         elif isinstance(value, list):
-            value[:] = value[::-1] if value and isinstance(value[0], list) else [0] * len(value)
+            value[:] = [[0] * len(one) if isinstance(one, list) else 0 for one in value]
 
 
 def _keep_busy(backend: Backend) -> None:

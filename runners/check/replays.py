@@ -13,15 +13,15 @@ from typing import Any, Final, TypeAlias
 import attrs
 import torch
 
-from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
+from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.sampling import Sample, is_location
-from ...dataflow.slots import Constant, Output, Slot
-from ...dataflow.tails import STALE, Keep, Number, Once, Pad, resolve_value
-from ..bits import first_unequal, garbage, unequal_rows
+from ...dataflow.slots import Output, Slot
+from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
+from ..bits import first_unequal, unequal_rows
 from ..comparison import (
     BITWISE,
     USUAL,
@@ -38,6 +38,8 @@ from ..comparison import (
     slots_kept,
     tails_of,
 )
+from ..testing.ground import differences as fill_faults
+from ..testing.ground import spoil
 from .trial import NOTHING, Finding, Subject, Tensors, Trial
 
 POISON: Final = "poison"
@@ -59,10 +61,7 @@ Poison: TypeAlias = tuple[tuple[Number, ...], tuple[Number, ...]]
 
 
 def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Fill and replay each batch with poison in its tails.
-
-    A slot that was found guilty once is held to its rule from then on.
-    """
+    """Fill and replay each batch with poison in its tails, but in those of slots that were found guilty before."""
     guilty = set[str | None]()
     for number, one in enumerate(batches):
         found = _unlike_oracle(subject, one, number)
@@ -71,97 +70,71 @@ def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
         found += Poisoning(trial, subject.seed + number, {name for name in guilty if name}).findings()
         guilty.update(finding.slot for finding in found)
         yield from found
-        subject.notes.update(dict.fromkeys(_held_to_rules(trial)))
+        for name, filled in trial.filled.items():
+            slot, has_tail = trial.declared[name], any(True for _ in tails_of(trial.declared[name], filled, trial.step))
+            if has_tail and slot.rule() is not None and _poison_in(trial, name) is None:
+                why = "it says poison=()" if slot.poison == () else "it says where the step writes"
+                subject.notes[f"slot {name!r} was held to its {slot.rule()}: {why}"] = None
         if subject.together.any(trial.lost or None in guilty):
             break
 
 
 def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Finding]:
     """Slots that a fill leaves otherwise, after a step on the same batch (it may write into tails) or over garbage."""
-    buffers = subject.graphs.buffers
+    buffers, seed = subject.graphs.buffers, subject.seed + number
     with subject.state.kept():
-        subject.run(one)
+        subject.runner(one.batch, **one.side)
     found = _compared(subject, one, None)
-    if subject.together.any(bool(found)):
+    if subject.together.any(found):
         return found
-    seed = subject.seed + number
-    in_place = [source for source in subject.sources(one) if isinstance(source, torch.Tensor) and source.numel()]
     with slots_kept(subject.runner):
         with torch.no_grad():
-            own = [(source, source.clone()) for source in in_place if buffers.holds(source)]
-            _spoil(buffers, subject.step_of(one), seed)
+            tensors = (source for source in subject.sources(one).values() if isinstance(source, torch.Tensor))
+            own = [(source, source.clone()) for source in tensors if source.numel() and buffers.holds(source)]
+            spoil(buffers, subject.step_of(one).padded_sizes, seed)
             for source, held in own:
                 source.copy_(held)
         buffers.distrust()
         return _compared(subject, one, seed)
 
 
-def _spoil(buffers: Buffers, step: Step, seed: int, *, flipped: bool = False) -> None:
-    """Write random bytes wherever every fill, or the step, must write. flipped: each bit the other way round."""
-    generator = torch.Generator().manual_seed(seed)
-    for buffer in buffers:
-        slot, view = buffer.slot, buffer.view(step.padded_sizes)
-        rule, is_read = slot.rule(), slot.reads(buffer.name) is not None
-        if isinstance(slot, Constant | Output):
-            continue
-        if slot.computes() is not None or (is_read and not isinstance(rule, Keep | Once)):
-            parts: Iterable[torch.Tensor] = [view]
-        elif is_read:
-            parts = [live_part(slot, view, step)]
-        else:
-            parts = tails_of(slot, view, step) if isinstance(rule, Pad) else []
-        for part in parts:
-            part.copy_(garbage(part, generator, flipped=flipped))
-
-
 def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Finding]:
-    """Fill, and compare with the oracle, which fills other memory that holds the same before.
+    """Fill, and compare with the oracle in other memory that held the same before.
 
     seed: of the garbage there. The oracle then fills over its opposite, too, which shows what is not written at all.
     """
-    step, found = subject.step_of(one), list[Finding]()
-    rights = [_oracle(subject, one, step, flipped) for flipped in ((None,) if seed is None else (None, seed))]
+    stage, buffers, step, found = subject.runner.stage, subject.graphs.buffers, subject.step_of(one), list[Finding]()
+
+    def oracle(opposite: int | None) -> Buffers:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            copied = {b.name: attrs.evolve(b, tensor=b.tensor.clone(), owner=None) for b in buffers}
+            other = Buffers(copied, buffers.capacity)
+            if opposite is not None:
+                spoil(other, step.padded_sizes, opposite, flipped=True)
+        fill_slot_by_slot(stage.declaration, other, stage.backend.capabilities, step, one.batch, one.side)
+        return other
+
+    rights = [oracle(opposite) for opposite in ((None,) if seed is None else (None, seed))]
     view = subject.fill(one)
-    step = info_of(view).step
+    sizes = info_of(view).step
     for name, slot in subject.slots.items():
-        tensor, told = vars(view)[name], ""
-        if tensor is None or not subject.is_filled(name):
+        held, rows = vars(view)[name], ""
+        if held is None or not subject.is_filled(name):
             continue
-        right, other = (buffers[name].view(step.padded_sizes) for buffers in (rights[0], rights[-1]))
-        if rows := unequal_rows(right, other):
-            told = (
-                f"is not written by a fill: {rows} still hold what lay there before; a kind of slot that a fill copies "
-                "or resets must say so, by reads() and rule()"
+        right, other = (buffers[name].view(sizes.padded_sizes) for buffers in (rights[0], rights[-1]))
+        if slot.computes() is not None or slot.reads(name) is not None:
+            rows = unequal_rows(right, other)
+        if rows:
+            message = (
+                f"slot {name!r} is not written by a fill: {rows} still hold what lay there before; a kind of slot that "
+                "a fill copies or resets must say so, by reads() and rule()"
             )
-        elif (place := first_unequal(right, tensor)) is not None:
-            told = _unlike(slot, place, tensor[place].item(), right[place].item(), step)
-        if told:
-            found.append(Finding(POISON, name, f"slot {name!r} {told}"))
+            found.append(Finding(POISON, name, message))
+            continue
+        for fault in fill_faults({name: held}, {name: right}, subject.slots, sizes.live_sizes):
+            declared = "what the step or someone else writes there must be declared, by rewritten=True or restored=True"
+            found.append(Finding(POISON, name, f"{fault}; {declared}"))
     return found
-
-
-def _oracle(subject: Subject[Any], one: Sample, step: Step, flipped: int | None) -> Buffers:
-    """What the oracle leaves in a copy of the buffers, over flipped garbage if there is a seed for it."""
-    stage, buffers = subject.runner.stage, subject.graphs.buffers
-    with torch.inference_mode(mode=False), torch.no_grad():
-        copied = {b.name: attrs.evolve(b, tensor=b.tensor.clone(), owner=None) for b in buffers}
-        oracle = Buffers(copied, buffers.capacity)
-        if flipped is not None:
-            _spoil(oracle, step, flipped, flipped=True)
-    fill_slot_by_slot(stage.declaration, oracle, stage.backend.capabilities, step, one.batch, one.side)
-    return oracle
-
-
-def _unlike(slot: Slot, place: tuple[int, ...], held: Any, right: Any, step: Step) -> str:
-    """What a fill left where."""
-    where = f"row {place[0]}" if place else "its number"
-    in_tail = any(place[dim] >= slot.shape[dim].at(step.live_sizes) for dim in slot.varying)
-    if in_tail and slot.computes() is None:
-        return (
-            f"kept what lay in its tail: {where} holds {held} after a fill that must leave {right}: who writes there "
-            "beside the fill, as the step itself may, must be declared by rewritten=True or restored=True"
-        )
-    return f"is not what its declaration says: {where} holds {held} after a fill, expected {right}"
 
 
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
@@ -171,18 +144,16 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
     A tail that no one reads (`keep`) bears any number. A tail that is set once bears what live rows had. An output's
     buffer may hold anything, live rows and all.
     """
-    rule, said, dtype = slot.rule(), slot.poison, filled.dtype
-    fixed: Sizes = {axis: size for axis, size in step.padded_sizes.items() if axis.fixed}
+    rule, said, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
-    if not unread and isinstance(said, tuple):
-        values = tuple(resolve_value(value, capabilities, fixed) for value in said)
-        return (values, values[::-1]) if values else None
-    if not unread:
+    if isinstance(said, tuple) and not unread:
+        values = tuple(resolve_value(value, capabilities, sizes) for value in said)
+    elif not unread:
         if said is None and (rule is None or is_location(slot)):  # which says where the step writes
             return None
-        usual = [resolve_value(rule.value, capabilities, fixed)] if isinstance(rule, Pad | Once) else []
+        usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
         values = tuple(dict.fromkeys([*live_part(slot, filled, step).reshape(-1)[:MOST].tolist(), *usual]))
-    if unread or (said != STALE and not isinstance(rule, Once)):
+    if unread or (said is None and not isinstance(rule, Once)):
         if dtype.is_floating_point or dtype.is_complex:
             most = torch.finfo(dtype).max
             return (math.nan,), (most, -most, math.inf)
@@ -194,13 +165,18 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
     return (values, values[::-1]) if values else None
 
 
+def _poison_in(trial: Trial[Any], name: str) -> Poison | None:
+    """What the tail of a filled slot must bear."""
+    return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.runner.stage.backend.capabilities)
+
+
 def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:
     """What slots hold with poison in their tails, in all of an output, if that differs from what they hold without."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
         slot, tensor = trial.declared[name], filled.clone()
-        poison = poison_of(slot, filled, trial.step, trial.runner.stage.backend.capabilities)
-        if poison is None or name in spared:
+        poison = None if name in spared else _poison_in(trial, name)
+        if poison is None:
             continue
         for part in [tensor] if isinstance(slot, Output) else tails_of(slot, tensor, trial.step):
             order = torch.randint(0, len(poison[turn]), (part.numel(),), device="cpu", generator=generator)
@@ -213,35 +189,10 @@ def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared
     return made
 
 
-def _held_to_rules(trial: Trial[Any]) -> Iterator[str]:
-    """Notes on slots whose tails were held to their rules, though they have a tail."""
-    for name, filled in trial.filled.items():
-        slot = trial.declared[name]
-        rule = slot.rule()
-        held = isinstance(rule, Pad) or (isinstance(rule, Keep) and slot.poison is not None)
-        has_tail = any(True for _ in tails_of(slot, filled, trial.step))
-        if held and has_tail and poison_of(slot, filled, trial.step, trial.runner.stage.backend.capabilities) is None:
-            why = "it says poison=()" if slot.poison == () else "it says where the step writes"
-            yield f"slot {name!r} was held to its {rule}: {why}"
-
-
-@attrs.frozen
-class Effect:
-    """What poison changed."""
-
-    told: str
-    is_own: bool = True  # on this rank
-
-
 class Poisoning:
     """Poisons the tails of one filled step, and looks for the slot through which a difference comes.
 
-    Ranks go through it together, slot by slot, whether they have poison there or not.
-
-    Args:
-        trial: The step.
-        seed: Where the choice of values begins.
-        spared: Slots that are held to their rules.
+    Ranks go through it together, slot by slot, whether they have poison there or not. spared: held to their rules.
     """
 
     def __init__(self, trial: Trial[Any], seed: int = 0, spared: Collection[str] = ()) -> None:
@@ -256,24 +207,14 @@ class Poisoning:
         if self._trial.raised:
             return []
         self._usual = usual
-        again = self._try(NOTHING)
-        if again is not None:
-            message = (
-                f"the step gives other outputs for the same inputs ({again.told.rstrip(',')}): its kernels are not "
-                "deterministic, or it has state that no operator's schema tells; pass that as state=[...]"
-            )
-            return [Finding(POISON, None, message)] if again.is_own else []
-        for poison in self._rounds():
+        for poison in (NOTHING, *self._rounds()):
             effect = self._try(poison)
             if effect is not None:
-                return self._blamed(poison, effect)
+                return self._blamed(poison, *effect)
         return []
 
     def _rounds(self) -> Iterator[Tensors]:
-        """What to poison at once: all slots, twice. What may stop a device for good comes last, slot by slot.
-
-        That is poison that nobody may read, which lies outside of all tables that it could index.
-        """
+        """What to poison at once: all slots, twice; last, one by one, indices out of tables: they may stop a device."""
         first, second = (other_tails(self._trial, turn, self._generator, self._spared) for turn in (0, 1))
         yield first
         apart = []
@@ -297,47 +238,54 @@ class Poisoning:
                     break
         return found
 
-    def _try(self, poison: Tensors) -> Effect | None:
-        """What poison changes on this rank, else on another one. None, on all alike, if it changes nothing."""
-        found, own = self._trial.run(self._live, poison), None
+    def _try(self, poison: Tensors) -> tuple[str, bool] | None:
+        """What poison changes on this rank, else on another one; whether on this one. None, on all, if nothing."""
+        found, told = self._trial.run(self._live, poison), ""
         if isinstance(found, Exception):
-            own = Effect(f"the step raised {_error_text(found)}")
+            told = f"the step raised {_error_text(found)}"
         else:
             for apart in itertools.islice(mismatches(self._usual, found), 1):
                 where = f"the {apart.where}" if apart.row is None else f"live row {apart.row} of the {apart.where}"
-                own = Effect(f"{where} changed, from {apart.values[0]} to {apart.values[1]},")
-        first = self._together.first("" if own is None else own.told)
-        return own if own is not None or first is None else Effect(f"on rank {first[0]} {first[1]}", is_own=False)
+                told = f"{where} changed, from {apart.values[0]} to {apart.values[1]},"
+        first = self._together.first(told)
+        if told or first is None:
+            return (told, True) if told else None
+        return f"on rank {first[0]} {first[1]}", False
 
-    def _blamed(self, poison: Tensors, effect: Effect) -> list[Finding]:
+    def _blamed(self, poison: Tensors, told: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
         """The slots that make a difference alone, else the fewest together; those of this rank."""
+        found = list[Finding]()
+        names = [name for name in self._trial.declared if self._together.any(name in poison)]
+        if not names:
+            message = (
+                f"the step gives other outputs for the same inputs ({told.rstrip(',')}): its kernels are not "
+                "deterministic, or it has state that no operator's schema tells; pass that as state=[...]"
+            )
+            return [Finding(POISON, None, message)] if is_own else []
         if self._together.any(self._trial.lost):
             one = next(iter(poison)) if len(poison) == 1 else None
             tails = f"tails of slots {', '.join(map(repr, poison))}" if one is None else f"tail of slot {one!r}"
             lost = "nothing could be replayed after that, on which slots are told apart"
-            return [Finding(POISON, one, f"{effect.told} when the {tails} held poison; {lost}")] if poison else []
-        names = [name for name in self._trial.declared if self._together.any(name in poison)]
+            return [Finding(POISON, one, f"{told} when the {tails} held poison; {lost}")] if poison else []
         alone = {name: self._try(_of(poison, [name])) for name in names}
+        for name, effect in alone.items():
+            if effect is not None:  # ranks that see a change of their own tell of it; if none does, all with poison do
+                is_seen = self._together.any(effect[1] and name in poison)
+                if name in poison and (effect[1] or not is_seen):
+                    found.append(Finding(POISON, name, f"{effect[0]} when {self._place(name, poison[name])}"))
         if any(alone.values()):
-            guilty = ((name, one) for name, one in alone.items() if one is not None)
-            return [found for name, one in guilty for found in self._of_slot(name, poison, one)]
+            return found
         for name in names:
             rest = [one for one in names if one != name]
             if rest and self._try(_of(poison, rest)) is not None:
                 names = rest
         slots = ", ".join(map(repr, names))
-        told = f"{effect.told} when the tails of slots {slots} held other values together"
-        return [Finding(POISON, None, told)] if _of(poison, names) else []
+        message = f"{told} when the tails of slots {slots} held other values together"
+        return [Finding(POISON, None, message)] if _of(poison, names) else []
 
-    def _of_slot(self, name: str, poison: Tensors, effect: Effect) -> list[Finding]:
-        """What changed when the tail of a slot held what.
-
-        Ranks tell of it that have poison there and see a change of their own. If none does, all that have poison do.
-        """
-        is_seen = self._together.any(effect.is_own and name in poison)
-        if name not in poison or (is_seen and not effect.is_own):
-            return []
-        slot, now, before = self._trial.declared[name], poison[name], self._trial.filled[name]
+    def _place(self, name: str, now: torch.Tensor) -> str:
+        """What the tail of a slot held, and what to do."""
+        slot, before = self._trial.declared[name], self._trial.filled[name]
         rule, place = slot.rule(), f"the tail of slot {name!r}"
         if isinstance(slot, Output):
             place = f"output slot {name!r}"
@@ -350,8 +298,7 @@ class Poisoning:
         else:
             rest = ": keep padded rows out of live ones, or say what its tail bears, poison=(...), nothing being ()"
         at = first_unequal(before, now) or ()
-        held = f"{now[at].item()} instead of {before[at].item()}"
-        return [Finding(POISON, name, f"{effect.told} when {place} held {held}{rest}")]
+        return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
 
 
 def _error_text(error: BaseException) -> str:
@@ -368,44 +315,39 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
 
 def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Hold graphs to their step: on the padded view, or else beside the batch alone, since that follows from it."""
-    runner = subject.runner
     subject.state.check_room(COPIES)
     for one in batches:
-        if runner.stage.declaration.ranks is not None:
-            subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
-        with subject.state.kept(), slots_kept(runner):
-            exact = _without_padding(subject, one)
-        trial = subject.trial(one)
-        finding = parity_fault(trial)
-        if not subject.together.any(finding is not None):
-            if isinstance(exact, Seen):
-                finding = _unpadded_fault(trial, exact)
-            elif runner.size(one.batch, one.side)[-1]:  # an empty batch is padded in each step
-                finding = Finding(PARITY, None, exact)
+        finding = apart_from_step(subject, one)
         if finding is not None:
             yield finding
 
 
-def _without_padding(subject: Subject[Any], one: Sample) -> Seen | str:
-    """What the step does with a batch if nothing is padded. A sentence if it raises there."""
-    eager = subject.runner.eager
-    view = eager.fill(one.batch, **one.side)
-    try:
-        return seen(view, eager.run(view))
-    except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
-        return f"the step raised on the batch without padding: {type(error).__name__}: {error}"
-
-
-def _unpadded_fault(trial: Trial[Any], eager: Seen) -> Finding | None:
+def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
+    """What the graph of a batch does otherwise than the step, padded or not."""
+    runner = subject.runner
+    if runner.stage.declaration.ranks is not None:
+        subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
+    with subject.state.kept(), slots_kept(runner):
+        view = runner.eager.fill(one.batch, **one.side)
+        subject.produce(view)
+        try:
+            exact: Seen | str = seen(view, runner.eager.run(view))
+        except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
+            exact = f"the step raised on the batch without padding: {type(error).__name__}: {error}"
+    trial = subject.trial(one)
+    finding = parity_fault(trial)
+    if subject.together.any(finding is not None):
+        return finding
+    if isinstance(exact, str):
+        is_empty = not runner.size(one.batch, one.side)[-1]  # such a batch is padded in each step
+        return None if is_empty else Finding(PARITY, None, exact)
     graph = trial.run(lambda outputs: seen(trial.view, outputs))
-    if isinstance(graph, Exception):
-        return None
-    found = next(differences(graph, eager, OTHER_SHAPES), None)
-    if found is None:
+    found = None if isinstance(graph, Exception) else next(differences(graph, exact, OTHER_SHAPES), None)
+    if found is None or isinstance(graph, Exception):
         return None
     if found.where in graph.copied:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
-    apart = computed_apart(graph, eager)
+    apart = computed_apart(graph, exact)
     told = "; ".join(map(str, apart)) or "all slots agree in their live rows"
     message = (
         f"{found}; {told}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
@@ -415,10 +357,7 @@ def _unpadded_fault(trial: Trial[Any], eager: Seen) -> Finding | None:
 
 
 def parity_fault(trial: Trial[Any]) -> Finding | None:
-    """What a graph does otherwise than its step, from the same slots and state. None if it does the same.
-
-    A step that does not do the same twice is held to the usual tolerances.
-    """
+    """What a graph does otherwise than its step, which is held to usual tolerances if it does not the same twice."""
     state, together = trial.state, trial.together
     eager = trial.run(lambda outputs: (seen(trial.view, outputs).outputs, state.copy()), by=trial.eagerly)
     if trial.raised or isinstance(eager, Exception):
@@ -445,7 +384,8 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     tolerance = (
         USUAL if any(mismatches(expected, again[0], step=trial.step)) else BITWISE
     )  # no more can be asked than of the step
-    found = next(mismatches(graph[0], expected, tolerance, step=trial.step), None)
+    every = mismatches(graph[0], expected, tolerance, step=trial.step)
+    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot tells more than what was returned
     if found is not None:
         captured = graph_of(trial.runner, trial.view)
         where = "" if captured is None else f" (bucket {captured.rows})"
@@ -462,8 +402,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
 def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
     """Slots with other values that their tails bear. What a step then leaves otherwise belongs to padded rows.
 
-    Padded rows write where their cache locations say, all of them to one reserved row. Which of them comes last is no
-    one's business on a device that runs them at once, and differs from run to run.
+    They all write one reserved row, and which of them comes last differs from run to run.
     """
     spared = set[str]()
     for name, filled in trial.filled.items():

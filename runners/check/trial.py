@@ -1,7 +1,7 @@
 """Trials: runs of a step that nobody asked for, by all ranks at once, which leave slots and state as they were."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 import attrs
@@ -9,10 +9,12 @@ import torch
 
 from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
-from ...dataflow.errors import RankError
+from ...dataflow.declaration import Declaration
+from ...dataflow.errors import RankError, RecordingError
 from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
-from ..comparison import info_of, ran_eagerly, state_on
+from ...dataflow.sources import Answering, Call, Path, Source
+from ..comparison import info_of, ran_eagerly
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
 from ..runner import Runner
@@ -34,7 +36,7 @@ class Together:
 
     ranks: Coordinator
 
-    def any(self, one: bool) -> bool:  # noqa: FBT001 - a vote
+    def any(self, one: object) -> bool:
         """Whether it is so on some rank."""
         return bool(self.first("yes" if one else ""))
 
@@ -42,10 +44,6 @@ class Together:
         """The first rank that has something to say, what, and its number. None if none has."""
         told = self.ranks.tell("a look at a step, of a check or a debug mode", text, number)
         return next(((rank, *one) for rank, one in enumerate(told) if one[0]), None)
-
-    def least(self, number: int) -> int:
-        """The smallest number of all."""
-        return min(one for _, one in self.ranks.tell("how many steps there is room for", "", number))
 
     @contextlib.contextmanager
     def raising(self, what: str) -> Iterator[None]:
@@ -76,35 +74,28 @@ def unwatched(watch: Watch) -> Iterator[None]:
 
 
 class Trial(Generic[V]):
-    """One filled step that is run again and again, each time from the same slots and state.
+    """The step filled last, run again and again from the same slots and state; watchers are to be told of nothing.
 
-    Args:
-        runner: The runner, whose watchers are to be told of nothing.
-        view: The view that was filled last.
-        state: What the step changes outside of its slots.
-        one: The batch of the view, to fill it anew after a step raised.
-
-    Attributes:
-        slots: What the view has of slots that are not constant.
-        filled: What they held after the fill.
-        raised: Whether the last run raised on some rank.
-        lost: Whether a step raised and nothing can be replayed since.
+    one: its batch, to fill it anew after a step raised. filled: what slots that are not constant held after the fill.
+    raised: whether the last run raised on some rank. lost: whether a step raised and nothing can be replayed since.
     """
 
     def __init__(self, runner: Runner[V], view: V, state: State, one: Sample | None = None) -> None:
         self.runner, self.view, self.state, self.one = runner, view, state, one
-        self.runner, self.together = runner, Together(runner.coordinator)
+        self.together = Together(runner.coordinator)
         self.step, self.declared = info_of(view).step, runner.stage.declaration.slots
         self.raised = self.lost = False
-        self._wait = runner.stage.backend.synchronize
+        self._wait = self.runner.stage.backend.synchronize
         self._wait()
         self.filled = {name: tensor.clone() for name, tensor in self.slots.items()}
 
     @property
     def slots(self) -> dict[str, torch.Tensor]:
         """What the view has of slots that are not constant."""
-        kept = [name for name, slot in self.declared.items() if not isinstance(slot, Constant)]
-        return {name: tensor for name in kept if (tensor := vars(self.view)[name]) is not None}
+        values = (
+            (name, vars(self.view)[name]) for name, slot in self.declared.items() if not isinstance(slot, Constant)
+        )
+        return {name: tensor for name, tensor in values if tensor is not None}
 
     def eagerly(self) -> Any:
         """Run the step as it is written."""
@@ -113,15 +104,9 @@ class Trial(Generic[V]):
     def run(
         self, look: Callable[[Any], T], put: Tensors = NOTHING, by: Callable[[], Any] | None = None
     ) -> T | Exception:
-        """Run the step once more.
+        """Run the step once more: what `look` makes of the outputs, before all is put back, or what it raised here.
 
-        Args:
-            look: Is called with the outputs, before slots and state are put back.
-            put: What slots hold instead of what was filled.
-            by: Runs the step. By default its graph is replayed.
-
-        Returns:
-            What `look` returned, or what the step raised on this rank.
+        put: what slots hold instead of what was filled. by: runs the step; by default its graph is replayed.
         """
         self._write(put)
         found: T | Exception
@@ -132,10 +117,16 @@ class Trial(Generic[V]):
         except Exception as error:  # noqa: BLE001 - whatever a step makes of its slots is a result
             found = error
         self.raised = self.together.any(isinstance(found, Exception))
-        if self.raised and by is None:
-            self.lost = not self._fill_again()
-        else:
+        try:
+            if self.raised and by is None:  # slots as they were, and a view that can be replayed
+                self.lost = self.one is None
+                if self.one is not None:
+                    self.view = self.runner.fill(self.one.batch, **self.one.side)
             self._write(self.filled)
+        except Exception:  # a device that a fault has stopped says so in words of its own
+            if not self.raised:
+                raise
+            self.lost = True
         return found
 
     def _write(self, values: Tensors) -> None:
@@ -144,16 +135,6 @@ class Trial(Generic[V]):
         with torch.no_grad():
             for name, value in values.items():
                 slots[name].copy_(value)
-
-    def _fill_again(self) -> bool:
-        """Have all slots as they were, and a view that the runner replays after a step that raised. Whether so."""
-        try:
-            if self.one is not None:
-                self.view = self.runner.fill(self.one.batch, **self.one.side)
-            self._write(self.filled)
-        except Exception:  # noqa: BLE001 - a device that a fault has stopped says so in words of its own
-            return False
-        return self.one is not None
 
 
 @attrs.frozen
@@ -171,13 +152,17 @@ class Finding:
 
 @attrs.frozen(eq=False)
 class Subject(Generic[V]):
-    """A captured runner that is checked. notes: what was left out, and why."""
+    """A captured runner that is checked.
+
+    produce: writes into a filled view what producers do. notes: what was left out, and why.
+    """
 
     runner: Runner[V]
     graphs: GraphSet[V]
     state: State
-    seed: int
-    read_outside: tuple[str, ...]
+    seed: int = 0
+    read_outside: tuple[str, ...] = ()
+    produce: Callable[[V], object] = id
     notes: dict[str, None] = attrs.field(factory=dict)
 
     @property
@@ -190,10 +175,10 @@ class Subject(Generic[V]):
         """The runner's ranks."""
         return Together(self.runner.coordinator)
 
-    def sources(self, one: Sample) -> list[Any]:
+    def sources(self, one: Sample) -> dict[str, Any]:
         """What a batch brings for slots."""
-        read = (slot.reads(name) for name, slot in self.slots.items())
-        return [source.read(one.batch, one.side) for source in read if source is not None]
+        read = {name: slot.reads(name) for name, slot in self.slots.items()}
+        return {name: source.read(one.batch, one.side) for name, source in read.items() if source is not None}
 
     def step_of(self, one: Sample) -> Step:
         """The sizes of a batch in the bucket that takes it."""
@@ -204,11 +189,9 @@ class Subject(Generic[V]):
 
     def fill(self, one: Sample) -> V:
         """The view of a fill."""
-        return self.runner.fill(one.batch, **one.side)
-
-    def run(self, one: Sample) -> Any:
-        """What the runner returns for a batch."""
-        return self.runner(one.batch, **one.side)
+        view = self.runner.fill(one.batch, **one.side)
+        self.produce(view)
+        return view
 
     def trial(self, one: Sample) -> Trial[V]:
         """Fill, to run that step again and again."""
@@ -221,19 +204,42 @@ class Subject(Generic[V]):
         return not (late or isinstance(slot, Output))
 
 
-def state_of(runner: Runner[Any], batches: Iterable[Sample], tensors: Iterable[torch.Tensor] | None) -> State:
-    """The state of a runner's step: the one given here or to the runner, or what its operators write on some batches.
+class RecordedBatch(dict[str, Any], Answering):
+    """A batch made of what sources gave. It answers for functions of the batch, which are not called."""
 
-    Raises:
-        CheckError: It is too large to be copied.
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.answers: dict[int, Any] = {}
+
+    def answer(self, source: Source) -> Any:
+        """What the source found in the batch that this one stands for. None if it found nothing."""
+        return self.answers.get(id(source))
+
+
+def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
+    """The batch and the side arguments that bring given values for slots and fields.
+
+    RecordingError if a slot's source is of a class of its own, or the sources of two slots exclude one another.
     """
-    stage, together = runner.stage, Together(runner.coordinator)
-    tensors = stage.state if tensors is None else tensors
-    if tensors is not None:
-        return State.of(stage.backend, tensors)
-    found = State(stage.backend)
-    for one in batches:
-        view = runner.fill(one.batch, **one.side)
-        with together.raising("the look at what a step changes"):
-            found = found.joined(state_on(runner, view))
-    return found
+    batch, side = RecordedBatch(fields), dict[str, Any]()
+    for name, value in slots.items():
+        slot = declaration.slots.get(name)
+        source = None if slot is None else slot.reads(name)
+        if isinstance(source, Call):
+            batch.answers[id(source)] = value
+        elif isinstance(source, Path):
+            holder: Any = side if source.beside else batch
+            *outer, last = source.parts
+            for part in outer:
+                holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
+            if not isinstance(holder, dict) or isinstance(holder.get(last), dict):
+                raise RecordingError(
+                    f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
+                )
+            holder[last] = value
+        elif source is not None:
+            raise RecordingError(
+                f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
+                "declare a path, side(...) or a function of the batch"
+            )
+    return Sample(batch, side)

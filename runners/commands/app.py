@@ -8,8 +8,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -20,12 +19,13 @@ from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError, RecordingError, did_you_mean
 from ...dataflow.explain import Explanation, Extents, explain_declaration, mermaid
+from ...dataflow.plan import Pattern
 from ...dataflow.serial import to_data
 from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
-from ..explained.pages import Row, Table, html, printable, printed, tables
+from ..explained.pages import Table, html, printable, tables
 from ..recording.records import RecordedFile, StepRecord, versions
 from ..recording.replaying import RecordedRanks, Replayed, ReplayReport, replay_file
 from ..runner import Runner
@@ -33,22 +33,18 @@ from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, show_rows
 from .shared import (
     FAILED,
-    Form,
     FormOption,
     are_batches,
     as_json,
     captured,
-    fail,
     find,
     is_explained,
-    parted,
     refuse,
     reported,
     screen,
     show,
 )
 
-_MOST_SLOTS: Final = 1000
 _WIDTH: Final = 110
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
@@ -95,27 +91,14 @@ def main() -> None:
         sys.exit(FAILED)
 
 
-class Format(StrEnum):
-    """How an explanation is printed."""
-
-    TABLE = "table"
-    MERMAID = "mermaid"
-    JSON = "json"
-    HTML = "html"
-
-
-_Explained = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:NAME",
-        help="A declaration's class, a runner, or a function that makes one: a module or a .py file, and a name.",
-    ),
-]
+_A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function that makes one."
+_EXPLAINED: Final = (
+    "A declaration's class, or a runner, or a function that makes one: a module or a .py file, and a name."
+)
 _Sizes = Annotated[
     list[str] | None,
     typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
 ]
-_Width = Annotated[int, typer.Option(min=1, help="Tokens that a request has: sizes TOKENS where only BATCH is given.")]
 _Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
@@ -124,29 +107,25 @@ _Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An opti
 _Lowering = Annotated[
     str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
 ]
-_PlanFor = Annotated[str, typer.Option(metavar="NAME", help="Plan for this backend; see `slotgraph backends`.")]
+_Backend = Annotated[str, typer.Option(metavar="NAME", help="A backend; see `slotgraph backends`.")]
 _Capture = Annotated[bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")]
 _Format = Annotated[
-    Format, typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, JSON, or a runner's page.")
-]
-_Output = Annotated[
-    pathlib.Path | None, typer.Option("--output", metavar="FILE", help="Write it there, and say so, not to the screen.")
+    Literal["table", "mermaid", "json", "html"],
+    typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, JSON, or a runner's page."),
 ]
 
 
 @app.command()
 def explain(
-    target: _Explained,
+    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help=_EXPLAINED)],
     *,
     size: _Sizes = None,
-    width: _Width = 1,
     setting: _Settings = None,
     absent: _Absent = None,
-    backend: _PlanFor = AUTO,
+    backend: _Backend = AUTO,
     lowering: _Lowering = AUTO,
     capture: _Capture = False,
-    form: _Format = Format.TABLE,
-    output: _Output = None,
+    form: _Format = "table",
 ) -> None:
     """Show a declaration's slots, dependencies and plan; or a runner's, with its buckets, graphs, memory and decisions.
 
@@ -157,49 +136,46 @@ def explain(
       slotgraph explain my_engine.inputs:DecodeInputs
       slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --size hidden=64 --lowering slot_by_slot
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
-      slotgraph explain my_engine.serving:decode --capture --format html --output decode.html
+      slotgraph explain my_engine.serving:decode --capture --format html > decode.html
     """  # noqa: D301 - as above
-    of_a_step = {"size": size, "width": width > 1, "set": setting, "absent": absent}
-    of_a_step |= {"backend": backend != AUTO, "lowering": lowering != AUTO}
+    of_a_step = {
+        "size": size,
+        "set": setting,
+        "absent": absent,
+        "backend": backend != AUTO,
+        "lowering": lowering != AUTO,
+    }
     found: Explanation | RunnerExplanation
     with reported():
         named = find(target, is_explained, "no subclass of slotgraph.Inputs, nor a runner")
         if isinstance(named, Runner):
             for option in (name for name, given in of_a_step.items() if given):
                 refuse("is for a declaration; a runner has its own: leave it out", f"--{option}")
-            found = _explained(named, capture=capture)
+            if capture:
+                try:
+                    captured(named)
+                except CaptureError as error:  # the explanation says why, by bucket
+                    typer.echo(str(error), err=True)
+            found = explain_runner(named)
         else:
             declared, on = named.slotgraph, choose(backend)
             declared = declared.under(_settings_of(setting)) if setting else declared
-            extents, how = _extents_of(size or (), width, declared), chosen_lowering(on.capabilities, lowering)
-            found = explain_declaration(declared, on.capabilities, on.name, extents, absent or (), lowering=how)
-    if output is not None:
-        try:
-            output.write_text(_text(found, form), encoding="utf-8")
-        except OSError as error:
-            fail(f"{output}: cannot be written: {error.strerror or error}")
-        typer.echo(f"written to {output}")
-    elif form == Format.TABLE:
+            extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
+            found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
+    if form == "table":
         screen().print(tables(found))
+    elif form == "json":
+        typer.echo(as_json(found), nl=False)
+    elif form == "mermaid":
+        typer.echo(mermaid(found if isinstance(found, Explanation) else found.declaration), nl=False)
+    elif isinstance(found, Explanation):
+        refuse("a page is made of a runner: name one, or take --format table, mermaid or json", "--format")
     else:
-        typer.echo(_text(found, form), nl=False)
+        typer.echo(html(found), nl=False)
 
 
-def _explained(runner: Runner[Any], *, capture: bool) -> RunnerExplanation:
-    """A runner explained, captured before if that is asked for. What was not captured says why."""
-    if capture:
-        try:
-            captured(runner)
-        except CaptureError as error:
-            typer.echo(str(error), err=True)
-    return explain_runner(runner)
-
-
-def _extents_of(texts: Sequence[str], width: int, declaration: Declaration) -> Extents:
-    """Live and padded sizes from texts such as `batch=37/48` and `hidden=64`.
-
-    width: tokens a request, which sizes WIDTH, and TOKENS if only BATCH is given.
-    """
+def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
+    """Live and padded sizes from texts such as `batch=37/48` and `hidden=64`; a request has one token by default."""
     extents: dict[Axis, tuple[int, int]] = {}
     beside = [BATCH] if TOKENS in declaration.axes else []  # which TOKENS can follow from
     axes = {axis.name.lower(): axis for axis in (*declaration.axes, *beside)}
@@ -214,12 +190,8 @@ def _extents_of(texts: Sequence[str], width: int, declaration: Declaration) -> E
         if axis in extents:
             refuse(f"{axis.name} is given twice", "--size")
         extents[axis] = (int(live), int(padded or live))
-    if BATCH in extents and TOKENS in declaration.axes:
-        live, padded = extents[BATCH]
-        extents.setdefault(TOKENS, (live * width, padded * width))
-    if extents and WIDTH in declaration.axes:
-        extents.setdefault(WIDTH, (width, width))
-    return extents
+    usual = {TOKENS: extents.get(BATCH), WIDTH: (1, 1) if extents else None}
+    return {**extents, **{a: both for a, both in usual.items() if both and a in declaration.axes and a not in extents}}
 
 
 def _settings_of(texts: Sequence[str]) -> object:
@@ -240,21 +212,8 @@ def _settings_of(texts: Sequence[str]) -> object:
     return settings
 
 
-def _text(explanation: Explanation | RunnerExplanation, form: Format) -> str:
-    """The explanation in one form."""
-    if form == Format.JSON:
-        return as_json(explanation)
-    if form == Format.TABLE:
-        return printed(tables(explanation))
-    if form == Format.MERMAID:
-        return mermaid(explanation if isinstance(explanation, Explanation) else explanation.declaration)
-    if isinstance(explanation, Explanation):
-        refuse("a page is made of a runner: name one, or take --format table, mermaid or json", "--format")
-    return html(explanation)
-
-
 @app.command()
-def backends(*, form: FormOption = Form.TABLE) -> None:
+def backends(*, form: FormOption = "table") -> None:
     """List the backends: those that can run here, why others cannot, and what each device can do.
 
     \b
@@ -264,12 +223,10 @@ def backends(*, form: FormOption = Form.TABLE) -> None:
     """  # noqa: D301 - as above
     found = [_facts_of(name) for name in names()]
     able = {facts["name"]: facts["capabilities"] for facts in found if facts["capabilities"] is not None}
-    shown = [Table("backends", [{key: facts[key] for key in list(facts)[:4]} for facts in found])]
-    if able:
-        fields = next(iter(able.values()))
-        facts = [{"capability": one, **{name: data[one] for name, data in able.items()}} for one in fields]
-        shown.append(Table("capabilities", facts))
-    show(form, found, *shown)
+    fields: dict[str, Any] = next(iter(able.values()), {})
+    facts = [{"capability": one, **{name: data[one] for name, data in able.items()}} for one in fields]
+    shown = [{key: value for key, value in one.items() if key != "capabilities"} for one in found]
+    show(form, found, Table("backends", shown), *([Table("capabilities", facts)] if facts else ()))
 
 
 def _facts_of(name: str) -> dict[str, Any]:
@@ -278,23 +235,34 @@ def _facts_of(name: str) -> dict[str, Any]:
     try:
         kind = load(name)
         available = kind.is_available()
-        facts |= {"available": bool(available), "reason": available.reason}
+        facts["reason"] = available.reason
         if available:
             backend = kind()
-            facts |= {"device": str(backend.device), "capabilities": to_data(backend.capabilities)}
+            data = to_data(backend.capabilities)
+            facts |= {"available": True, "device": str(backend.device), "capabilities": data}
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is reported, not hidden
-        facts |= {"available": False, "reason": f"{type(error).__name__}: {error}"}
+        facts["reason"] = f"{type(error).__name__}: {error}"
     return facts
 
 
-_On = Annotated[str, typer.Option(metavar="NAME", help="Measure on this backend; see `slotgraph backends`.")]
-_Slots = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of slots to declare.")]
-_Json = Annotated[pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")]
+_Slots = Annotated[
+    list[int] | None,
+    typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
+]
+_Json = Annotated[
+    typer.FileTextWrite | None, typer.Option("--json", metavar="FILE", lazy=False, help="Write the figures as JSON.")
+]
 _Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")]
 
 
 @app.command()
-def bench(*, backend: _On = AUTO, slots: _Slots = "4,12,48", json_file: _Json = None, quick: _Quick = False) -> None:
+def bench(
+    *,
+    backend: _Backend = AUTO,
+    slots: _Slots = None,
+    json_file: _Json = None,
+    quick: _Quick = False,
+) -> None:
     """Measure what a step's inputs cost host and device, against hand-written fills and a bare replay.
 
     \b
@@ -302,7 +270,7 @@ def bench(*, backend: _On = AUTO, slots: _Slots = "4,12,48", json_file: _Json = 
     regrouped   by hand: foreach copies, grouped anew in each step
     in_graph, fused, foreach, slot_by_slot
                 this library by each lowering that the backend has, whole: from
-                sizing to the typed view, or to the outputs of the replay
+                sizing to the outputs of the replay
     bare        the replay of a graph that holds the step alone, and no fill
 
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
@@ -313,28 +281,17 @@ def bench(*, backend: _On = AUTO, slots: _Slots = "4,12,48", json_file: _Json = 
       slotgraph bench --quick --slots 12
       slotgraph bench --backend cuda --json figures.json
     """  # noqa: D301 - as above
-    parts = parted([slots])
-    if not parts or not all(re.fullmatch("[0-9]{1,4}", part) and 2 <= int(part) <= _MOST_SLOTS for part in parts):  # noqa: PLR2004 - one, and a count
-        refuse(
-            f"expected numbers from 2 to {_MOST_SLOTS} with commas between them, as in 4,12,48, got {slots!r}",
-            "--slots",
-        )
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        refuse(f"{str(json_file)!r} is no file in a folder that exists", "--json")
     with reported():
         on = choose(backend)
         with Console(stderr=True).status("measuring"):
-            rows = measured_rows(on, sorted({int(part) for part in parts}), QUICK if quick else FULL)
+            rows = measured_rows(on, sorted({*(slots or (4, 12, 48))}), QUICK if quick else FULL)
     ours = on.capabilities.lowerings[0]
     show_rows(rows, ours, screen(_WIDTH))  # what does not fit a terminal is wrapped there, and not cut off
     if json_file is not None:
         about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
-        data = {"rows": rows, "conditions": {**about, **versions()}}
-        json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        json_file.write(as_json({"rows": rows, "conditions": {**about, **versions()}}))
 
 
-_A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function that makes one."
-_Target = Annotated[str, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)]
 _Batches = Annotated[
     str | None,
     typer.Option(
@@ -343,11 +300,11 @@ _Batches = Annotated[
     ),
 ]
 _Only = Annotated[
-    list[str] | None, typer.Option(metavar="CHECK[,CHECK]", help=f"Some of the checks: {', '.join(CHECKS)}.")
+    list[str] | None, typer.Option(metavar="CHECK", help=f"One of the checks: {', '.join(CHECKS)}; may be repeated.")
 ]
 _ReadOutside = Annotated[
     list[str] | None,
-    typer.Option("--read-outside", metavar="SLOT[,SLOT]", help="Slots that are read between fill and replay."),
+    typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated."),
 ]
 _Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
 _Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")]
@@ -355,14 +312,14 @@ _Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batch
 
 @app.command()
 def check(
-    target: _Target,
+    target: Annotated[str, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)],
     *,
     batches: _Batches = None,
     only: _Only = None,
     read_outside: _ReadOutside = None,
     rounds: _Rounds = 2,
     seed: _Seed = 0,
-    form: FormOption = Form.TABLE,
+    form: FormOption = "table",
 ) -> None:
     """Hold a runner to what its declaration promises; it is captured first, if it is not yet.
 
@@ -376,7 +333,7 @@ def check(
     \b
     Examples:
       slotgraph check my_engine.runners:decode
-      slotgraph check engine.py:make_runner --batches make_batch --only poison,parity
+      slotgraph check engine.py:make_runner --batches make_batch --only poison --only parity
       slotgraph check engine.py:make_runner --rounds 8 --seed 3 --format json
     """  # noqa: D301 - as above
     with reported():
@@ -384,10 +341,10 @@ def check(
         if batches is not None:
             why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        named: dict[str, Any] = {"only": parted(only), "read_outside": parted(read_outside)}
+        named: dict[str, Any] = {"only": only or (), "read_outside": read_outside or ()}
         report = check_runner(runner, given, rounds=rounds, seed=seed, **named)
     title, *lines = str(report).splitlines()
-    rows = list[Row]()
+    rows = list[dict[str, Any]]()
     for name, steps in report.steps.items():
         found = report.of(name)
         slots = [one.slot for one in found if one.slot]
@@ -403,7 +360,7 @@ _Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this
 
 
 @app.command()
-def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: FormOption = Form.TABLE) -> None:
+def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: FormOption = "table") -> None:
     """Run recorded steps again, by the graph and eagerly, and show by slot and row where they differ first.
 
     Without a runner, show what the file holds. The file is data alone: nothing in it is run, the runner is yours.
@@ -421,10 +378,8 @@ def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: F
             read = RecordedFile.read(file)
             found: RecordedFile | StepRecord | ReplayReport = read if step is None else read.only(step)[0]
             if target is not None:
-                given: dict[str, Any] = {}
-                if read.runner.ranks is not None:
-                    given["ranks"] = RecordedRanks(read.runner.ranks)
-                found = replay_file(read, captured(find(target, **given)), step)
+                given = {} if read.runner.ranks is None else {"ranks": RecordedRanks(read.runner.ranks)}
+                found = replay_file(read, captured(find(target, given=given)), step)
         except RecordingError as error:
             refuse(printable(str(error)))
     show(form, found, *_shown(found))
@@ -433,24 +388,37 @@ def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: F
 
 
 def _shown(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
-    """What a file holds, one step, or steps that were run again."""
-    if isinstance(found, ReplayReport):
-        yield _results(found)
-    elif isinstance(found, StepRecord):
-        yield _step(found, traceback=True)
+    """What a file holds and its last step, one step, or steps that were run again."""
+    if isinstance(found, StepRecord):
+        yield _step(found, "" if found.raised is None else found.raised.traceback)
+    elif isinstance(found, ReplayReport):
+        notes = [f"note: {note}" for note in found.notes]
+        notes += [f"step {step.number}: {line}" for step in found.steps for line in step.lines]
+        results = [
+            {**_decided(step), "result": step.outcome, "why": step.decision and step.decision.reason}
+            for step in found.steps
+        ]
+        yield Table(f"{found.file} on {found.runner}", results, "\n".join(notes))
     else:
-        yield from _holds(found)
-
-
-def _results(report: ReplayReport) -> Table:
-    """Steps that were run again, and where their runs differ."""
-    lines = [f"note: {note}" for note in report.notes]
-    lines += [f"step {step.number}: {line}" for step in report.steps for line in step.lines]
-    rows = [
-        {**_decided(one), "result": one.outcome, "why": None if one.decision is None else one.decision.reason}
-        for one in report.steps
-    ]
-    return Table(f"{report.file} on {report.runner}", rows, "\n".join(lines))
+        facts, ranks = found.runner.facts, found.runner.ranks
+        rows = [
+            {
+                **_decided(step),
+                "live": dict(step.live),
+                "absent": step.absent,
+                "values": f"{len(step.slots) - len(step.missing())} of {len(step.slots)}",
+                "outputs": None if step.outputs is None else len(step.outputs),
+                "replays": step.replays,
+                "raised": step.raised and step.raised.kind,
+            }
+            for step in found.steps
+        ]
+        title = f"{found.name}: {facts.get('kind')} over {facts.get('inputs')} on {facts.get('backend')}"
+        title += "" if ranks is None else f", rank {ranks.rank} of {ranks.size}"
+        recorded = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        yield Table(title, rows, "\n".join((f"recorded with {recorded}", *found.notes)))
+        for last in found.steps[-1:]:
+            yield _step(last, f"where it was raised: --step {last.number}")
 
 
 def _decided(step: StepRecord | Replayed) -> dict[str, Any]:
@@ -458,38 +426,14 @@ def _decided(step: StepRecord | Replayed) -> dict[str, Any]:
     return {"step": step.number, "path": decision and decision.path, "bucket": decision and decision.bucket}
 
 
-def _holds(file: RecordedFile) -> Iterator[Table]:
-    """What a file holds: its steps, and the last of them."""
-    facts, ranks = file.runner.facts, file.runner.ranks
-    recorded = ", ".join(f"{name} {version}" for name, version in file.versions.items())
-    rows = [
-        {
-            **_decided(step),
-            "live": dict(step.live),
-            "absent": step.absent,
-            "values": f"{len(step.slots) - len(step.missing())} of {len(step.slots)}",
-            "outputs": None if step.outputs is None else len(step.outputs),
-            "replays": step.replays,
-            "raised": step.raised and step.raised.kind,
-        }
-        for step in file.steps
-    ]
-    title = f"{file.name}: {facts.get('kind')} over {facts.get('inputs')} on {facts.get('backend')}"
-    title += "" if ranks is None else f", rank {ranks.rank} of {ranks.size}"
-    yield Table(title, rows, "\n".join((f"recorded with {recorded}", *file.notes)))
-    if file.steps:
-        yield _step(file.steps[-1])
-
-
-def _step(step: StepRecord, *, traceback: bool = False) -> Table:
-    """One step: what the batch brought."""
+def _step(step: StepRecord, place: str) -> Table:
+    """One step: what the batch brought. place: where it raised."""
     rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
     lines = list(step.notes)
     if step.messages:
         brought = "; ".join(", ".join(map(str, one.live[: len(step.live)])) for one in step.messages)
         lines.append(f"ranks brought {brought}; alone, this one: {step.alone}")
     if step.raised is not None:
-        lines.append(f"it raised {step.raised.kind}: {step.raised.message}")
-        lines.append(step.raised.traceback if traceback else f"where it was raised: --step {step.number}")
+        lines += [f"it raised {step.raised.kind}: {step.raised.message}", place]
     decided = "no decision" if step.decision is None else step.decision.reason
     return Table(f"step {step.number}: {decided}", rows, "\n".join(lines))

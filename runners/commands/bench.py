@@ -2,39 +2,30 @@
 
 import functools
 import itertools
-import math
-import operator
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
 import torch
 from rich.console import Console
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
-from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import sample_batch, sampled_slots
 from ...dataflow.slots import computed, copied
-from ...dataflow.sources import look_up
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..explained.pages import Table
-from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, FillByHand, Way
-from ..testing.ground import difference, differences
+from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
+from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
 
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
 """Live and padded rows."""
 BARE: Final = "bare"
 ORACLE: Final[Lowering] = "slot_by_slot"
-FILL: Final = "fill"
-STEP: Final = "step"
-_TITLES: Final = {FILL: "fill and view", STEP: "whole step: fill, view and replay"}
-_TIMES: Final = {"host_us": "host", "gpu_us": "device"}
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("input_ids", TOKENS, torch.int64, 0),
     ("seq_lens", BATCH, torch.int32, 1),
@@ -70,11 +61,9 @@ def plus_one(view: Any) -> Any:
 
 
 def declare_decode(slots: int, **more: Any) -> type[Inputs]:
-    """A decode declaration of `slots` slots, at least 2: all copied but one count, which the host computes.
+    """A decode declaration of so many slots, at least 2: all copied but one count, which the host computes.
 
-    Args:
-        slots: How many slots there are without those in `more`.
-        **more: Slots beside these, or in the place of those of the same name.
+    more: slots beside these, or in the place of those of the same name.
     """
     body: dict[str, Any] = {}
     for index in range(slots - 1):
@@ -101,48 +90,26 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
     return Batch(rows=rows, **sample.batch, **sample.side)
 
 
-@attrs.frozen(eq=False)
-class Contestant:
-    """One way to fill, or to run a whole step.
+def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str, Contestant]:
+    """Whole steps by name: two by hand, a runner for each lowering that the backend has, and a bare replay.
 
-    Attributes:
-        what: Which of both.
-        name: A lowering's, or that of a way by hand.
-        call: Takes a batch.
-        runner: Runs the step, or captured the graph that is replayed. Its buffers are what is filled.
+    The graph of the ways by hand, and the bare one, hold the step, and nothing of a fill.
     """
+    found, declaration = dict[str, Contestant](), inputs.slotgraph
+    runners = {name: captured(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
+    graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying
+    memory = memory_of(runners[ORACLE].graphs.buffers)
+    for name in (PER_SLOT, REGROUPED):
+        fill = fill_by_hand(declaration, backend, dict.fromkeys(axes, padded), memory, grouped=name == REGROUPED)
 
-    what: str
-    name: str
-    call: Way
-    runner: DecodeRunner[Any]
-
-
-def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> list[Contestant]:
-    """Two by hand, a runner for each lowering that the backend has, and a bare replay, which fills nothing.
-
-    The graph of the ways by hand holds the step, and nothing of a fill.
-    """
-    host, declaration = captured(inputs, backend, padded, ORACLE), inputs.slotgraph
-    graph, found = host.graphs.captured[padded, frozenset()].graph, list[Contestant]()
-    sizes, slots = dict.fromkeys(declaration.varying, padded), {one.name: one.tensor for one in host.graphs.buffers}
-
-    def by_hand(name: str) -> list[Contestant]:
-        filled = FillByHand(declaration, backend, sizes, grouped=name == REGROUPED, slots=slots)
-
-        def step(batch: Any) -> Any:
-            filled.fill(batch, (batch.rows,) * len(sizes))
+        def step(batch: Any, fill: ByHand = fill) -> Any:
+            fill(batch, (batch.rows,) * len(axes))
             graph.replay()
             return graph.outputs[: batch.rows]
 
-        fill = Contestant(FILL, name, lambda batch: filled(batch, (batch.rows,) * len(sizes)), host)
-        return [fill, Contestant(STEP, name, step, host)]
-
-    for lowering in backend.capabilities.lowerings:
-        runner = captured(inputs, backend, padded, lowering)
-        found += [Contestant(FILL, lowering, runner.fill, runner)] if lowering != ORACLE else []
-        found.append(Contestant(STEP, lowering, runner, runner))
-    return [*by_hand(PER_SLOT), *by_hand(REGROUPED), *found, Contestant(STEP, BARE, lambda _: graph.replay(), host)]
+        found[name] = Contestant(step, memory)
+    found |= {name: Contestant(runner, memory_of(runner.graphs.buffers)) for name, runner in runners.items()}
+    return {**found, BARE: Contestant(lambda _: graph.replay(), memory)}
 
 
 def captured(
@@ -155,71 +122,47 @@ def captured(
     return runner
 
 
-def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int, Any]]) -> None:
-    """Hold what each contestant leaves in the slots, and what its steps return, to the lowering slot by slot.
-
-    Args:
-        title: What they run.
-        found: The contestants, that lowering among them.
-        batches: With their live rows.
-
-    Raises:
-        WrongBytesError: One fills something else, or returns other outputs.
-    """
-    oracle, *others = sorted((one for one in found if one.name != BARE), key=lambda one: one.name != ORACLE)
-    stage = oracle.runner.stage
-    declared = stage.declaration.slots
-
-    def run(one: Contestant, batch: Any) -> tuple[Any, Any]:
-        """What it returns, and what it leaves in each slot that the batch has."""
-        with torch.no_grad():
-            returned = one.call(batch)
-        stage.backend.synchronize()
-        gone = {name for name, slot in declared.items() if slot.reads(name) and look_up(batch, name) is None}
-        buffers = one.runner.graphs.buffers
-        return returned, {name: None if name in gone else buffers[name].tensor for name in declared}
-
-    for rows, batch in batches:
-        outputs, wanted = run(oracle, batch)
-        for one in others:
-            returned, held = run(one, batch)
-            faults = list(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}))
-            if one.what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
-                faults.append("it returned other outputs")
-            if faults:
-                raise WrongBytesError(f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}")
+def check_bytes(
+    title: str,
+    inputs: type[Inputs],
+    backend: Backend,
+    found: Mapping[str, Contestant],
+    batches: Iterable[tuple[int, Any]],
+) -> None:
+    """Hold contestants, but for the bare replay, to the lowering slot by slot, over batches with their live rows."""
+    others = {name: one for name, one in found.items() if name not in (ORACLE, BARE)}
+    sized = (({BATCH: rows, TOKENS: rows}, batch) for rows, batch in batches)
+    verify(title, inputs.slotgraph, backend, found[ORACLE], others, sized)
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
-    """Fills and whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
+    """Whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
     for count, (live, padded) in itertools.product(counts, SIZES):
         inputs = declare_decode(count)
         found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend)
         batches = [drawn(live, number) for number in range(SETS)]
         others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
-        verify(f"{count} slots", found, [*((live, batch) for batch in batches), *others])
-        told = {"slots": count, "live": live, "padded": padded}
-        rows += [{"what": one.what, "lowering": one.name, **told} for one in found]
-        runs += [Run(one.call, batches) for one in found]
+        check_bytes(f"{count} slots", inputs, backend, found, [*((live, batch) for batch in batches), *others])
+        rows += [{"slots": count, "live": live, "padded": padded, "lowering": name} for name in found]
+        runs += [Run(one.call, batches) for one in found.values()]
     measure(runs, backend, *effort)
     return [{**row, **run.as_data()} for row, run in zip(rows, runs, strict=True)]
 
 
 def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
-    """Print medians of fills and of whole steps, and how many times more than `ours` the hand-written ones take."""
-    for (what, title), (time, where) in itertools.product(_TITLES.items(), _TIMES.items()):
-        timed = [row for row in rows if row["what"] == what and row[time] is not None]
-        names = list(dict.fromkeys(row["lowering"] for row in timed))
-        shown = list[Row]()
-        for (slots, live, padded), group in itertools.groupby(timed, operator.itemgetter("slots", "live", "padded")):
-            times = {row["lowering"]: row[time] for row in group}
-            cells: Row = {"slots": slots, "rows": f"{live}/{padded}"}
-            cells |= {name.replace("_", "\n"): times.get(name) for name in names}
-            for name in (PER_SLOT, REGROUPED) if ours in names else ():
-                ratio = times.get(name, math.nan) / times.get(ours, math.nan)
-                cells |= {f"{name}_/ ours".replace("_", "\n"): f"{ratio:.1f} x"} if name in names else {}
-            shown.append(cells)
-        if shown:
-            console.print(Table(f"{where} microseconds, {title}", shown))
+    """Print medians of whole steps, and how many times more than `ours` the hand-written ones take."""
+    for time, where in (("host_us", "host"), ("gpu_us", "device")):
+        cases: dict[tuple[int, str], Row] = {}
+        for row in rows:
+            if row[time] is not None:
+                cases.setdefault((row["slots"], f"{row['live']}/{row['padded']}"), {})[row["lowering"]] = row[time]
+        for (slots, live), times in cases.items():
+            by_hand = {f"{name}_/ ours": name for name in (PER_SLOT, REGROUPED) if name in times and ours in times}
+            ratios = {title: f"{times[name] / times[ours]:.1f} x" for title, name in by_hand.items()}
+            cases[slots, live] = {"slots": slots, "rows": live, **times, **ratios}
+        names = dict.fromkeys(name for cells in cases.values() for name in cells)
+        if cases:
+            shown = [{name.replace("_", "\n"): cells.get(name) for name in names} for cells in cases.values()]
+            console.print(Table(f"{where} microseconds of a whole step: fill, view and replay", shown))
     console.print(f"ours: {ours}, which this backend prefers")

@@ -8,10 +8,9 @@ import operator
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -27,13 +26,8 @@ FAILED: Final = 1
 """A check failed, or a backend cannot run here. What was not understood exits with 2, as typer has it."""
 
 
-class Form(StrEnum):
-    """How a result is printed."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
+Form = Literal["table", "json"]
+"""How a result is printed."""
 FormOption = Annotated[Form, typer.Option("--format", help="Tables, or JSON for scripts.")]
 
 
@@ -53,15 +47,10 @@ def as_json(data: Any) -> str:
 
 def show(form: Form, data: Any, *shown: RenderableType) -> None:
     """Print data as JSON, or what shows it."""
-    if form == Form.JSON:
+    if form == "json":
         typer.echo(as_json(data), nl=False)
     else:
         screen().print(*shown, sep="\n")
-
-
-def parted(texts: Sequence[str] | None) -> list[str]:
-    """Names with commas between them, or in several options, or both."""
-    return [name for text in texts or () for part in text.split(",") if (name := part.strip())]
 
 
 def fail(*lines: str) -> NoReturn:
@@ -78,10 +67,9 @@ def refuse(message: str, option: str | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors into lines on stderr: a declaration's faults one a line, wrong options as such.
+    """Turn errors into lines on stderr; those of a user's own code with their place.
 
-    What a user's own code raises is told with its line. That it ends the process, even with 0, is a failure: nothing
-    was done.
+    Code that ends the process, even with 0, is a failure: nothing was done.
     """
     try:
         yield
@@ -98,14 +86,10 @@ def reported() -> Iterator[None]:
         fail(f"{type(error).__name__}{place_of(error)}: {what}")
 
 
-def is_runner(value: Any) -> bool:
-    """Whether a value can be checked and replayed on."""
-    return isinstance(value, Runner)
-
-
 def is_explained(value: Any) -> bool:
     """Whether a value can be explained: a runner, or the class of a declaration."""
-    return is_runner(value) or (isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs)
+    is_class = isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs
+    return is_class or isinstance(value, Runner)
 
 
 def are_batches(value: Any) -> bool:
@@ -113,19 +97,21 @@ def are_batches(value: Any) -> bool:
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, str))
 
 
+NONE: Final[Mapping[str, Any]] = {}
 RUNNER: Final = "no runner, nor a function without required arguments that makes one"
 
 
-def find(target: str, is_wanted: Callable[[Any], bool] = is_runner, why: str = RUNNER, **given: Any) -> Any:
-    """What a target, `module:name` or `file.py:name`, names, or what the function makes that it names.
+def is_runner(value: Any) -> bool:
+    """Whether a value can be checked and replayed on."""
+    return isinstance(value, Runner)
 
-    Modules of the current directory are found. Exits with 2 if there is no such module or name.
 
-    Args:
-        target: The module and the name.
-        is_wanted: Whether a value is one that is looked for.
-        why: What another value is.
-        given: What a function is called with, if it takes arguments of these names.
+def find(
+    target: str, is_wanted: Callable[[Any], bool] = is_runner, why: str = RUNNER, given: Mapping[str, Any] = NONE
+) -> Any:
+    """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
+
+    is_wanted: whether a value is looked for. why: what others are. given: for a function that takes such arguments.
     """
     place, colon, name = target.rpartition(":")
     module: Any = _module(place if colon else name)
@@ -139,7 +125,7 @@ def find(target: str, is_wanted: Callable[[Any], bool] = is_runner, why: str = R
         refuse(f"{place} has no {name!r}{did_you_mean(name, known)}")
     if is_wanted(value):
         return value
-    arguments = None if isinstance(value, type) else _arguments(value, **given)
+    arguments = None if isinstance(value, type) else _arguments(value, given)
     if arguments is None:
         refuse(f"{name!r} in {place} is {why}")
     made = value(**arguments)
@@ -155,7 +141,7 @@ def captured(runner: Runner[Any]) -> Runner[Any]:
     return runner
 
 
-def _arguments(function: Any, **given: Any) -> dict[str, Any] | None:
+def _arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """The given arguments that a function takes. None if it cannot be called with them."""
     try:
         signature = inspect.signature(function)

@@ -4,7 +4,7 @@ import collections
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import attrs
@@ -174,10 +174,7 @@ class RunnerExplanation:
 
     @property
     def fills(self) -> list[tuple[str, Fill]]:
-        """Each way in which steps are filled, under the buckets that it is for, with the largest bucket's bytes.
-
-        Buckets next to one another that do the same are one. The eager fill comes last.
-        """
+        """Each way in which steps are filled, for buckets next to one another that do the same; the eager one last."""
         found = list[tuple[str, Fill]]()
         for _, group in itertools.groupby(self.buckets, lambda bucket: bucket.fill.doing):
             rows = list(group)
@@ -259,91 +256,74 @@ def _graph(runner: Runner[Any], graphs: GraphSet[Any], rows: int, absent: Absent
     return GraphFacts(absent=names, why=why)
 
 
-@attrs.frozen
-class _Listing:
-    """The steps of a plan while they are listed. nbytes: of each slot, padded."""
-
-    plan: FillPlan
-    nbytes: Mapping[str, int]
-    steps: list[FillStep] = attrs.field(factory=list)
-
-    def add(self, kind: Kind, label: str, slots: Iterable[str], calls: int, **more: Any) -> None:
-        """One more step, which moves all bytes of its slots if nothing else is said."""
-        names = tuple(slots)
-        told = {"nbytes": sum(self.nbytes[name] for name in names), **more}
-        self.steps.append(FillStep(kind=kind, label=label, slots=names, calls=calls, **told))
-
-    def reset(self) -> None:
-        """Tails that no kernel resets. Those that are found dirty are set to zero in one call."""
-        for label, always in (("reset tails", True), ("reset dirty tails", False)):
-            tails = [tail for tail in self.plan.tails if tail.always == always and not tail.fused]
-            zeros = 0 if always else sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails)
-            if tails:
-                calls = len(tails) - max(zeros - 1, 0)
-                self.add("reset", label, (tail.slot for tail in tails), calls, nbytes=None, maybe=not always)
-
-    def copy(self, groups: Iterable[CopyGroup]) -> None:
-        """One step for each group, and one for all that a single foreach call takes."""
-        together = list[str]()
-        for group in groups:
-            label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
-            if group.how == "foreach" and self.plan.mixed:
-                together += group.slots
-            elif group.how in ("foreach", "single"):
-                self.add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
-        if together:
-            self.add("copy", "foreach of all dtypes", together, 1)
-
-    def upload(self) -> None:
-        """The packet of words and values, the kernel that takes it up, and values sent by themselves."""
-        plan, is_fused = self.plan, self.plan.lowering in FUSED
-        slots = plan.fused if is_fused else plan.packed
-        carried = plan.packed or [one.slot for one in plan.computed if one.packed]
-        if slots:
-            self.add("upload", "one packet", slots, 1, nbytes=sum(self.nbytes[name] for name in carried))
-        if plan.fused:
-            is_inside = plan.lowering == "in_graph"
-            self.add("kernel", _KERNEL[plan.lowering], slots, int(not is_inside), inside=is_inside)
-        for name in plan.moved:
-            self.add("upload", "by itself", (name,), 1)
-
-    def compute(self, place: str, *, inside: bool = False) -> None:
-        """Computed slots of one place, of which some ride in a call that sends them."""
-        for one in self.plan.computed:
-            if one.on == place:
-                rides = inside or one.packed or one.slot in self.plan.moved
-                self.add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
-
-
-def _fill(
+def _fill(  # noqa: C901 - one kind of step after the other
     plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
 ) -> Fill:
-    """A plan's steps, in the order that the lowering runs them in.
+    """A plan's steps in their order.
 
-    parts: graphs that the step is launched as, 0 if there is none. whole: whether the graph holds the whole step, and
-    so computes what the device does.
+    parts: graphs that the step is launched as. whole: whether its graph computes what the device does.
     """
     sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
-    listing = _Listing(plan, {name: slot_bytes(one, sizes, capabilities) for name, one in declaration.slots.items()})
-    between = plan.lowering not in FUSED and bool(plan.packed or plan.moved)  # an upload comes between copies
-    listing.reset()
-    listing.copy(group for group in plan.copies if not between or group.placement == HOST)
-    listing.compute(HOST)
-    listing.upload()
-    listing.copy(group for group in plan.copies if between and group.placement == DEVICE)
-    listing.compute(DEVICE, inside=whole and parts > 0 and plan.lowering != "slot_by_slot")
+    is_fused, computes_inside = plan.lowering in FUSED, whole and parts > 0 and plan.lowering != "slot_by_slot"
+    is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel
+    steps, early, late = list[FillStep](), list[CopyGroup](), list[CopyGroup]()
+
+    def nbytes_of_slots(names: Iterable[str]) -> int:
+        return sum(slot_bytes(declaration.slots[name], sizes, capabilities) for name in names)
+
+    def add(kind: Kind, label: str, slots: Iterable[str], calls: int, **more: Any) -> None:
+        names = tuple(slots)
+        told = {"nbytes": nbytes_of_slots(names), **more}
+        steps.append(FillStep(kind=kind, label=label, slots=names, calls=calls, **told))
+
+    def compute(place: str, *, inside: bool) -> None:
+        for one in plan.computed:
+            if one.on == place:
+                rides = inside or one.packed
+                add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
+
+    for label, always in (("reset tails", True), ("reset dirty tails", False)):
+        tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
+        zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails if not always)
+        if tails:  # those that are found dirty are set to zero in one call
+            calls = len(tails) - max(zeros - 1, 0)
+            add("reset", label, (tail.slot for tail in tails), calls, nbytes=None, maybe=not always)
+    for group in plan.copies:  # an upload comes between copies to the host and to the device
+        is_late = not is_fused and bool(plan.packed) and group.placement != HOST
+        (late if is_late else early).append(group)
+    for told in _copies(early, mixed=plan.mixed):
+        add("copy", *told)
+    compute(HOST, inside=False)
+    if slots := plan.fused if is_fused else plan.packed:
+        carried = plan.packed or [one.slot for one in plan.computed if one.packed]
+        add("upload", "one packet", slots, 1, nbytes=nbytes_of_slots(carried))
+    if plan.fused:
+        add("kernel", _KERNEL[plan.lowering], slots, int(not is_first), inside=is_first)
+    for told in _copies(late, mixed=plan.mixed):
+        add("copy", *told)
+    compute(DEVICE, inside=computes_inside)
     if parts:
-        listing.add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts, nbytes=None)
+        add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts, nbytes=None)
     else:
-        listing.add("step", "the step, without a graph", (), 1, nbytes=None)
-    return Fill(plan, tuple(listing.steps))
+        add("step", "the step, without a graph", (), 1, nbytes=None)
+    return Fill(plan, tuple(steps))
+
+
+def _copies(groups: Iterable[CopyGroup], *, mixed: bool) -> Iterator[tuple[str, Sequence[str], int]]:
+    """What copies are called, the slots that they move, and their calls; one call takes all that are mixed."""
+    together = list[str]()
+    for group in groups:
+        label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
+        if group.how == "foreach" and mixed:
+            together += group.slots
+        elif group.how in ("foreach", "single"):
+            yield label, group.slots, 1 if group.how == "foreach" else len(group.slots)
+    if together:
+        yield "foreach of all dtypes", together, 1
 
 
 def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
-    """The memory layout of a runner, read off its buffers, if it has any yet.
-
-    plan: a bucket's, which tells when slots are written. pool: the layout of the memory that it shares, if any.
-    """
+    """Where slots lie. plan: of a bucket, which tells when they are written. pool: of memory that is shared."""
     seat, buffers = runner.seat, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     member, kept, shared = "", frozenset[str](), frozenset[str]()
     if seat is not None and seat.phase is not None and pool is not None:
@@ -353,23 +333,23 @@ def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> 
     if plan is None or not plan.fused:
         phases = ("fill", "replay", "outputs")
     found: dict[tuple[int, str], list[Buffer]] = {}
-    for buffer in buffers or ():  # storages without bytes are each by itself
-        storage = buffer.tensor.untyped_storage()
+    for buffer in sorted(buffers or (), key=lambda one: (one.adopted, one.slot.placement != DEVICE)):
+        storage = buffer.tensor.untyped_storage()  # storages without bytes are each by itself
         found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
     names, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
-    for _, members in sorted(found.items(), key=lambda one: _order(one[1][0])):
-        first = members[0]
+    for first, *others in found.values():
         kind = f"{'pooled ' if first.pooled else ''}{first.slot.placement} memory"
         names[kind] += 1
         name = kind if names[kind] == 1 else f"{kind} {names[kind]}"
         allocations.append(Allocation(name, first.tensor.untyped_storage().nbytes(), first.adopted))
-        for buffer in sorted(members, key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name)):
+        inside = list[SlotPlace]()
+        for buffer in (first, *others):
             lasts = lasting(buffer.slot, buffer.name, kept)
             since, until = _span(buffer, runner, plan) if lasts is None else (phases[0], phases[-1])
             place = SlotPlace(
                 slot=buffer.name,
                 allocation=name,
-                offset=_offset(buffer),
+                offset=int(buffer.tensor.storage_offset()) * buffer.tensor.itemsize,
                 nbytes=buffer.nbytes,
                 shape=tuple(buffer.tensor.shape),
                 since=since,
@@ -377,12 +357,9 @@ def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> 
                 lasting=lasts,
                 shares=tuple(map(str, pool.shared_with(member, buffer.name))) if pool and buffer.name in shared else (),
             )
-            places.append(place)
+            inside.append(place)
+        places += sorted(inside, key=lambda place: (place.offset, place.nbytes, place.slot))
     return MemoryFacts(phases, tuple(allocations), tuple(places))
-
-
-def _order(buffer: Buffer) -> tuple[bool, bool]:
-    return buffer.adopted, buffer.slot.placement != DEVICE
 
 
 def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
@@ -394,8 +371,3 @@ def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[P
         return ("replay" if runner.tally.path == "graph" else "fill"), "replay"
     by_kernel = plan is not None and name in plan.fused and not slot.rewritten
     return ("kernel" if by_kernel else "fill"), "replay"
-
-
-def _offset(buffer: Buffer) -> int:
-    """Its first byte within its storage. A tensor without elements has no address that would tell."""
-    return int(buffer.tensor.storage_offset()) * buffer.tensor.itemsize

@@ -1,7 +1,6 @@
-"""An explanation for readers: tables, printed by rich, and one HTML page that opens offline, with two pictures."""
+"""An explanation for readers: tables and two pictures, printed by rich, and one HTML page that opens offline."""
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from string import Template
@@ -10,7 +9,9 @@ from typing import Any, Final
 import attrs
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table as RichTable
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from ...dataflow.explain import Explanation, SlotFacts
@@ -20,32 +21,22 @@ from .explanation import RunnerExplanation
 WIDE: Final = 200
 """Columns in a pipe or file, where nothing needs to fit a screen and a folded name could not be searched for."""
 _LARGE: Final = 1000
+_PICTURE, _UNIT, _MOST = 110, 6, 60
+"""Columns of a picture, those that a call takes, and the most that a step takes for its calls."""
 Row = Mapping[str, Any]
 """Cells by their column. A number stands as one, None for what is not there."""
 COLOURS: Final = {
     "copied": "#3b78b5",
-    "parameter": "#2f8a8a",
     "computed": "#5a9a3a",
-    "constant": "#b09a3c",
+    "constant": "#8a7a20",
     "staged": "#c2703d",
     "output": "#8a4fa8",
     "upload": "#b64a72",
-    "kernel": "#b58414",
+    "kernel": "#946a08",
     "graph": "#6a6fd8",
     "other": "#76808e",
 }
-"""The edge of a box, by the kind of slot or of step. Inside it is the same colour, nearly transparent."""
-LIGHT: Final = "--ink:#1b2330;--muted:#525d6b;--rule:#d3d9e1;--panel:#f2f5f8;--page:#ffffff"
-DARK: Final = "--ink:#e7ebf1;--muted:#a3afbe;--rule:#333d4a;--panel:#1a212b;--page:#11161d"
-FONT: Final = "ui-monospace,'DejaVu Sans Mono','Liberation Mono',Menlo,Consolas,monospace"
-_STYLE: Final = (
-    f":root{{{LIGHT}}}@media screen and (prefers-color-scheme:dark){{:root{{{DARK}}}}}"
-    f"svg.slotgraph{{background:var(--page);font:12px {FONT}}}svg.slotgraph text{{fill:var(--ink)}}"
-    "svg.slotgraph text.faint{fill:var(--muted);font-size:10.5px}svg.slotgraph text.title{font-weight:600}"
-    "rect.held{fill:var(--panel);stroke:var(--rule)}rect.node{fill-opacity:.2}rect.riding{stroke-dasharray:4 3}"
-    + "".join(f"rect.{kind}{{fill:{colour};stroke:{colour}}}" for kind, colour in COLOURS.items())
-)
-"""What a picture brings along, light and dark."""
+"""What is behind a box, by the kind of slot or of step."""
 _PAGE: Final = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -54,32 +45,42 @@ _PAGE: Final = Template("""<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>$title</title>
-<style>$style
-body{max-width:1440px;margin:0 auto;padding:16px 24px;background:var(--page);color:var(--ink);
-font:15px/1.5 system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}
-h1{overflow-wrap:anywhere}h2{font-size:18px;margin:32px 0 4px}p{max-width:90ch;color:var(--muted)}
-.wide{overflow-x:auto}.wide svg{display:block;max-width:100%;min-width:860px;height:auto}
-pre{background:var(--panel);padding:10px 14px;overflow-x:auto;font:12px/1.4 $font}
-@media print{body{font-size:11px;max-width:none}.wide,pre{overflow:visible}.wide svg{min-width:0}pre{font-size:6px}}
+<style>
+body{max-width:1440px;margin:0 auto;padding:16px 24px;font:15px/1.5 system-ui,sans-serif}h1{overflow-wrap:anywhere}
+pre{overflow-x:auto;font:12px/1.35 ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
 </style>
 </head>
 <body>
 <h1>$title</h1>
 <h2 id="fills">What a step does</h2>
-<p>A box for each step, in the plan's order, as wide as it has calls; a dashed one has none of its own in most steps.
-A bar below marks the graph and what it does. It is not measured time.</p>
-<div class="wide">$fills</div>
+<p>A box for each step, in the plan's order, as wide as it has calls; a pale one has none of its own in most steps.
+A bar behind a box marks the graph and what it does. It is not measured time.</p>
+<pre>$fills</pre>
 <h2 id="memory">Memory over a step</h2>
-<p>Addresses run downwards, phases of one step to the right. A slot is coloured while its value counts, and pale where
-its bytes are only held. Heights grow with the logarithm of bytes.</p>
-<div class="wide">$memory</div>
+<p>Offsets run downwards, phases of one step to the right. A slot is coloured while its value counts, and pale where
+its bytes are only held.</p>
+<pre>$memory</pre>
 <h2 id="tables">Tables</h2>
 <pre>$tables</pre>
 </body>
 </html>
 """)
-_EDGE, _AREA, _LEFT, _RIGHT = 10.0, 760.0, 110.0, 150.0
-"""Space around a picture, its width, and room for offsets and for bytes beside the memory picture."""
+_SVG: Final = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {terminal_width} {terminal_height}">
+<style>
+.{unique_id}-matrix {{font:{char_height}px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}}
+{styles}
+</style>
+<defs>
+{lines}
+</defs>
+<rect width="100%" height="100%" fill="#ffffff"/>
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</svg>
+"""
+"""A picture without the frame and the fonts, from elsewhere, that rich has."""
 
 
 @attrs.frozen
@@ -130,9 +131,7 @@ def cell(value: Any) -> str:
 
 def printed(shown: RenderableType, width: int = WIDE) -> str:
     """What a console without colours prints."""
-    paper = io.StringIO()
-    Console(file=paper, width=width, highlight=False).print(shown)
-    return paper.getvalue()
+    return _on_paper(shown, width).export_text()
 
 
 def tables(explanation: Explanation | RunnerExplanation) -> Group:
@@ -218,103 +217,67 @@ def _counted(counts: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
 
 def html(explanation: RunnerExplanation) -> str:
     """The page, light or dark as its reader prefers."""
-    return _PAGE.substitute(
-        title=_escaped(f"{explanation.kind} over {explanation.declaration.declaration}"),
-        style=_STYLE,
-        font=FONT,
-        tables=escape(printed(tables(explanation))),
-        **pictures(explanation),
-    )
+    parts = {"fills": _fills(explanation), "memory": _memory(explanation), "tables": tables(explanation)}
+    pages = {name: _on_paper(one).export_html(inline_styles=True, code_format="{code}") for name, one in parts.items()}
+    title = escape(printable(f"{explanation.kind} over {explanation.declaration.declaration}"))
+    return _PAGE.substitute(pages, title=title)
 
 
 def pictures(explanation: RunnerExplanation) -> Mapping[str, str]:
     """The SVG of each picture: "fills", what a step does, and "memory", where slots lie over the phases of a step."""
-    return {"fills": _fills(explanation), "memory": _memory(explanation)}
+    parts = {"fills": _fills(explanation), "memory": _memory(explanation)}
+    theme: dict[str, Any] = {"theme": DEFAULT_TERMINAL_THEME, "code_format": _SVG}
+    return {name: _on_paper(one, _PICTURE).export_svg(**theme, unique_id=name) for name, one in parts.items()}
 
 
-def _escaped(text: str) -> str:
-    return escape(printable(text))
+def _on_paper(shown: RenderableType, width: int = WIDE) -> Console:
+    """A console that has printed something, and shows it to nobody."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, record=True, color_system="truecolor")
+    console.print(shown)
+    return console
 
 
-def _svg(title: str, width: float, height: float, shapes: list[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="slotgraph" role="img" aria-label="{_escaped(title)}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">'
-        f"<style>{_STYLE}</style>\n" + "\n".join(shapes) + "\n</svg>\n"
-    )
-
-
-def _text(text: str, x: float, y: float, class_: str = "", anchor: str = "start", room: float = _AREA) -> str:
-    """A line of text from its base line, cut to a room with dots where it is cut."""
-    line = Text(printable(text))
-    line.truncate(max(int(room / (6.5 if class_ == "faint" else 7.4)), 0), overflow="ellipsis")
-    return f'<text x="{x:.6g}" y="{y:.6g}" text-anchor="{anchor}" class="{class_}">{escape(line.plain)}</text>'
-
-
-def _box(at: tuple[float, ...], class_: str, lines: tuple[str, ...] = (), record: Any = None) -> str:
-    """A box at x and y, of a width and a height, with lines in it, and what a browser shows over it: a record."""
-    x, y, width, height = at
-    facts = {} if record is None else attrs.asdict(record, recurse=False)
-    hint = _escaped("\n".join(f"{name}: {cell(value)}" for name, value in facts.items() if value))
-    top = y + height / 2 + 11.5 - 7.5 * len(lines)
-    texts = (
-        _text(line, x + 4, top + 15 * row, "faint" if row else "", room=width - 6) for row, line in enumerate(lines)
-    )
-    rect = f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}" rx="4" class="{class_}"/>'
-    return f"<g><title>{hint}</title>{rect}{''.join(texts)}</g>"
-
-
-def _colour(kind: str) -> str:
-    """The colour of a kind of slot or of step. Kinds of the user's own have none of theirs."""
+def _colour(kind: str, *, pale: bool) -> str:
+    """The style of a kind of slot or of step. Kinds of the user's own have none of theirs."""
     known = {"copy": "copied", "compute": "computed"}.get(kind, kind)
-    return f"node {known if known in COLOURS else 'other'}"
+    colour = COLOURS.get(known, COLOURS["other"])
+    return f"{colour} on #e4e7ec" if pale else f"#ffffff on {colour}"
 
 
-def _fills(explanation: RunnerExplanation) -> str:
+def _fills(explanation: RunnerExplanation) -> Group:
     """A row for all buckets that do the same, with a box for each step, as wide as its calls."""
-    fills = explanation.fills
-    unit = min(96.0, _AREA / max((sum(step.calls or 1 for step in fill.steps) for _, fill in fills), default=1))
-    shapes, widest, top = list[str](), _AREA, _EDGE
-    for name, fill in fills:
+    shown = list[RenderableType]()
+    for name, fill in explanation.fills:
         told = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
-        shapes.append(_text(f"{name}: calls of {told}", _EDGE, top + 12, "title"))
-        x = _EDGE
+        shown.append(Text(f"{name}: calls of {told}", style="bold"))
+        boxes = Text()
         for number, step in enumerate(fill.steps, 1):
-            width = max(20.0, unit * (step.calls or 1))
-            lines = (f"{number} {step.kind}", *(() if step.nbytes is None else (human_bytes(step.nbytes),)))
-            lines = lines if width > 8 * len(lines[0]) else (str(number),)
-            riding = " riding" if step.maybe or not step.calls else ""
-            shapes.append(_box((x, top + 26, width, 44), f"{_colour(step.kind)}{riding}", lines, step))
-            if step.inside or step.kind == "graph":
-                shapes.append(_box((x, top + 73, width, 3), "graph"))
-            x += width + 4
-        widest, top = max(widest, x - _EDGE), top + 96
-    title = f"What a step of {explanation.kind} does, in the plan's order"
-    return _svg(title, widest + 2 * _EDGE, max(top, 40.0), shapes)
+            size = "" if step.nbytes is None else f" {human_bytes(step.nbytes)}"
+            label = f" {number} {step.kind}{size} ".ljust(min(_UNIT * step.calls, _MOST))
+            if len(boxes.plain.rpartition("\n")[2] + label) > _PICTURE - 2:
+                boxes.append("\n")
+            boxes.append(label, style=_colour(step.kind, pale=step.maybe or not step.calls))
+            boxes.append("▕ " if step.inside or step.kind == "graph" else "  ", style=COLOURS["graph"])
+        shown += [boxes, Text()]
+    return Group(*shown)
 
 
-def _memory(explanation: RunnerExplanation) -> str:
-    """Addresses downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise.
-
-    Heights grow with the logarithm of bytes, since slots of 4 bytes lie beside slots of megabytes.
-    """
+def _memory(explanation: RunnerExplanation) -> Group:
+    """Offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
     memory, kinds = explanation.memory, {slot.name: slot.kind for slot in explanation.declaration.slots}
-    column, top, phases = _AREA / len(memory.phases), 30.0, memory.phases
-    shapes = [_text(phase, _LEFT + (at + 0.5) * column, 18, "title", "middle") for at, phase in enumerate(phases)]
+    shown = list[RenderableType]()
     for one in memory.allocations:
-        title = f"{one.name}{', handed in' if one.adopted else ''}: {one.nbytes:,} bytes"
-        shapes.append(_text(title, _EDGE, top + 16, "title"))
-        top += 26
+        shown.append(Text(f"{one.name}{', handed in' if one.adopted else ''}: {one.nbytes:,} bytes", style="bold"))
+        grid = RichTable(box=None, expand=True, pad_edge=False)
+        for name in ("offset", *memory.phases, "bytes"):
+            is_phase = name in memory.phases
+            grid.add_column(name, justify="left" if is_phase else "right", ratio=1 if is_phase else None)
         for place in (place for place in memory.places if place.allocation == one.name):
-            height = 20 + 2.5 * max(0.0, math.log2(max(place.nbytes, 1) / 64))
-            middle, kind = top + height / 2 + 4, kinds[place.slot]
-            since, until = phases.index(place.since), phases.index(place.until) + 1
-            span = (_LEFT + since * column + 2, top, (until - since) * column - 4, height)
-            shapes += [
-                _text(f"{place.offset:,}", _LEFT - 8, middle, "faint", "end"),
-                _box((_LEFT, top, _AREA, height), "held"),
-                _box(span, _colour(kind), (f"{place.slot}, {kind}",), place),
-                _text(f"{place.nbytes:,} B", _LEFT + _AREA + 8, middle, "faint"),
-            ]
-            top += height + 3
-    return _svg(f"Memory of {explanation.kind} over a step", _LEFT + _AREA + _RIGHT, top + _EDGE, shapes)
+            since, until = memory.phases.index(place.since), memory.phases.index(place.until)
+            cells = list[RenderableType]()
+            for at in range(len(memory.phases)):
+                label = Text(printable(f"{place.slot}, {kinds[place.slot]}") if at == since else "", no_wrap=True)
+                cells.append(Padding(label, style=_colour(kinds[place.slot], pale=not since <= at <= until)))
+            grid.add_row(f"{place.offset:,}", *cells, f"{place.nbytes:,}")
+        shown += [grid, Text()]
+    return Group(*shown)

@@ -23,11 +23,7 @@ _WHYS: Final[tuple[Why, ...]] = get_args(Why)
 
 
 class Agreement(Coordinator):
-    """Has one runner's steps agree with those of the same runner on other ranks.
-
-    axes: of the live sizes that a batch tells, the one that buckets are chosen by last. forced: steps by the rank that
-    forced them and why.
-    """
+    """Has one runner's steps agree with those of the same runner on other ranks; forced: steps, by rank and why."""
 
     def __init__(self, ranks: Ranks, runner: str, buckets: Sequence[int], axes: Sequence[Axis]) -> None:
         if len(axes) > AXES:
@@ -173,10 +169,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def before(self) -> Iterator[None]:
-        """A block that looks at a batch before its fill. Ranks that wait for this one are told if it is refused.
-
-        RankError if the step that was agreed on ahead is still to be run.
-        """
+        """A block that looks at a batch before its fill: others are told of a refusal. RankError if a step is ahead."""
         if self._ahead is not None:
             raise RankError("the step that was agreed on ahead has not been run: one at a time")
         self.begin()
@@ -205,10 +198,7 @@ class Agreement(Coordinator):
         return [(one.text, one.bucket) for one in messages]
 
     def warm_up(self, step: Step, backend: Backend) -> Step:
-        """A step as warm-ups run it: it waits for the device, and raises RankError after the `capture_timeout`.
-
-        A collective may wait for a lost rank. The host would wait in the driver next, where nothing can be raised.
-        """
+        """A step as warm-ups run it: it waits for the device, and raises RankError once a rank is lost."""
 
         def run() -> Any:
             outputs = step()
@@ -228,10 +218,7 @@ class Agreement(Coordinator):
 
 
 def agree(own: Decision, messages: Sequence[Message], leading: int) -> tuple[Decision, int]:
-    """The path of all ranks, and who forced it: the first that must run eagerly, else that needs the largest bucket.
-
-    own: this rank's decision, alone. leading: the index of the axis that buckets are chosen by.
-    """
+    """The path of all ranks, and who forced it: the first that must run eagerly, else that needs the largest bucket."""
     rank = _first(messages, EAGER)
     if rank is not None:
         one = messages[rank]

@@ -121,10 +121,7 @@ class HostWire:
 
 
 class DeviceWire(HostWire):
-    """Carries one exchange at a time over the device's own group: an upload, an all-gather and a download.
-
-    All three run on a stream of the wire's own, behind nothing but the exchange before.
-    """
+    """Carries exchanges over the device's group: an upload, an all-gather and a download on a stream of its own."""
 
     def __init__(self, group: "dist.ProcessGroup", size: int, device: torch.device) -> None:
         super().__init__(group, size, pinned=True)
@@ -201,8 +198,7 @@ class Ranks(Unique):
         capture_timeout: float = 480.0,
     ) -> None:
         checked("equal", "True or False", equal, bool)
-        if checked("shards", "a whole number, at least 1", shards, int) < 1:
-            refuse("shards", "a whole number, at least 1", shards)
+        checked("shards", "a whole number, at least 1", shards, int, 1)
         check_seconds("timeout", timeout)
         check_seconds("capture_timeout", capture_timeout)
         kind = "'host' or the name of a device's kind, such as 'cuda'"
@@ -299,10 +295,7 @@ class Ranks(Unique):
         return arrives(timeout - PATIENCE)
 
     def _abort(self, event: Event, device: torch.device) -> None:
-        """End the group's collectives on the device, so that nothing waits for it for ever, this process's end neither.
-
-        A CPU has none to end: the group's own time-out ends them.
-        """
+        """End the group's collectives on a device, which would wait for ever; on a CPU the group's time-out does."""
         if device.type == "cpu":
             return
         with contextlib.suppress(RuntimeError):  # which is how a group says that it has none on the device
@@ -323,11 +316,7 @@ class Ranks(Unique):
         return functools.partial(self._end, wire, self.exchanges, told)
 
     def _end(self, wire: HostWire, number: int, told: str, timeout: float) -> list[Message]:
-        """Every rank's message, in their order.
-
-        RankError, which names the ranks that did not come, after `timeout` seconds at the latest. From then on nothing
-        is exchanged any more.
-        """
+        """Every rank's message. RankError, in time, names the ranks that did not come, and ends all exchanges."""
         at, how, cause = (EXCHANGE, number), f"within {timeout:g} s", None
         try:
             came = self._came(wire.arrives, at, timeout)

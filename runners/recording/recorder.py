@@ -5,7 +5,7 @@ import os
 import pathlib
 import tempfile
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, Self, final
 
 import torch
@@ -13,10 +13,10 @@ import torch
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Slot, Staged
+from ...dataflow.slots import Staged
 from ...dataflow.sources import Side, look_up
 from ..comparison import live_part, named
-from ..config import checked, refuse
+from ..config import checked
 from ..hooks import Watcher
 from ..runner import Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
@@ -33,18 +33,12 @@ class Recording(Watcher):
     is what the step found, and copies that were made before a device failed can be read after it did.
     """
 
-    def __init__(
-        self, runner: Runner[Any], path: pathlib.Path, last: int, most: int, *, outputs: bool, staged: dict[str, Slot]
-    ) -> None:
+    def __init__(self, runner: Runner[Any], path: pathlib.Path, last: int, *, outputs: bool) -> None:
         self.path = path
         self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
-        self._runner = runner
-        self._backend = runner.stage.backend
-        self._most = most
-        self._outputs = outputs
-        self._staged = staged
-        self._declaration = runner.stage.declaration
-        self._fields = self._declaration.fields
+        self._runner, self._outputs = runner, outputs
+        self._backend, self._declaration = runner.stage.backend, runner.stage.declaration
+        self._staged = {n: slot for n, slot in self._declaration.slots.items() if isinstance(slot, Staged)}
         self._agreed = runner.agreed
         self._count = 0
         self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
@@ -52,20 +46,12 @@ class Recording(Watcher):
         runner.watch.add(self)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of values that are kept now."""
-        return sum(step.nbytes for step in self.steps)
-
-    @property
     def _step(self) -> StepRecord | None:
         """The step that came last, while the device makes copies."""
         return self.steps[-1] if self.steps and not self._fault else None
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Keep what the batch brings, copied on the stream that the step will run on, and the runner's decision.
-
-        The step itself says what is wrong with a batch.
-        """
+        """Keep what the batch brings, and the runner's decision. The step itself says what is wrong with a batch."""
         if self._fault:
             return
         step, runner = StepRecord(number=self._count), self._runner
@@ -81,13 +67,12 @@ class Recording(Watcher):
         try:
             sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
             slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
-            fields = [(name, look_up(batch, name)) for name in self._fields]
+            fields = [(name, look_up(batch, name)) for name in self._declaration.fields]
         except Exception as error:  # noqa: BLE001 - as above
             step.note(f"the batch could not be read: {type(error).__name__}: {error}"[:_LONGEST])
             return
         step.absent = tuple(name for name, value in slots if value is None)
-        step.slots = self._take(step, slots)
-        step.fields = self._take(step, fields)
+        step.slots, step.fields = self._take(slots), self._take(fields)
 
     def filled(self, view: Inputs) -> None:
         """Keep what the ranks agreed on."""
@@ -105,9 +90,8 @@ class Recording(Watcher):
         """Copy what producers have written."""
         info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
         if self._staged and info is not None and (step := self._step) is not None:
-            step.staged = ()  # of the run before
             rows = ((name, live_part(slot, vars(view)[name], info.step)) for name, slot in self._staged.items())
-            step.staged = self._take(step, rows)
+            step.staged = self._take(rows)
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
         """Count the run, and copy what it returned if that was asked for."""
@@ -115,8 +99,7 @@ class Recording(Watcher):
         if (step := self._step) is not None:
             step.replays += 1
             if self._outputs:
-                step.outputs = None  # of the run before
-                step.outputs = self._take(step, ((f"outputs{place}", one) for place, one in named(outputs)))
+                step.outputs = self._take((f"outputs{place}", one) for place, one in named(outputs))
         return outputs
 
     def failed(self, error: BaseException) -> None:
@@ -169,47 +152,30 @@ class Recording(Watcher):
                 raise
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
-    def _take(self, step: StepRecord, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
-        """Values for the step that came last, copied if there is room for them. Without room, only their sizes.
-
-        The oldest steps make room.
-        """
-        device = self._backend.device
+    def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
+        """Copies of values, in the stream's order, and behind them a flag that tells that the device has made them."""
+        device, flag = self._backend.device, None
         values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
-        needed, why = step.nbytes + sum(value.nbytes for value in values), ""
-        if needed > self._most:
-            why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
-            step.note(f"only sizes are kept: {why}")
-        else:
-            while self.nbytes - step.nbytes + needed > self._most:
-                self.steps.popleft()
-            try:
-                with torch.no_grad(), torch.inference_mode(mode=False):
-                    self._copy([value for value in values if value.kind == "tensor"])
-            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-                self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
-                why = f"the device failed: {self._fault}"
-        if why:
+        try:
+            with torch.no_grad(), torch.inference_mode(mode=False):
+                for value in values:
+                    source = value.elements if value.kind == "tensor" else None
+                    if source is None:
+                        continue
+                    if source.is_cpu:
+                        value.elements = source.clone(memory_format=torch.contiguous_format).resolve_neg()
+                        continue
+                    if flag is None:
+                        flag = self._backend.empty((1,), torch.uint8, HOST).zero_()
+                    copied = self._backend.empty(tuple(source.shape), source.dtype, HOST)
+                    value.elements, value.arrived = copied.copy_(source, non_blocking=True), flag
+                if flag is not None:
+                    flag.copy_(self._one, non_blocking=True)
+        except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+            self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
             for value in values:
-                value.lose(why)
+                value.lose(f"the device failed: {self._fault}")
         return values
-
-    def _copy(self, values: Iterable[Value]) -> None:
-        """Copy tensors. Behind all of those on the device a flag is copied, which tells whether it got to them."""
-        flag: torch.Tensor | None = None
-        for value in values:
-            source = value.elements
-            if source is None:
-                continue
-            if source.is_cpu:
-                value.elements = source.clone(memory_format=torch.contiguous_format).resolve_neg()
-                continue
-            if flag is None:
-                flag = self._backend.empty((1,), torch.uint8, HOST).zero_()
-            copied = self._backend.empty(tuple(source.shape), source.dtype, HOST)
-            value.elements, value.arrived = copied.copy_(source, non_blocking=True), flag
-        if flag is not None:
-            flag.copy_(self._one, non_blocking=True)
 
     def _settle(self) -> None:
         """Wait for the device. If it has failed, give up the copies that it did not make before."""
@@ -225,15 +191,7 @@ class Recording(Watcher):
             value.arrived = None
 
 
-def record(
-    runner: Runner[Any],
-    path: str | os.PathLike[str],
-    *,
-    last: int = 8,
-    max_bytes: int = 1 << 28,
-    outputs: bool = False,
-    staged: Collection[str] = (),
-) -> Recording:
+def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, outputs: bool = False) -> Recording:
     """Keep the inputs of a runner's last steps from now on, and write them to a file when a step raises.
 
     The file is also written by `save()` and at the end of `with record(runner, path):`; `close()` ends the recording.
@@ -243,22 +201,13 @@ def record(
         runner: Any runner.
         path: The file, `.safetensors`.
         last: How many steps are kept.
-        max_bytes: How many bytes of values are kept. A step that is larger by itself leaves only its sizes.
         outputs: Keep what the steps return, too.
-        staged: Slots that producers write beside the step, whose contents are kept, too.
 
     Raises:
         ConfigError: An argument makes no sense, or the path cannot be written.
     """
-    for name, value in (("last", last), ("max_bytes", max_bytes)):
-        if checked(name, "a whole number, at least 1", value, int) < 1:
-            refuse(name, "a whole number, at least 1", value)
-    declaration = runner.stage.declaration
-    for name in staged:
-        if not isinstance(declaration.slots.get(name), Staged):
-            raise ConfigError(f"staged= names {name!r}, which is no staged slot of {declaration.name}")
-    kept = {name: declaration.slots[name] for name in staged}
-    return Recording(runner, _checked_place(path), last, max_bytes, outputs=outputs, staged=kept)
+    checked("last", "a whole number, at least 1", last, int, 1)
+    return Recording(runner, _checked_place(path), last, outputs=outputs)
 
 
 def _checked_place(path: str | os.PathLike[str]) -> pathlib.Path:

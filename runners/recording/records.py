@@ -23,12 +23,10 @@ from ..ranks.group import Message
 from ..runner import Runner
 from ..statistics import Decision
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """The number of this format. A file of another number is refused."""
-MOST: Final = 1 << 20
-"""The values, and the letters of their text, that one piece of plain data may have."""
-DEPTH: Final = 32
-"""How deep plain data may be nested."""
+MOST: Final = 1 << 22
+"""The letters that one piece of plain data may have."""
 MOST_HEADER: Final = 1 << 25
 """The letters of a file's header."""
 MOST_RANKS: Final = 1 << 20
@@ -80,11 +78,6 @@ class Value:
             return cls(name=name, kind="other", why=f"{error}"[:_WHY] or type(error).__name__)
         found.dtype, found.shape, found.elements = dtype_text(tensor.dtype), tuple(tensor.shape), tensor
         return found
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory it takes while it is kept."""
-        return len(self.data) if self.elements is None else self.elements.nbytes
 
     @property
     def has_elements(self) -> bool:
@@ -150,11 +143,6 @@ class StepRecord:
     def values(self) -> Iterator[tuple[str, Value]]:
         """All values, each with the name of its elements in the file."""
         return ((f"{self.number}.{part}.{one.name}", one) for part in _PARTS for one in getattr(self, part) or ())
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory its values take."""
-        return sum(value.nbytes for _, value in self.values())
 
     def note(self, text: str) -> None:
         """Say what is missing from the file."""
@@ -314,45 +302,24 @@ def versions() -> dict[str, str]:
 
 
 def plain_to_text(value: Any) -> str:
-    """None, bools, numbers, text, and lists, tuples and dicts of them, as JSON, in which NaN and infinity stand.
+    """Plain data as JSON, with NaN and infinity: a tuple comes back as a list, and a dict's keys as text.
 
-    TypeError or ValueError if it is anything else, or too large or too deep.
+    TypeError, ValueError or RecursionError if it is anything else, or too large or too deep.
     """
-    return json.dumps(_tagged(value, [MOST], DEPTH))
+    text = json.dumps(value, default=_number)
+    need(len(text) <= MOST, f"more than {MOST:,} letters of text")
+    return text
 
 
-def _tagged(value: Any, room: list[int], depth: int) -> Any:
-    """Plain data in JSON's words. room: the number of values and letters, and depth: the levels, that it may have."""
-    value = value.item() if isinstance(value, np.generic) else value
-    kind = type(value)
-    room[0] -= len(value) if kind in (list, tuple, dict, str) else 0
-    need(depth, f"more than {DEPTH} levels deep")
-    need(room[0] >= 0, f"more than {MOST:,} values and letters")
-    if kind in (list, tuple):
-        is_flat = set(map(type, value)) <= {int, float}  # batches have long lists of numbers
-        inner = list(value) if is_flat else [_tagged(one, room, depth - 1) for one in value]
-        return inner if kind is list else {"tuple": inner}
-    if kind is dict:
-        return {"dict": [[_tagged(one, room, depth - 1) for one in item] for item in value.items()]}
-    if value is None or kind in (bool, int, float, str):
-        return value
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+def _number(value: Any) -> Any:
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def plain_from_text(text: str) -> Any:
-    """What `plain_to_text` was given. RecordingError if it never writes such text."""
+    """What `plain_to_text` was given. RecordingError if it is no JSON."""
     try:
-        return json.loads(text, object_hook=_untagged)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RecordingError(
-            f"plain data is nested too deeply, or has words that no recording has: {error!s:.200}"
-        ) from error
-
-
-def _untagged(data: dict[str, Any]) -> Any:
-    match data:
-        case {"tuple": list(inner), **rest} if not rest:
-            return tuple(inner)
-        case {"dict": list(items), **rest} if not rest:
-            return dict(items)
-    raise ValueError(f"{data!r:.100}")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(f"plain data is nested too deeply, or is no JSON: {error!s:.200}") from error

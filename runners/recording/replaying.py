@@ -1,46 +1,29 @@
 """Replaying: recorded steps run again, by the graph and eagerly, and the first places where their results differ."""
 
 import contextlib
-import itertools
+import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal, final
+from typing import Any, Literal, final
 
 import attrs
 import torch
 
 from ...backends.base import Event
 from ...dataflow.capabilities import DEVICE
-from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sources import Answering, Call, Path, Side, Source
-from ..comparison import (
-    USUAL,
-    Mismatch,
-    Seen,
-    computed_apart,
-    differences,
-    graph_of,
-    info_of,
-    live_part,
-    mismatches,
-    ran_eagerly,
-    seen,
-    slots_kept,
-    state_on,
-)
+from ...dataflow.sampling import Sample
+from ..check.replays import COPIES, apart_from_step
+from ..check.trial import Subject, rebuilt, unwatched
+from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
 from ..ranks.group import HOST, Exchange, Message, Ranks
 from ..runner import Runner
 from ..stage import Stage
 from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
-
-Values = Mapping[str, Any]
-UNPADDED: Final = ("graph", "eager without padding")
-HOME: Final = ("here", "recorded")
 
 
 @final
@@ -105,8 +88,7 @@ class Replayed:
     number: int
     outcome: Literal["equal", "different", "raised", "left out"]
     decision: Decision | None = None  # of this runner, or of all ranks
-    differences: tuple[Mismatch, ...] = ()  # between two runs of the step, slots before outputs
-    lines: tuple[str, ...] = ()  # all that there is to say
+    lines: tuple[str, ...] = ()  # all that there is to say: what differs comes last
 
 
 @attrs.frozen(kw_only=True)
@@ -147,62 +129,14 @@ def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
     return [f"{one}: the file has {theirs.get(one) or 'none'}, the runner {ours.get(one) or 'none'}" for one in names]
 
 
-class RecordedBatch(dict[str, Any], Answering):
-    """A batch made of what was recorded. It answers for functions of the batch, which are not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: dict[int, Any] = {}
-
-    def answer(self, source: Source) -> Any:
-        """What the source found when it was recorded. None if it found nothing."""
-        return self.answers.get(id(source))
-
-
-def batch_of(step: StepRecord, stage: Stage[Any]) -> tuple[RecordedBatch, Side]:
-    """A recorded step's batch and side arguments, in memory of their own, for a runner's stage.
-
-    Raises:
-        RecordingError: The file says things of a value that cannot be true, or as `rebuilt`.
-    """
-    device = stage.backend.device
-    slots, fields = ({one.name: _value_of(one, device) for one in part} for part in (step.slots, step.fields))
+def batch_of(step: StepRecord, stage: Stage[Any]) -> Sample:
+    """A recorded step's batch, in memory of its own. RecordingError if the file says what cannot be; as `rebuilt`."""
+    slots, fields = ({one.name: _value_of(one, stage) for one in part} for part in (step.slots, step.fields))
     return rebuilt(stage.declaration, slots, fields)
 
 
-def rebuilt(declaration: Declaration, slots: Values, fields: Values) -> tuple[RecordedBatch, Side]:
-    """The batch and the side arguments that bring given values for slots and fields.
-
-    Raises:
-        RecordingError: A slot's source is of a class of its own, or the sources of two slots exclude one another.
-    """
-    batch, side = RecordedBatch(), dict[str, Any]()
-    batch.update(fields)
-    for name, value in slots.items():
-        slot = declaration.slots.get(name)
-        source = None if slot is None else slot.reads(name)
-        if isinstance(source, Call):
-            batch.answers[id(source)] = value
-        elif isinstance(source, Path):
-            holder: Any = side if source.beside else batch
-            *outer, last = source.parts
-            for part in outer:
-                holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
-            if not isinstance(holder, dict) or isinstance(holder.get(last), dict):
-                raise RecordingError(
-                    f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
-                )
-            holder[last] = value
-        elif source is not None:
-            raise RecordingError(
-                f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
-                "declare a path, side(...) or a function of the batch"
-            )
-    return batch, side
-
-
-def _value_of(value: Value, device: torch.device) -> Any:
-    """What the batch brought. device: where a tensor goes that was on the device."""
+def _value_of(value: Value, stage: Stage[Any]) -> Any:
+    """What the batch brought. A tensor that was on the device goes to the stage's."""
     if value.kind == "plain":
         return plain_from_text(value.data)
     if value.elements is None:
@@ -210,16 +144,16 @@ def _value_of(value: Value, device: torch.device) -> Any:
     try:
         if value.kind == "array":
             return value.elements.clone().numpy()
-        return value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
+        return value.elements.to(stage.backend.device if value.where == DEVICE else "cpu", copy=True)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RecordingError(f"{value.name!r} is no {value.kind}: {error}") from error
 
 
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
-    """Run a recorded step on a runner: eagerly on its live rows, eagerly on its graph's padded slots, by its graph.
+    """Hold a recorded step's graph to the step, as the check `parity` does, then run it, and compare with the file.
 
-    What it changes outside of its slots is put back before each run. After the last it stays, so the next step finds
-    caches as it did when it was recorded.
+    What it changes outside of its slots stays after the last run alone, so the next step finds caches as it did when it
+    was recorded.
     """
     missing = step.missing()
     if missing:
@@ -227,77 +161,60 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     lines = [f"field {one.name!r} is not in the file: {one}" for one in step.fields if one.why]
     if step.raised is not None:
         lines.append(f"at home it raised {step.raised.kind}: {step.raised.message}")
-    before = runner.agreed
-    batch, side = batch_of(step, runner.stage)
-    decision: Decision | None = None
+    before, stage, decision = runner.agreed, runner.stage, None
     outcome: Literal["equal", "different", "raised"] = "raised"
-    found: list[list[Mismatch]] = []
+    one, ranks = batch_of(step, stage), stage.declaration.ranks
     try:
-        decision = runner.decide(batch, **side)
-        ranks = runner.stage.declaration.ranks
-        if isinstance(ranks, RecordedRanks) and not (ranks.quiet or step.messages):
-            lines.append("what the other ranks told is not in the file: they are taken to bring what this one brings")
-        with ranks.telling(step.messages) if isinstance(ranks, RecordedRanks) else contextlib.nullcontext():
-            found = _compared(step, runner, lines)
-        outcome = "different" if found else "equal"
+        decision = runner.decide(one.batch, **one.side)
+        telling: AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(ranks, RecordedRanks):
+            telling = ranks.telling(step.messages)
+            if not (ranks.quiet or step.messages):
+                lines.append(
+                    "what the other ranks told is not in the file: they are taken to bring what this one brings"
+                )
+        with telling:
+            apart = _apart(step, runner, lines)
+        outcome = "different" if apart else "equal"
+        lines += apart
     except Exception as error:  # noqa: BLE001 - what a step raises is a result
         lines.append(f"it raises {type(error).__name__}: {error}")
-    lines += ["; ".join(map(str, apart)) for apart in found]
-    return Replayed(
-        number=step.number,
-        outcome=outcome,
-        decision=decision if runner.agreed is before else runner.agreed,
-        differences=tuple(itertools.chain.from_iterable(found)),
-        lines=tuple(lines),
-    )
+    agreed = decision if runner.agreed is before else runner.agreed
+    return Replayed(number=step.number, outcome=outcome, decision=agreed, lines=tuple(lines))
 
 
-def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[list[Mismatch]]:
-    """Where its runs differ here, and from the recorded one. Raises what the step raises."""
-    batch, side = batch_of(step, runner.stage)  # once more: a step may write what it is given
-    view, found = _staged(step, runner.fill(batch, **side)), list[Mismatch]()
-    if graph_of(runner, view) is None:
-        here = seen(view, runner.replay(view))
-    else:
+def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
+    """What its graph does otherwise than the step, and what it returns otherwise than recorded. Raises as the step."""
+    found = list[str]()
+    produce = functools.partial(_produce, step)
+    one = batch_of(step, runner.stage)  # once more: a step may write what it is given
+    view = runner.fill(one.batch, **one.side)
+    produce(view)
+    if runner.graphs is not None and graph_of(runner, view) is not None:
         try:
-            kept: Callable[[], AbstractContextManager[None]] = state_on(runner, view).kept
+            state = state_on(runner, view)
+            state.check_room(COPIES)
         except CheckError as error:
-            lines.append(f"its state is not put back between its runs, which may differ by that: {error}")
-            kept = contextlib.nullcontext
-        with kept():
-            exact = _staged(step, runner.eager.fill(batch, **side))
-            plain = seen(exact, runner.eager.run(exact))
-        view = _staged(step, runner.fill(batch, **side))
-        with kept(), slots_kept(runner):
-            eager = seen(view, ran_eagerly(runner, view))
-        here = seen(view, runner.replay(view))
-        found = _apart(here, eager, plain)
-    recorded = [] if step.outputs is None else list(mismatches(*_returned(here, step.outputs), USUAL, HOME, here.step))
-    every = (sorted(apart, key=lambda one: not one.where.startswith("slot ")) for apart in (found, recorded))
-    return [apart for apart in every if apart]
+            lines.append(f"its graph is not held to the step: {error}")
+        else:
+            subject = Subject(runner, runner.graphs, state, produce=produce)
+            with unwatched(runner.watch):
+                finding = apart_from_step(subject, batch_of(step, runner.stage))
+            found += [] if finding is None else [finding.message]
+        view = runner.fill(one.batch, **one.side)
+        produce(view)
+    here = copies(runner.replay(view), "outputs")
+    if step.outputs is not None:
+        known = {one.name: one.elements for one in step.outputs if one.elements is not None}
+        mine = {
+            name: tensor for name, tensor in here.items() if name not in {one.name for one in step.outputs if one.why}
+        }
+        found += ["; ".join(map(str, mismatches(mine, known, USUAL, ("here", "recorded"), info_of(view).step)))]
+    return [line for line in found if line]
 
 
-def _returned(here: Seen, outputs: Sequence[Value]) -> tuple[Values, Values]:
-    """The tensors that the step returned, here and when it was recorded, but for those that the file does not have."""
-    lost = {one.name for one in outputs if one.elements is None}
-    mine = {name: one for name, one in here.outputs.items() if isinstance(one, torch.Tensor) and name not in lost}
-    known = {one.name: one.elements for one in outputs if one.elements is not None}
-    return {name: one for name, one in mine.items() if name.startswith("outputs")}, known
-
-
-def _apart(graph: Seen, eager: Seen, plain: Seen) -> list[Mismatch]:
-    """Where a graph differs from the step on the same padded slots, or else from the step without padding."""
-    found = list(mismatches(graph.outputs, eager.outputs, step=graph.step))
-    unpadded = [] if found else list(differences(graph, plain, USUAL, UNPADDED))
-    if unpadded and unpadded[0].where in graph.copied:  # what the batch brought, from which all else follows
-        return unpadded[:1]
-    if unpadded:
-        return [*unpadded, *computed_apart(graph, plain, UNPADDED)]
-    return found
-
-
-def _staged(step: StepRecord, view: Inputs) -> Any:
-    """The view with the recorded contents of staged slots written into it, as producers did."""
+def _produce(step: StepRecord, view: Inputs) -> None:
+    """Write the recorded contents of staged slots into a view, as producers did."""
     info = info_of(view)
     slots = info.declaration.slots
     for one in step.staged:
@@ -306,4 +223,3 @@ def _staged(step: StepRecord, view: Inputs) -> Any:
             raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
         with torch.no_grad():
             place.copy_(one.elements)
-    return view

@@ -28,7 +28,6 @@ VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.
 EAGER: Final[Sequence[Any]] = []
 """Where the answer of a break goes that runs outside of graphs: to its caller alone."""
 _FACTS: Final = operator.attrgetter("shape", "dtype")
-_NOTHING: Final[Mapping[int, Any]] = {}
 P = ParamSpec("P")
 R = TypeVar("R")
 V = TypeVar("V", bound=Inputs)

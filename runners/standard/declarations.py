@@ -12,7 +12,7 @@ from torch import Tensor, float32, int32, int64
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Step
 from ...dataflow.capabilities import CACHE_LOC, HOST, SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import computed, constant, copied, host_parameter, output, staged
+from ...dataflow.slots import computed, constant, copied, output, staged
 from ...dataflow.sources import side
 from ...dataflow.tails import keep, once
 from .counts import (
@@ -79,8 +79,14 @@ class HostLengths(Inputs):
     actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as those of it.
     """
 
-    actual_seq_lengths_kv: Tensor = host_parameter(
-        BATCH, dtype=int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(int64,)
+    actual_seq_lengths_kv: Tensor = copied(
+        BATCH,
+        dtype=int32,
+        pad=SEQ_LEN_FILL,
+        source="seq_lens_cpu",
+        converts=(int64,),
+        placement=HOST,
+        argument="actual_seq_lengths_kv",
     )
 
 
@@ -90,8 +96,14 @@ class ContextLengths(Inputs):
     context_lens: int32, which the operator wants; padded rows as those of seq_lens.
     """
 
-    context_lens: Tensor = host_parameter(
-        BATCH, dtype=int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(int64,)
+    context_lens: Tensor = copied(
+        BATCH,
+        dtype=int32,
+        pad=SEQ_LEN_FILL,
+        source="seq_lens_cpu",
+        converts=(int64,),
+        placement=HOST,
+        argument="context_lens",
     )
 
 

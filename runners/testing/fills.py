@@ -84,23 +84,6 @@ def batches(
     return drawn()
 
 
-def schedules(
-    inputs: type[Inputs],
-    max_sizes: Sizes = NO_SIZES,
-    *,
-    backend: str | Backend = "cpu",
-    values: Values = NO_VALUES,
-    settings: object = None,
-    relations: Relations = NO_RELATIONS,
-    least: int = 1,
-    turns: int = TURNS,
-) -> st.SearchStrategy[list[Turn]]:
-    """Steps one after another, at most `turns`, over a few buckets; each batch fits its own. See `batches`."""
-    return st.deferred(
-        lambda: _schedules(Ground.of(inputs, backend, max_sizes, settings, relations), values, least, turns)
-    )
-
-
 def _sizes(ground: Ground, least: int, most: Sizes) -> st.SearchStrategy[Sizes]:
     """Sizes of every axis, those that lead drawn up to `most`."""
     leads = {axis: st.integers(min(least, most[axis]), most[axis]) for axis in ground.leads}
@@ -125,11 +108,11 @@ def _sample(draw: st.DrawFn, ground: Ground, live: Sizes, absent: Collection[str
 
 
 @st.composite
-def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int, turns: int) -> list[Turn]:
+def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> list[Turn]:
     """Steps over at most three buckets, so that each is filled several times; no bucket is empty."""
     buckets = draw(st.lists(_sizes(ground, max(least, 1), ground.most), min_size=1, max_size=3))
     made, capabilities = list[Turn](), ground.backend.capabilities
-    for _ in range(draw(st.integers(1, turns))):
+    for _ in range(draw(st.integers(1, TURNS))):
         padded = draw(st.sampled_from(buckets))
         live, absent = draw(_sizes(ground, least, padded)), draw(_absences(ground))
         sample = _sample(draw, ground, live, absent, values)
@@ -191,7 +174,7 @@ def assert_fill_equals_oracle(
     slots = ground.declaration.slots
     read = {need for slot in slots.values() if (made := slot.computes()) is not None for need in made.needs}
     free = {name for name, slot in sampled_slots(ground.declaration) if name not in read and slot.limit is None}
-    drawn = _schedules(ground, {**dict.fromkeys(free, _noise), **values}, least, TURNS)
+    drawn = _schedules(ground, {**dict.fromkeys(free, _noise), **values}, least)
 
     @hypothesis.settings(
         own,
@@ -217,16 +200,13 @@ def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
 
 
 def _play(ground: Ground, lowering: Lowering, schedule: list[Turn], seed: int) -> None:
-    """Fill two sets of buffers with the same bytes, by a lowering and by the oracle, step after step, and compare.
-
-    After each step the slots that a step may write hold anything.
-    """
+    """Fill buffers by a lowering, others by the oracle; after each step slots that it may write hold anything."""
     mine, right = Lowered(ground, lowering, [turn.padded for turn in schedule], seed), spoilt(ground, seed)
     declaration = ground.declaration
     for number, turn in enumerate(schedule, 1):
         batch, side = turn.sample.batch, turn.sample.side
         with torch.no_grad():
-            ready = mine.fill(mine.filling(turn.padded, turn.absent), batch, side, ground.live(turn.live), turn.absent)
+            ready = mine.filling(turn.padded, turn.absent)(batch, side, ground.live(turn.live))
             wanted = ground.oracle(right, batch, side, turn.live, turn.padded)
             ground.backend.synchronize()
             faults = [*differences(ready.views, wanted, declaration.slots, turn.live), *untouched(mine.buffers, right)]

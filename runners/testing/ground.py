@@ -1,6 +1,6 @@
 """Ground: a declaration on a backend, with the largest size of each axis, and its fills by any lowering."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, final
 
 import attrs
@@ -21,7 +21,6 @@ from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
 from ..bits import first_unequal, garbage
-from ..capture import Filling
 from ..graphs import Filler
 from ..stage import NO_SIZES, Stage
 
@@ -32,6 +31,7 @@ FIXED: Final = 3
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
+FillCall = Callable[[Any, Side, tuple[int, ...]], Ready]
 
 
 def no_step(view: Any) -> NoReturn:
@@ -62,18 +62,7 @@ class Ground:
         settings: object = None,
         relations: Relations = NO_RELATIONS,
     ) -> "Ground":
-        """Check what is said of a declaration.
-
-        Args:
-            inputs: The declaration.
-            backend: Where it is filled.
-            max_sizes: The largest sizes of varying axes, by default 8, and the sizes of fixed ones, by default 3.
-            settings: What `when=` of slots refers to.
-            relations: Axes that follow from others.
-
-        Raises:
-            ConfigError: A size or relation does not fit.
-        """
+        """Check what is said of a declaration, as of `batches`. ConfigError if a size or relation does not fit."""
         declaration = inputs.slotgraph.under(settings)
         leads = {_lead(relations.get(axis, Dim.of(axis)), axis) for axis in declaration.varying}
         known = leads | set(declaration.axes)
@@ -116,35 +105,48 @@ class Lowered:
 
     def __init__(self, ground: Ground, lowering: Lowering, buckets: Sequence[Sizes], seed: int = 0) -> None:
         self.buffers = spoilt(ground, seed)
-        self._lowering, self._fillings = lowering, dict[Any, Filling]()
         self._filler = Filler(ground.stage, self.buffers, lowering, list(buckets))
+        self._fills: dict[Any, FillCall] = {}
 
-    def filling(self, padded: Sizes, absent: Absent) -> Filling:
-        """A bucket's fills, made once, with the kernel captured."""
-        key = tuple(padded.items()), absent
-        if key not in self._fillings:
-            made = self._fillings[key] = self._filler.make(padded, absent)
-            if made.kernel is not None:
-                self._filler.rest()
-                self._filler.capture_alone(made, warm=True)
-        return self._fillings[key]
+    def filling(self, padded: Sizes, absent: Absent) -> FillCall:
+        """What fills a bucket from a batch, its side arguments and its live sizes; with the kernel captured."""
+        key, filler = (tuple(padded.items()), absent), self._filler
+        if key not in self._fills:
+            filling = filler.make(padded, absent)
+            if filling.kernel is not None:
+                filler.rest()
+                filler.capture_alone(filling, warm=True)
 
-    def fill(self, filling: Filling, batch: Any, side: Side, live: tuple[int, ...], absent: Absent) -> Ready:
-        """Fill from a batch."""
-        ready = self._filler.fill(filling, batch, live, absent, side, whole=False)
-        if self._lowering != "slot_by_slot":  # which has done it all
-            ready.compute_on_device(batch)
-        return ready
+            def fill(batch: Any, side: Side, live: tuple[int, ...]) -> Ready:
+                ready = filler.fill(filling, batch, live, absent, side, whole=False)
+                if filler.lowering != "slot_by_slot":  # which has done it all
+                    ready.compute_on_device(batch)
+                return ready
+
+            self._fills[key] = fill
+        return self._fills[key]
+
+
+def memory_of(buffers: Buffers) -> Mapping[str, torch.Tensor]:
+    """Each slot's whole buffer."""
+    return {buffer.name: buffer.tensor for buffer in buffers}
 
 
 def spoilt(ground: Ground, seed: int) -> Buffers:
-    """Buffers with random bytes wherever no rule promises others: not in constants, nor in tails that are kept."""
-    buffers, generator = ground.stage.allocate(ground.most), torch.Generator().manual_seed(seed)
-    for buffer in buffers:
-        if not isinstance(buffer.slot, Constant) and not isinstance(buffer.slot.rule(), Keep | Once):
-            buffer.tensor.copy_(garbage(buffer.tensor, generator))
+    """Buffers with random bytes wherever no rule promises others."""
+    buffers = ground.stage.allocate(ground.most)
+    spoil(buffers, ground.most, seed)
     buffers.distrust()
     return buffers
+
+
+def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) -> None:
+    """Write random bytes, or each bit the other way round, but for constants and for tails that are kept."""
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in buffers:
+        if not isinstance(buffer.slot, Constant) and not isinstance(buffer.slot.rule(), Keep | Once):
+            view = buffer.view(padded)
+            view.copy_(garbage(view, generator, flipped=flipped))
 
 
 def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
 
 from ...backends.base import Backend
@@ -45,8 +46,7 @@ class Spread:
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
         """The spread of samples, at least one."""
-        tenths = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
-        return cls(statistics.median(samples), tenths[0], tenths[-1])
+        return cls(*map(float, np.percentile(samples, (50, 10, 90))))
 
 
 @attrs.define(eq=False)
@@ -100,11 +100,10 @@ class Run:
     def as_data(self) -> dict[str, float | None]:
         """Microseconds a step on host and device, as plain data. None on the device if that was not measured."""
         found: dict[str, float | None] = {}
-        for name, times in (("host", self.host), ("gpu", self.device)):
-            spread = attrs.asdict(Spread.of(times)) if times else {}
-            for part in ("median", "p10", "p90"):
-                key = f"{name}_us" if part == "median" else f"{name}_{part}_us"
-                found[key] = round(spread[part], 3) if spread else None
+        for where, times in (("host", self.host), ("gpu", self.device)):
+            spread = attrs.astuple(Spread.of(times)) if times else (None, None, None)
+            for part, value in zip(("", "_p10", "_p90"), spread, strict=True):
+                found[f"{where}{part}_us"] = None if value is None else round(value, 3)
         return found
 
 
@@ -173,8 +172,7 @@ def _occupier(backend: Backend) -> Occupy:
 def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
     """Microseconds a step, between two events around steps that stood ready when the device got to them.
 
-    Where it got to the first before the host had queued the last, that says nothing: again with more work before, and
-    with fewer steps, since a device also takes no more than some number of launches in advance.
+    Else it is measured again, with more work before and fewer steps: a device takes only so many launches in advance.
     """
     host = statistics.median(run.host)
     for attempt in range(run.attempt, _ATTEMPTS):

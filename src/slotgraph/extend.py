@@ -2,8 +2,8 @@
 
 from slotgraph.dataflow.buffers import Exclusive
 from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role
-from slotgraph.dataflow.slots import Slot, host_parameter, slot
+from slotgraph.dataflow.slots import Slot, slot
 from slotgraph.dataflow.sources import side
 from slotgraph.dataflow.tails import once
 
-__all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "Role", "Slot", "host_parameter", "once", "side", "slot"]
+__all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "Role", "Slot", "once", "side", "slot"]

@@ -1,4 +1,24 @@
 """The field's declarations, ready to subclass: what decode, prefill and speculative steps read in LLM engines."""
 
-from slotgraph.runners.standard import *  # noqa: F403 # pyright: ignore[reportWildcardImportFromLibrary]
-from slotgraph.runners.standard import __all__ as __all__  # noqa: PLC0414 - for type checkers
+# fmt: off
+from slotgraph.runners.standard.counts import (  # noqa: I001 - several names a line
+    CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, STEPS, TOPK, VOCAB, Sharding, model_dtype,
+)
+from slotgraph.runners.standard.declarations import (
+    BoundedContext, BreakableInputs, ContextLengths, DataParallelAgreed, DataParallelAgreedExtend,
+    DataParallelCarried, DataParallelGathered, DataParallelGatheredExtend, DecodeInputs, DraftExtendInputs,
+    DraftInputs, DraftMrope, DraftPrefillInputs, DraftSampling, EagerInputs, EncoderDecoder, ExpertParallel,
+    ExpertParallelSharded, HostLengths, InputEmbeds, Mamba, Mrope, MultiLayerDraftExtendInputs, NgramEmbedding,
+    PipelineIndices, PipelineProxies, PrefillInputs, Requests, SlidingWindow, TargetVerifyInputs,
+)
+
+__all__ = [
+    "CONTEXT", "DP", "FILL", "FRONT", "HIDDEN", "INDEX_TOPK", "MODEL_DTYPE", "STEPS", "TOPK", "VOCAB",
+    "BoundedContext", "BreakableInputs", "ContextLengths", "DataParallelAgreed", "DataParallelAgreedExtend",
+    "DataParallelCarried", "DataParallelGathered", "DataParallelGatheredExtend", "DecodeInputs", "DraftExtendInputs",
+    "DraftInputs", "DraftMrope", "DraftPrefillInputs", "DraftSampling", "EagerInputs", "EncoderDecoder",
+    "ExpertParallel", "ExpertParallelSharded", "HostLengths", "InputEmbeds", "Mamba", "Mrope",
+    "MultiLayerDraftExtendInputs", "NgramEmbedding", "PipelineIndices", "PipelineProxies", "PrefillInputs",
+    "Requests", "Sharding", "SlidingWindow", "TargetVerifyInputs", "model_dtype",
+]
+# fmt: on

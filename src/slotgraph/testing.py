@@ -1,5 +1,5 @@
-"""For suites of one's own: an assertion and Hypothesis strategies. The fixtures are the pytest plugin's."""
+"""For suites of one's own: an assertion and a Hypothesis strategy. The fixtures are the pytest plugin's."""
 
-from slotgraph.runners.testing.fills import Turn, assert_fill_equals_oracle, batches, schedules
+from slotgraph.runners.testing.fills import assert_fill_equals_oracle, batches
 
-__all__ = ["Turn", "assert_fill_equals_oracle", "batches", "schedules"]
+__all__ = ["assert_fill_equals_oracle", "batches"]

@@ -72,18 +72,38 @@ def test_refused_operations(cuda: CudaBackend, step: Step, says: str) -> None:
     assert torch.equal(earlier.outputs, source + 1)
 
 
-def test_step_that_hides_a_refusal(cuda: CudaBackend) -> None:
-    """A step that catches what CUDA refused is not captured either, and is told so."""
+def hides(_: CudaBackend, x: torch.Tensor) -> torch.Tensor:
+    """Catches what CUDA refused."""
+    try:
+        return x * x.sum().item()
+    except RuntimeError:
+        return x * 2
+
+
+def interrupts(_: CudaBackend, x: torch.Tensor) -> None:
+    """Is interrupted, which passes through."""
+    x.mul(2)
+    raise KeyboardInterrupt
+
+
+def nests(cuda: CudaBackend, x: torch.Tensor) -> Any:
+    """Captures another step, which is refused before it does harm."""
+    return cuda.capture(lambda: x + 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "says"),
+    [
+        (hides, CaptureError, "went on after it"),
+        (nests, CaptureError, "cannot capture another"),
+        (interrupts, KeyboardInterrupt, "^$"),
+    ],
+)
+def test_steps_that_break_off(cuda: CudaBackend, step: Any, error: type[BaseException], says: str) -> None:
+    """It is told so, and the device goes on."""
     source = torch.ones(4, device=cuda.device)
-
-    def step() -> torch.Tensor:
-        try:
-            return source * source.sum().item()
-        except RuntimeError:
-            return source * 2
-
-    with pytest.raises(CaptureError, match="went on after it"):
-        capture(cuda, step, pool=cuda.pool())
+    with pytest.raises(error, match=says):
+        capture(cuda, lambda: step(cuda, source), pool=cuda.pool())
     assert_usable(cuda, source)
 
 
@@ -173,27 +193,6 @@ def test_out_of_memory_in_one_bucket(cuda: CudaBackend, warmups: int) -> None:
         batch = rows_batch(cuda, rows, seed)
         assert torch.equal(runner(batch), rows_answer(batch))
     assert runner.stats()["steps"] == {"graph": 4, "eager": 1}
-
-
-def test_capture_in_a_capture(cuda: CudaBackend) -> None:
-    """A step that captures another is refused before it does harm."""
-    source = torch.ones(4, device=cuda.device)
-    with pytest.raises(CaptureError, match="cannot capture another"):
-        capture(cuda, lambda: cuda.capture(lambda: source + 1))
-    assert_usable(cuda, source)
-
-
-def test_interrupted_capture(cuda: CudaBackend) -> None:
-    """An interrupt passes through, and the device goes on."""
-    source = torch.ones(4, device=cuda.device)
-
-    def step() -> None:
-        source.mul(2)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        capture(cuda, step, pool=cuda.pool())
-    assert_usable(cuda, source)
 
 
 def test_replay_that_is_refused(cuda: CudaBackend) -> None:

@@ -2,9 +2,11 @@
 
 import functools
 import gc
-import threading
+import resource
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -17,7 +19,6 @@ from slotgraph import BATCH, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend, load
 from slotgraph.backends.ring import ENTRIES
 from slotgraph.pool import InputPool
-from tests.memory import resident
 
 BUCKETS: Final = (2, 8, 32)
 PAD, WEIGHT = -3, 2.0
@@ -149,35 +150,20 @@ def lowering(place: Place, request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def in_order(_: dict[str, torch.Tensor], drawn: Drawn) -> dict[str, Any]:
-    """The batch as it is."""
-    return drawn.fresh()
+WAYS = ("device", "list", "arrays", "host", "strided")
 
 
-def as_lists(_: dict[str, torch.Tensor], drawn: Drawn) -> dict[str, Any]:
-    """One slot as a list, the others where they are."""
-    return {**drawn.fresh(), "ids": drawn.host["ids"].tolist()}
-
-
-def as_arrays(held: dict[str, torch.Tensor], drawn: Drawn) -> dict[str, Any]:
-    """All slots as arrays, over memory that is overwritten after the call."""
-    held |= {name: one.clone() for name, one in drawn.host.items()}
-    return {name: one.numpy() for name, one in held.items()}
-
-
-def on_the_host(held: dict[str, torch.Tensor], drawn: Drawn) -> dict[str, Any]:
-    """All slots as host tensors, likewise."""
-    held |= {name: one.clone() for name, one in drawn.host.items()}
-    return dict(held)
-
-
-def strided(_: dict[str, torch.Tensor], drawn: Drawn) -> dict[str, Any]:
-    """One slot with room between its numbers."""
-    batch = drawn.fresh()
-    return {**batch, "weights": torch.stack([batch["weights"]] * 2, -1)[..., 0]}
-
-
-WAYS = (in_order, as_lists, as_arrays, on_the_host, strided)
+def brought(way: str, held: dict[str, torch.Tensor], drawn: Drawn) -> dict[str, Any]:
+    """A batch on the device, one slot as a list or with gaps; or all of it in memory that is held and overwritten."""
+    if way in ("arrays", "host"):
+        held |= {name: one.clone() for name, one in drawn.host.items()}
+        return {name: one.numpy() if way == "arrays" else one for name, one in held.items()}
+    batch: dict[str, Any] = drawn.fresh()
+    if way == "list":
+        batch["ids"] = drawn.host["ids"].tolist()
+    elif way == "strided":
+        batch["weights"] = torch.stack([batch["weights"]] * 2, -1)[..., 0]
+    return batch
 
 
 def garbage(batch: dict[str, torch.Tensor]) -> None:
@@ -188,21 +174,8 @@ def garbage(batch: dict[str, torch.Tensor]) -> None:
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
     """Do something in a new thread, and hand on what it returns or raises."""
-    found: list[Any] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised again below
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(work).result()
 
 
 def step(run: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
@@ -233,7 +206,7 @@ class Turn:
         with place.on(streams[self.here]):
             if self.busy:
                 place.busy(LONG // self.busy)
-            batch = WAYS[self.way](held, drawn)
+            batch = brought(WAYS[self.way], held, drawn)
             filled = batch if whole else runner.fill(batch)
         with place.on(streams[self.here if whole else self.there]):
             outputs = step(runner if whole else runner.replay, filled)
@@ -332,7 +305,7 @@ def test_many_steps_behind_a_slow_kernel(place: Place, lowering: str, kind: type
     place.busy(10 * LONG)
     for index, drawn in enumerate(pool):
         held = dict[str, torch.Tensor]()
-        batch = WAYS[index % len(WAYS)](held, drawn)
+        batch = brought(WAYS[index % len(WAYS)], held, drawn)
         if index % 9 == 1:
             got.append(in_a_thread(functools.partial(step, runner, batch)))
         elif index % 9 == 2:
@@ -345,15 +318,23 @@ def test_many_steps_behind_a_slow_kernel(place: Place, lowering: str, kind: type
     place.assert_answers(got, pool)
 
 
+def resident() -> int:
+    """Bytes that the process holds in memory now; the most so far where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def test_nothing_grows(place: Place, lowering: str) -> None:
     """Thousands of steps with fresh sources of all sizes and kinds take no more memory, of the device or the host."""
     runner, pool = place.captured(Wide, lowering), place.pool(Wide, 64, 9)
-    makers = [in_order, in_order, in_order, as_lists, strided, as_arrays]
+    ways = ("device", "device", "device", "list", "strided", "arrays")
     many, small = 20_000 if place.has_streams else 600, Drawn.of(place.backend, Wide, 1, 3)
 
     def steps(count: int) -> tuple[int, int]:
         for index in range(count):
-            runner(makers[index % len(makers)]({}, pool[index * 7 % len(pool)]))
+            runner(brought(ways[index % len(ways)], {}, pool[index * 7 % len(pool)]))
         for _ in range(2 * ENTRIES):
             runner(small.fresh())  # the last sources that are kept are small
         place.backend.synchronize()

@@ -13,7 +13,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,10 +65,10 @@ def way(name: str) -> Way:
     """A way by its name; skips with the reason where it cannot be gone."""
     if name == "cuda":
         return on_device()
+    here = torch.device("cpu")
     if name == "interpreter":
-        module = interpreted()
-        return Way(torch.device("cpu"), (8, 64, 1024), exact=False, run=watched(module), programs=48)
-    return Way(torch.device("cpu"), (8, 64, HOST_FUSION.block), exact=False, run=by_host)
+        return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
+    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=by_host)
 
 
 def need_triton() -> None:
@@ -141,7 +140,9 @@ def watch(spans: Sequence[tuple[int, int]]) -> Iterator[None]:
 
     def check(pointers: Any, mask: Any) -> None:
         size = pointers.get_element_ty().primitive_bitwidth // 8
-        check_access(pointers.data, np.broadcast_to(mask.data, pointers.data.shape), size, lows, highs)
+        used = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        assert ((used[:, None] >= lows) & (used[:, None] + np.uint64(size) <= highs)).any(axis=1).all(), "out of bounds"
+        assert not (used % size).any(), "misaligned"
 
     def checked_load(pointers: Any, mask: Any, *rest: Any) -> Any:
         check(pointers, mask)
@@ -157,16 +158,6 @@ def watch(spans: Sequence[tuple[int, int]]) -> Iterator[None]:
         yield
 
 
-Words = npt.NDArray[np.uint64]
-
-
-def check_access(addresses: Words, mask: npt.NDArray[np.bool_], size: int, lows: Words, highs: Words) -> None:
-    """Whether each access lies in one of the spans and at a multiple of its size."""
-    used = addresses[mask]
-    assert ((used[:, None] >= lows) & (used[:, None] + np.uint64(size) <= highs)).any(axis=1).all(), "out of bounds"
-    assert not (used % size).any(), "misaligned"
-
-
 @pytest.fixture(scope="module", params=["host", "interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])
 def kernel(request: pytest.FixtureRequest) -> Way:
     """Each way that can be gone here."""
@@ -179,7 +170,7 @@ class Case:
 
     dim: the dim that varies. before, ahead: elements that come before the buffer, and before the source. turned: the
     buffer has a dim of one whose stride says nothing. action: copy, reset the tail alone, or leave the lane as it is.
-    apart: units of that dim by which the source's rows lie apart.
+    apart: units of that dim by which the source's rows lie apart. bits: of the source, where they are known.
     """
 
     dtype: torch.dtype
@@ -195,6 +186,7 @@ class Case:
     turned: bool
     seed: int
     apart: int = attrs.field(default=0, kw_only=True)
+    bits: torch.Tensor | None = attrs.field(default=None, kw_only=True)
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
         whole = self.whole
@@ -213,7 +205,9 @@ class Case:
         return noise(nbytes + 2 * MARGIN, torch.uint8, self.seed).to(device)
 
     def values(self, device: torch.device) -> torch.Tensor:
-        """A source of random bits, from somewhere within a larger tensor."""
+        """A source of known bits, or of random ones, from somewhere within a larger tensor."""
+        if self.bits is not None:
+            return self.bits.view(self.source).to(device)
         shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(self.shape))
         values = noise(self.ahead + math.prod(shape), self.source, self.seed + 1).to(device)[self.ahead :].view(shape)
         values = values if self.dim is None else values.narrow(self.dim, 0, self.live)
@@ -290,16 +284,6 @@ def cases(draw: st.DrawFn) -> Case:
         turned=dim is not None and dim > 0 and draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 32)),
     )
-
-
-@attrs.frozen
-class Given(Case):
-    """A lane with a source of known bits."""
-
-    bits: torch.Tensor = attrs.field(kw_only=True)
-
-    def values(self, device: torch.device) -> torch.Tensor:
-        return self.bits.view(self.source).to(device)
 
 
 def float_bits(dtype: torch.dtype) -> torch.Tensor:
@@ -386,7 +370,7 @@ def test_every_float(kernel: Way) -> None:
     for source, target in itertools.product(FLOATS, repeat=2):
         bits = float_bits(source)
         count = bits.numel()
-        case = Given(target, source, (count,), 0, count, 0, None, "copy", 0, 0, turned=False, seed=1, bits=bits)
+        case = Case(target, source, (count,), 0, count, 0, None, "copy", 0, 0, turned=False, seed=1, bits=bits)
         lanes.append(case)
     fill(kernel, lanes, kernel.blocks[-1])
 

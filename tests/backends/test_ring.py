@@ -198,7 +198,7 @@ def test_a_feed_sends_what_changed(seed: int, lag: int) -> None:
             device.launch(bytes(WORD), kept)
             sent += before is not None
             before = None
-        feed.arm(data, kept)
+        feed.send(data, kept)
         device.launch(data, kept)
         sent += before != which
         before = which

@@ -11,33 +11,31 @@ from slotgraph import DecodeRunner, backends
 from slotgraph.runners.commands.bench import declare_decode, draw, plus_one
 from slotgraph.runners.config import MODES, VARIABLE
 from tests.benchmarks.shown import race
-from tests.benchmarks.test_capture import LAYERS, Model, Step
 
 LIVE, BUCKET = 5, 8
 WAYS: dict[str, Any] = {"no option": None, "off": False, "True": True, **{mode: mode for mode in MODES}}
-SUBJECTS: dict[str, Any] = {
-    f"a step of {LAYERS} layers and 2 slots": (Step, Model),
-    "a small step of 9 slots": (declare_decode(9), lambda _: plus_one),
-}
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("backend_name", ["cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_modes(backend_name: str, subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes(backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off is the same code as without the option; the modes that run steps again cost some steps."""
     available = backends.load(backend_name).is_available()
     if not available:
         pytest.skip(f"{backend_name}: {available.reason}")
     monkeypatch.delenv(VARIABLE, raising=False)
-    backend, (inputs, step_on) = backends.load(backend_name)(), SUBJECTS[subject]
+    backend, inputs = backends.load(backend_name)(), declare_decode(9)
     runners: dict[str, Any] = {}
     for name, debug in WAYS.items():
         told: dict[str, Any] = {} if debug is None else {"debug": debug}
-        step = step_on(backend.device)
-        runners[name] = DecodeRunner(inputs, step, buckets=[BUCKET], backend=backend, progress=False, **told)
+        runners[name] = DecodeRunner(inputs, plus_one, buckets=[BUCKET], backend=backend, progress=False, **told)
         runners[name].capture()
     batches = [draw(inputs, backend, LIVE, number) for number in range(4)]
-    race(f"{backend_name}: {subject}, {LIVE} of {BUCKET} rows, under debug modes", runners, batches, backend)
+    race(
+        f"{backend_name}: a small step of 9 slots, {LIVE} of {BUCKET} rows, under debug modes",
+        runners,
+        batches,
+        backend,
+    )
     none, off = runners["no option"], runners["off"]
     assert none.watch.watchers == off.watch.watchers == ()
     assert (none._bound is None) == (off._bound is None)

@@ -21,8 +21,9 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.bench import ORACLE, STEP, Batch, Contestant, captured, declare_decode, draw, verify
-from slotgraph.runners.testing.benchmarks import SETS, Way
+from slotgraph.runners.commands.bench import ORACLE, Batch, captured, check_bytes, declare_decode, draw
+from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch
+from slotgraph.runners.testing.ground import memory_of
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 
@@ -50,7 +51,7 @@ class Habit:
     padded: int = PADDED
     sizes: Sequence[int] = (LIVE,) * SETS
     absent: Sequence[Sequence[str]] = ()
-    call: Callable[[DecodeRunner[Any]], Way] = attrs.field(default=lambda runner: runner)
+    call: Callable[[DecodeRunner[Any]], TakesBatch] = attrs.field(default=lambda runner: runner)
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     before: Callable[[int], object] | None = None
 
@@ -72,13 +73,17 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
     for habit in habits(backend):
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [captured(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
-        ways = [Contestant(STEP, name, habit.call(one), one) for name, one in zip(names, made, strict=True)]
+        ways: dict[str, Contestant] = {
+            name: Contestant(habit.call(one), memory_of(one.graphs.buffers))
+            for name, one in zip(names, made, strict=True)
+        }
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]
         with habit.around():
-            verify(habit.name, ways, ((rows, habit.draw(rows, at)) for at, rows in enumerate(sizes)))
+            drawn = ((rows, habit.draw(rows, at)) for at, rows in enumerate(sizes))
+            check_bytes(habit.name, habit.inputs, backend, ways, drawn)
         batches = [habit.draw(rows, number) for number, rows in enumerate(habit.sizes)]
-        for way in ways[1:]:
-            found[habit.name, way.name] = Run(way.call, batches, habit.around, habit.before), way.runner
+        for one, runner in zip(names[1:], made[1:], strict=True):
+            found[habit.name, one] = Run(ways[one].call, batches, habit.around, habit.before), runner
     shown = pytestconfig.getoption("capture") == "no"
     measure([run for run, _ in found.values()], backend, *((50, 20, 9) if shown else (1, 2, 0)))
     for lowering in {lowering for _, lowering in found}:
@@ -151,7 +156,7 @@ def _strided(source: torch.Tensor) -> torch.Tensor:
     return wider[:, : source.shape[1]]
 
 
-def _in_place(runner: DecodeRunner[Any]) -> Way:
+def _in_place(runner: DecodeRunner[Any]) -> TakesBatch:
     """One slot's live rows are written by their producer where they belong."""
     rows = runner.inputs(PADDED).positions
     rows.copy_(torch.arange(PADDED, device=rows.device))

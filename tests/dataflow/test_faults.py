@@ -8,9 +8,9 @@ import torch
 
 from slotgraph import BATCH, TOKENS, Step, computed, copied, staged
 from slotgraph.dataflow.errors import DeclarationErrors
-from slotgraph.dataflow.slots import Copied, HostParameter, Output
+from slotgraph.dataflow.slots import Copied, Output
 from slotgraph.dataflow.sources import Compute, compute_of
-from slotgraph.extend import HOST, host_parameter, once, slot
+from slotgraph.extend import HOST, once, slot
 from tests.strategies import declaration_of
 
 INT32: Any = {"dtype": torch.int32}
@@ -32,7 +32,7 @@ def on_both_sides(ids: torch.Tensor, settings: Any, step: Step) -> torch.Tensor:
 
 
 STAGED = attrs.evolve(staged(BATCH, **INT32, pad=0, placement=HOST).metadata["slotgraph.slot"], argument="lens")
-READ_BEFORE = "it is a host parameter, which is read before the step, but the step writes it: copy it, or compute it"
+READ_BEFORE = "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
 NO_NAME = "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
 FAULTS: list[tuple[Any, str]] = [
     (copied(BATCH, **INT64, pad=0, limit=TOKENS), "its limit TOKENS varies by step: give a number or a fixed axis"),
@@ -49,28 +49,34 @@ FAULTS: list[tuple[Any, str]] = [
         "it is a host parameter but placed on the device: say placement='host', or leave argument= out",
     ),
     (
-        host_parameter(BATCH, dtype=torch.float32, pad=0),
+        copied(BATCH, dtype=torch.float32, pad=0, placement="host", argument="lens_1"),
         "it is a host parameter of float32: operators take whole numbers, torch.int32 or torch.int64",
     ),
-    (host_parameter(BATCH, dtype=torch.int16, pad=0), "it is a host parameter of int16: operators take whole numbers"),
     (
-        host_parameter(BATCH, 2, **INT32, pad=0),
+        copied(BATCH, dtype=torch.int16, pad=0, placement="host", argument="lens_2"),
+        "it is a host parameter of int16: operators take whole numbers",
+    ),
+    (
+        copied(BATCH, 2, **INT32, pad=0, placement="host", argument="lens_3"),
         "it is a host parameter of 2 dims: an operator takes one number, or one row of them",
     ),
-    (host_parameter(BATCH, **INT32, pad=0, argument="seq lens"), f"argument='seq lens': {NO_NAME}"),
-    (host_parameter(BATCH, **INT32, pad=0, argument=""), f"argument='': {NO_NAME}"),
-    (slot(HostParameter(shape=BATCH, **INT32, pad=0, restored=True)), READ_BEFORE),
+    (copied(BATCH, **INT32, pad=0, argument="seq lens", placement="host"), f"argument='seq lens': {NO_NAME}"),
+    (copied(BATCH, **INT32, pad=0, argument="", placement="host"), f"argument='': {NO_NAME}"),
+    (copied(BATCH, **INT32, pad=0, restored=True, placement="host", argument="kept"), READ_BEFORE),
     (slot(STAGED, init=False), READ_BEFORE),
     (
         slot(Output(shape=BATCH, **INT32, placement=HOST, argument="lens_out"), init=False),
-        "an output is written by the step, and a host parameter is read before it: copy it, or compute it",
+        READ_BEFORE,
     ),
-    (host_parameter(BATCH, **INT32), "no tail rule: say pad=value"),
+    (copied(BATCH, **INT32, placement="host", argument="lens_6"), "no tail rule: say pad=value"),
     (
         computed(lambda ids: ids + 1, shape=TOKENS, **INT32, placement=HOST, argument="ends"),
         "it needs slots on the device but is placed on the host",
     ),
-    (host_parameter(BATCH, **INT32, pad=0, argument="taken"), "argument 'taken' takes the value of slot 'first'"),
+    (
+        copied(BATCH, **INT32, pad=0, argument="taken", placement="host"),
+        "argument 'taken' takes the value of slot 'first'",
+    ),
     (slot(Recomputed(shape=BATCH, **INT64, pad=0)), "it is copied from the batch and computed"),
     (computed(on_both_sides, shape=TOKENS, **INT64), "the host value 'step' would be frozen at capture"),
     (
@@ -83,7 +89,10 @@ FAULTS: list[tuple[Any, str]] = [
 def test_every_fault() -> None:
     """One class with a slot for each: as many faults, each by its slot."""
     fields = {f"slot_{place}": field for place, (field, _) in enumerate(FAULTS)}
-    good = {"ids": copied(TOKENS, **INT64, pad=0), "first": host_parameter(BATCH, **INT32, pad=0, argument="taken")}
+    good = {
+        "ids": copied(TOKENS, **INT64, pad=0),
+        "first": copied(BATCH, **INT32, pad=0, argument="taken", placement="host"),
+    }
     with pytest.raises(DeclarationErrors, match=f"Drawn breaks {len(FAULTS) + 1} rules") as refused:
         declaration_of({**good, **fields, "settings": copied(BATCH, **INT64, pad=0)})
     faults = [str(fault) for fault in refused.value.exceptions]

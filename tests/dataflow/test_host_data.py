@@ -17,7 +17,7 @@ from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities, Lowering
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.dataflow.hostdata import tensor_of
-from slotgraph.dataflow.sizing import Limits
+from slotgraph.dataflow.sizing import limits_of
 from slotgraph.extend import HOST, side
 from tests.fused import feed_for, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
@@ -201,10 +201,9 @@ class Limited(Inputs):
 
 def check_limits(batch: dict[str, Any], beside: dict[str, Any] | None = None, over: str | None = None) -> None:
     """What is over a limit is refused by slot, row and value; all else passes."""
-    limits = Limits.of(Limited.slotgraph, {CONTEXT: LIMIT, BATCH: 8})
-    assert limits is not None
     with nullcontext() if over is None else pytest.raises(BatchError, match=over):
-        limits.check(batch, {"beside": beside or {}})
+        for limit in limits_of(Limited.slotgraph, {CONTEXT: LIMIT, BATCH: 8}):
+            limit.check(batch, {"beside": beside or {}})
 
 
 FORMS: Final[dict[str, Callable[[list[Any]], Any]]] = {
@@ -258,5 +257,5 @@ def test_what_limits_leave_alone() -> None:
     for value in (*NO_NUMBERS, np.array("word"), np.int64(3), torch.full((3,), 99, device="meta")):
         check_limits({"here": value, "there": value})
     free = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=1)}).slotgraph
-    assert Limits.of(free, {BATCH: 4}) is None
+    assert limits_of(free, {BATCH: 4}) == []
     assert CONTEXT in Limited.slotgraph.axes

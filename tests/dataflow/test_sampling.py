@@ -16,7 +16,7 @@ from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
-from slotgraph.extend import HOST, host_parameter, side
+from slotgraph.extend import HOST, side
 from tests.fused import feed_for
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declaration_of, declarations, poisoned, rounds
 
@@ -42,7 +42,7 @@ class Sampled(Inputs):
     )
     flags: torch.Tensor | None = copied(BATCH, dtype=torch.bool, pad=False, default=None)
     on_host: torch.Tensor = copied(BATCH, dtype=torch.float64, pad=0, placement=HOST)
-    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0, source="lens")
+    kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, source="lens", placement="host", argument="kv_lens")
     waves: torch.Tensor = copied(TOKENS, dtype=torch.complex64, pad=0)
     bytes: torch.Tensor = copied(TOKENS, dtype=torch.uint8, pad=0)
     count: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
@@ -157,8 +157,8 @@ REFUSED: list[tuple[type[Inputs], dict[str, Any], str]] = [
     ),
     (declaration_of({"rows": UNSIZED}), {}, r"slot 'rows': live lacks a size for ELSE"),
     (Marked, {}, r"field 'mode' of Marked has no default: give its value, values="),
-    (Sampled, {"absent": {"flag"}}, r"absent names 'flag', which is no optional slot .*; did you mean 'flags'\?"),
-    (Sampled, {"values": {"count": (1, 2)}}, r"values name 'count', which is no slot that Sampled copies"),
+    (Sampled, {"absent": {"flag"}}, r"absent names 'flag', which is no optional slot .*: did you mean 'flags'\?"),
+    (Sampled, {"values": {"count": (1, 2)}}, r"values names 'count', which is no copied slot of Sampled"),
     (Sampled, {"values": {"input_ids": (2, 1)}}, r"slot 'input_ids': values has \(2, 1\) for it"),
     (Sampled, {"values": {"bytes": lambda *_: torch.ones(5)}}, r"slot 'bytes': .* shape \[12\], got shape \[5\]"),
     (Sampled, {"values": {"bytes": lambda *_: [1]}}, r"slot 'bytes': .* shape \[12\], got list"),

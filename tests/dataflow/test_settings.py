@@ -96,7 +96,7 @@ def test_every_way_to_fill_knows_them(
 
 def test_missing_settings_are_refused_when_a_runner_is_made() -> None:
     """A slot that asks for settings where none are given is named; one that is off asks for none."""
-    with pytest.raises(DeclarationError, match=r"slot '\w+': its function \w+ asks for `settings`: give the runner"):
+    with pytest.raises(DeclarationError, match=r"slot '\w+': its function asks for `settings`: give the runner"):
         EagerRunner(Ranked, lambda view: view, backend="cpu")
 
     class Switched(Inputs):

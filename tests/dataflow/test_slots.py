@@ -27,11 +27,11 @@ from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError
-from slotgraph.dataflow.slots import Constant, HostParameter
+from slotgraph.dataflow.slots import Constant
 from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
-from slotgraph.extend import HOST, FillRole, Role, Slot, host_parameter, once, side, slot
+from slotgraph.extend import HOST, FillRole, Role, Slot, once, side, slot
 from tests.strategies import declaration_of, empty
 
 NPU_LIKE = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
@@ -247,13 +247,15 @@ def test_at_rest() -> None:
 class Parameters(Inputs):
     """A parameter by another name, by its own, of a kind that is derived; and a host slot that is none."""
 
-    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=1, argument="actual_seq_lengths_kv")
-    context_lens: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int32, pad=0, default=None, when="paged")
+    kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, argument="actual_seq_lengths_kv", placement="host")
+    context_lens: torch.Tensor | None = copied(
+        BATCH, dtype=torch.int32, pad=0, default=None, when="paged", placement="host", argument="context_lens"
+    )
     ends: torch.Tensor = computed(
         lambda kv_lens: kv_lens.cumsum(0), shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
     )
     seq_lens_cpu: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST)
-    where: torch.Tensor = host_parameter(TOKENS, dtype=CACHE_LOC, pad=0)
+    where: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0, placement="host", argument="where")
     four: torch.Tensor = slot(
         Constant(value=4, shape=BATCH, dtype=torch.int32, placement=HOST, argument="lens"), init=False
     )
@@ -266,11 +268,7 @@ def test_parameters_by_argument() -> None:
     assert Parameters.slotgraph.under({"paged": False}).parameters == declared
 
     class Renamed(Parameters):
-        kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int64, pad=0, argument="actual_seq_kvlen")
+        kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, argument="actual_seq_kvlen", placement="host")
 
     assert Renamed.slotgraph.parameters["actual_seq_kvlen"] == "kv_lens"
     assert "actual_seq_lengths_kv" not in Renamed.slotgraph.parameters
-    make: Any = HostParameter
-    with pytest.raises(TypeError, match="placement"):
-        make(shape=BATCH, dtype=torch.int32, pad=0, placement="device")
-    assert attrs.evolve(Parameters.slotgraph.slots["kv_lens"], dtype=torch.int64).placement == HOST

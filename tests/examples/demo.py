@@ -23,3 +23,18 @@ def module(name: str) -> Any:
         if (folder / name.partition(".")[0]).is_dir() and str(folder) not in sys.path:
             sys.path.append(str(folder))
     return importlib.import_module(name)
+
+
+def save_llama(folder: Path, **config: Any) -> Path:
+    """A checkpoint of random weights, not of the demo's own shape, as save_pretrained() writes it."""
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"bos_token_id": 256, "max_position_embeddings": 256, "attention_bias": True, "tie_word_embeddings": True}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **more, **config))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.normal_(std=0.3, generator=generator)
+    model.save_pretrained(folder)
+    return folder

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slotgraph import CACHE_LOC, TOKENS, Step, computed, copied, keep
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module
+from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama
 
 pytest.importorskip("transformers", reason=NEEDS)
 
@@ -24,19 +24,9 @@ SHORT = ("--max-new-tokens", "6", "--max-batch", "3", "--prefill", "eager", "--r
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder that save_pretrained() wrote: not the demo's own shape, with tied weights and two ends of text."""
-    transformers = importlib.import_module("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"bos_token_id": 256, "eos_token_id": [257, 258], "max_position_embeddings": 256}
-    odd = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32, "attention_bias": True}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ends, **odd, tie_word_embeddings=True))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight.normal_(std=0.3, generator=generator)
-    model.save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
+    """Not the demo's own shape, with tied weights and two ends of text."""
+    odd = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32, "eos_token_id": [257, 258]}
+    return save_llama(tmp_path / "checkpoint", **odd)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Result, module
+from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Result, module, save_llama
 
 pytest.importorskip("transformers", reason=NEEDS)
 
@@ -19,21 +19,6 @@ PATIENCE = 600
 """Seconds after which a launch has failed, that no test ever waits for a rank in vain."""
 SHORT = ("--max-new-tokens", "5", "--max-prefill-tokens", "64", "--max-batch", "2", "--rounds", "0")
 FEW = ("--max-new-tokens", "4", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")
-ODD = {
-    "vocab_size": 301,  # no two ranks can share these out
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "attention_bias": True,
-    "mlp_bias": True,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 256,
-    "bos_token_id": 256,
-    "eos_token_id": [257],
-}
 
 
 def launch(*command: str) -> "subprocess.CompletedProcess[str]":
@@ -65,17 +50,9 @@ def single(generate: Generate, lines: str) -> Result:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with biases and tied weights, whose vocabulary is odd."""
-    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ODD))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight.normal_(std=0.3, generator=generator)
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
-    return str(folder)
+    """A model with biases and tied weights, whose vocabulary no two ranks can share out."""
+    odd = {"vocab_size": 301, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": [257], "mlp_bias": True}
+    return str(save_llama(tmp_path_factory.mktemp("checkpoint"), **odd))
 
 
 @pytest.fixture(scope="module")

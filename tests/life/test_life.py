@@ -52,8 +52,8 @@ class Life(RuleBasedStateMachine):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.backend = backend
-        self.runner: DecodeRunner[Any] | None = None
-        self.kept: Kept | None = None
+        self.runner: Any = None
+        self.kept: Any = None
         self.owned: dict[str, torch.Tensor] = {}
 
     @initialize(inputs=declarations(), data=st.data())
@@ -113,7 +113,6 @@ class Life(RuleBasedStateMachine):
     @rule(drawn=sized)
     def capture(self, drawn: Any) -> None:
         (batch, side), _ = self.drawn(drawn)
-        assert self.runner is not None
         with pytest.raises(ReplayError, match="nothing is captured yet"):
             self.runner(batch, **side)
         report = self.runner.capture()
@@ -125,7 +124,6 @@ class Life(RuleBasedStateMachine):
     @rule()
     def capture_again(self) -> None:
         """A captured runner is not captured again: its addresses are sealed."""
-        assert self.runner is not None
         with pytest.raises(CaptureError, match="make a new runner to capture again"):
             self.runner.capture()
 
@@ -137,7 +135,6 @@ class Life(RuleBasedStateMachine):
     @rule(drawn=sized, split=st.booleans())
     def run(self, drawn: Any, split: bool) -> None:  # noqa: FBT001 - drawn
         """A step, at once or by halves: the outputs are what its view must hold, and it goes where plain rules say."""
-        assert self.runner is not None
         (batch, side), given = self.drawn(drawn)
         if split and self.fills(drawn):
             self.replay()
@@ -153,7 +150,6 @@ class Life(RuleBasedStateMachine):
 
     def cannot_grow(self, batch: Any, side: dict[str, Any], given: Given) -> bool:
         """A batch that is too large for memory that was adopted is refused, and changes nothing."""
-        assert self.runner is not None
         capacity = self.padded(max(self.buckets))
         refused = self.is_bound and any(given.live[axis] > capacity[axis] for axis in AXES)
         if refused:
@@ -165,7 +161,6 @@ class Life(RuleBasedStateMachine):
 
     def expect(self, batch: Any, side: dict[str, Any], given: Given) -> tuple[Sizes, bool]:
         """The padded sizes that a batch is run with, and whether a graph does it."""
-        assert self.runner is not None
         why = self.reference.path(given, self.buckets, self.padded(max(self.buckets)), self.patterns)
         decision = self.runner.decide(batch, **side)
         assert decision.why == why
@@ -190,7 +185,6 @@ class Life(RuleBasedStateMachine):
 
     def fills(self, drawn: Any) -> bool:
         """Whether a fill was possible: the view is what it must be, and the one before it is gone by."""
-        assert self.runner is not None
         (batch, side), given = self.drawn(drawn)
         if self.cannot_grow(batch, side, given):
             return False
@@ -214,8 +208,6 @@ class Life(RuleBasedStateMachine):
     @rule()
     def replay(self) -> None:
         """The view that was filled last, again and again; after a graph's replay its computed slots are there too."""
-        assert self.runner is not None
-        assert self.kept is not None
         kept = self.kept
         outputs = self.runner.replay(kept.view)
         self.check(outputs, kept.given, kept.padded, by_graph=kept.by_graph)
@@ -228,7 +220,6 @@ class Life(RuleBasedStateMachine):
     @rule(drawn=sized, which=st.integers(0, 9), how=st.sampled_from(["missing", "dtype", "rank", "values"]))
     def refuse(self, drawn: Any, which: int, how: str) -> None:
         """A batch that does not fit is refused; every byte is as it was, and the view filled last still stands."""
-        assert self.runner is not None
         (_, given) = self.drawn(drawn)
         slots = self.inputs.slotgraph.slots
         names = [n for n, slot in slots.items() if type(slot) is Copied and n in given.sources and not slot.optional]
@@ -261,14 +252,12 @@ class Life(RuleBasedStateMachine):
 
     def memory(self) -> dict[str, bytes]:
         """Every byte of the buffers that graphs read."""
-        assert self.runner is not None
         return {buffer.name: bytes_of(buffer.tensor) for buffer in self.runner.graphs.buffers}
 
     @precondition(lambda self: self.is_captured)
     @rule(buckets=st.sampled_from(BUCKETS), lazy=st.booleans(), data=st.data())
     def replace(self, buckets: tuple[int, ...], lazy: bool, data: st.DataObject) -> None:  # noqa: FBT001 - drawn
         """A new runner over the memory of the old one, which goes: the way to capture again."""
-        assert self.runner is not None
         slots = self.inputs.slotgraph.slots
         capacity, fits = self.padded(max(buckets)), max(buckets) <= max(self.buckets)
         cut = {one.name: one.view(capacity) for one in self.runner.graphs.buffers if fits}
@@ -282,7 +271,6 @@ class Life(RuleBasedStateMachine):
     @rule(buckets=st.sampled_from(BUCKETS))
     def drop(self, buckets: tuple[int, ...]) -> None:
         """A runner that nobody holds takes its buffers and its graphs with it; another begins anew."""
-        assert self.runner is not None
         graphs = self.runner.graphs
         held: list[Callable[[], object]] = [weakref.ref(self.runner), weakref.ref(graphs)]
         held += [weakref.ref(buffer.tensor) for buffer in graphs.buffers if not buffer.adopted]

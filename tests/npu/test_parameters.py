@@ -9,7 +9,6 @@ import torch
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
-from slotgraph.extend import host_parameter
 from tests.npu.programs import program
 
 pytestmark = pytest.mark.modes("eager", "lazy")
@@ -21,8 +20,8 @@ class Attending(Inputs):
     """Queries by token, and how many keys each request has, which the operator takes from the host."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    kv_lens: torch.Tensor = host_parameter(
-        BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv"
+    kv_lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv", placement="host"
     )
 
 
@@ -143,8 +142,8 @@ def declared(argument: str | None) -> type[Attending]:
     """The declaration with its parameter under another argument."""
 
     class Misnamed(Attending, drop=["kv_lens"]):
-        kv_lens: torch.Tensor = host_parameter(
-            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument=argument
+        kv_lens: torch.Tensor = copied(
+            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument=argument, placement="host"
         )
 
     return Misnamed

@@ -146,35 +146,45 @@ def test_prefill(two: Processes, kind: str) -> None:
         assert steps["poison"] == steps["races"] > 4
 
 
-@pytest.mark.parametrize(("backend", "guilty"), [("cpu", 0), ("cpu-capture", 1)])
-def test_padding_reaches_live_rows_on_one_rank(two: Processes, backend: str, guilty: int) -> None:
-    """The slot and its row are named on that rank, and on the other one which rank found it."""
-    found = on_both(two, backend, "mean", guilty, only=["poison"])
-    ((check, slot, message),) = found[guilty]
-    assert (check, slot) == ("poison", "weights")
-    assert message.startswith("live row 0 of the output changed, from ")
-    assert "when the tail of slot 'weights' held " in message
-    ((check, slot, told),) = found[1 - guilty]
-    assert (check, slot) == ("poison", "weights")
-    assert told.startswith(f"rank {guilty} found: live row 0 of the output changed, from ")
+POISON: Final[dict[str, Any]] = {"only": ["poison"]}
+CHANGED: Final = ("weights", "live row 0 of the output changed, from ", "when the tail of slot 'weights' held ")
+RAISED: Final = ("lens", "the step raised IndexError: index ", "when the tail of slot 'lens' held ")
 
 
-def test_padding_reaches_live_rows_of_the_others(two: Processes) -> None:
-    """A collective over padded rows: also where the guilty rank's buckets are full, and the other one's are not."""
-    for findings in on_both(two, "cpu", "leak", -1, only=["poison"], given=True):
-        ((_, slot, message),) = findings
-        assert slot == "weights"
-        assert "the tail of slot 'weights'" in message
+@pytest.mark.parametrize(
+    ("backend", "fault", "guilty", "options", "wanted"),
+    [
+        ("cpu", "mean", 0, POISON, CHANGED),
+        ("cpu-capture", "mean", 1, POISON, CHANGED),
+        ("cpu", "leak", -1, POISON | {"given": True}, ("weights", "", "the tail of slot 'weights'")),
+        ("cpu", "index", -1, POISON, RAISED),
+        ("cpu-capture", "index", -1, POISON, RAISED),
+        ("cpu-capture", "scale", 1, {"only": ["parity"]}, (None, "", "outputs row 0, at [0, 0]: graph ")),
+        (
+            "cpu-capture",
+            "table",
+            0,
+            {"only": ["addresses"]},
+            (None, "", "aten::index reads table, and it is other"),
+        ),
+    ],
+)
+def test_a_fault(
+    two: Processes, backend: str, fault: str, guilty: int, options: dict[str, Any], wanted: tuple[str | None, str, str]
+) -> None:
+    """Is named with its slot by the rank that has it, or by all that have; another one says which rank found it.
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_that_raises_on_poison(two: Processes, backend: str) -> None:
-    """Before a collective, on all ranks alike: none waits there for another."""
-    for findings in on_both(two, backend, "index", -1, only=["poison"]):
-        ((_, slot, message),) = findings
-        assert slot == "lens"
-        assert message.startswith("the step raised IndexError: index ")
-        assert "when the tail of slot 'lens' held " in message
+    Padded rows also reach live ones by a collective, where the guilty rank's own buckets are full.
+    """
+    slot, begin, told = wanted
+    for rank, findings in enumerate(on_both(two, backend, fault, guilty, **options)):
+        _, where, message = findings[0]
+        assert slot in {where, None}
+        if guilty in (rank, -1):
+            assert message.startswith(begin)
+            assert told in message
+        else:
+            assert message.startswith(f"rank {guilty} found: {begin}")
 
 
 def raises_alone(rank: int, backend: str) -> tuple[list[tuple[str | None, str]], list[str]]:
@@ -229,20 +239,6 @@ def test_a_change_on_another_rank(two: Processes) -> None:
     assert first.startswith("on rank 1 live row 0 of the output changed, from ")
     assert "when the tail of slot 'weights' held nan instead of -3.0" in first
     assert second.startswith("rank 0 found: on rank 1 live row 0 of the output changed")
-
-
-@pytest.mark.parametrize(
-    ("fault", "guilty", "only", "wanted"),
-    [
-        ("scale", 1, "parity", "outputs row 0, at [0, 0]: graph "),
-        ("table", 0, "addresses", "aten::index reads table, and it is other memory than at capture"),
-    ],
-)
-def test_a_change_after_the_capture(two: Processes, fault: str, guilty: int, only: str, wanted: str) -> None:
-    """A frozen number, and a tensor that was exchanged, on one rank: it finds them, and the other is told."""
-    found = on_both(two, "cpu-capture", fault, guilty, only=[only])
-    assert wanted in found[guilty][0][2]
-    assert found[1 - guilty][0][2].startswith(f"rank {guilty} found: ")
 
 
 def alone(rank: int) -> str:

@@ -16,8 +16,7 @@ from slotgraph.dataflow.errors import BatchError
 from slotgraph.extend import HOST
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.counts import DP
-from tests.ranks.processes import Processes
-from tests.ranks.stepping import runner_on, soon, tokens_of_ranks
+from tests.ranks.stepping import runner_on, tokens_of_ranks
 from tests.strategies import noise
 
 
@@ -131,53 +130,3 @@ def test_any_schedule(
         assert own["ranks"] == others["ranks"]
         assert mine.tally.by_shortcut() == other.tally.by_shortcut()
         assert mine.agreed is None
-
-
-class SameOnAll(Inputs):
-    """What two ranks both get, and what they make of it on the host."""
-
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-5)
-    counts: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
-    number: torch.Tensor = computed(lambda factor: factor, shape=1, dtype=torch.int32)
-    factor: Any
-
-
-def reduced(view: SameOnAll) -> torch.Tensor:
-    """Both ranks' numbers, reduced in the graph."""
-    out = view.ids * 3 + view.number + view.counts.sum()
-    dist.all_reduce(out)
-    return out
-
-
-def same_batch(rows: int, seed: int, factor: object) -> dict[str, Any]:
-    """Random rows, the same on all ranks."""
-    return {"ids": noise((rows,), torch.int64, seed), "factor": factor}
-
-
-def same_runner(of: Ranks) -> DecodeRunner[SameOnAll]:
-    """On two ranks, captured."""
-    options: dict[str, Any] = {"backend": "cpu-capture", "lowering": "in_graph", "sizes": {DP: 2}, "buckets": [2, 4]}
-    runner: DecodeRunner[SameOnAll] = runner_on(of, reduced, SameOnAll, **options)
-    return runner
-
-
-def steps_of_two(rank: int) -> tuple[int, int, list[dict[str, Any]]]:
-    """Forty steps of ranks known to be equal: right ones, those by shortcut, and the books before and after."""
-    del rank
-    runner, right = same_runner(soon(equal=True)), 0
-    before: Any = runner.stats()["ranks"]
-    for number in range(40):
-        rows = 1 + number % 4
-        batch = same_batch(rows, number, number)
-        right += torch.equal(runner(batch), (batch["ids"] * 3 + number + 2 * rows) * 2)
-    after: Any = runner.stats()["ranks"]
-    return right, runner.tally.by_shortcut(), [before, after]
-
-
-def test_collectives_in_shortcuts(two: Processes) -> None:
-    """Both ranks take them in the same steps, without a word before."""
-    (right, short, books), (others_right, others_short, _) = two.run(steps_of_two)
-    assert right == others_right == 40
-    assert short == others_short == 36  # each of four sizes has one step by the general way
-    assert books[0] == books[1]
-    assert books[1]["forced"] == {}

@@ -91,7 +91,7 @@ def test_shown(found: list[Found]) -> None:
         for text in (said(one.after), html(one.after)):
             assert "global_num_tokens" in text
             assert agreed in text
-        assert "ranks of the runner" in mermaid(one.after.declaration)
+        assert "given_ranks --> slot_" in mermaid(one.after.declaration)
 
 
 def test_quiet_ranks_are_explained(two: Processes) -> None:

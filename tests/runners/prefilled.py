@@ -72,6 +72,12 @@ def broken_attention(query: torch.Tensor, value: torch.Tensor, cache: torch.Tens
     return attend(query, value, cache, view)
 
 
+@graph_break
+def scaled(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+    """One break, with the number of requests and a field."""
+    return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
+
+
 @torch.library.custom_op(SPLIT, mutates_args=())
 def named_attention(query: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """An operator of its own, which asks for the view."""

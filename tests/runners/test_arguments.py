@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[Any, list[Any]]] = {
     "width": (1, ["1", 1.0, None, True, 0, -1]),
     "warmups": (2, ["1", 1.0, None, True, -1]),
     "progress": (False, ["no", 1, None]),
-    "debug": ("addresses", ["poisn", 1, ["poison", 1]]),
+    "debug": (["addresses"], ["poisn", 1, ["poison", 1]]),
     "no_copy": (True, ["yes", 1]),
     "sharing": (False, ["yes", 0]),
     "graphs": (False, ["no", 1, None]),
@@ -59,15 +59,13 @@ FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_option_is_used_or_refused(runner: str) -> None:
-    """A runner tells a suitable value of an option that it uses; any other option is refused, with who uses it."""
+    """A runner tells a suitable value of an option that it uses; any other option is refused."""
     for option, (value, _) in OPTIONS.items():
         if option in USED[runner]:
             assert make(runner, **{option: value}).config.as_data()[option] == value
             continue
-        with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}'") as refused:
+        with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}': leave it out"):
             make(runner, **{option: value})
-        named = str(refused.value).partition("which is one of ")[2].partition(":")[0].split(", ")
-        assert {*named} == {name for name in RUNNERS if option in USED[name]}
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -92,9 +90,8 @@ def test_a_misspelt_option_is_refused_with_the_nearest(runner: str, data: st.Dat
     name = meant[:place] + middle + meant[place + 1 :]
     if name in {*OPTIONS, *FOREIGN}:
         return
-    with pytest.raises(ConfigError, match=f"{runner}: unknown option '{name}': did you mean '{meant}'") as refused:
+    with pytest.raises(ConfigError, match=f"{runner}: unknown option '{name}': did you mean '{meant}'"):
         make(runner, **{name: OPTIONS[meant][0]})
-    assert ("does not use that one" in str(refused.value)) == (meant not in USED[runner])
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -318,7 +315,7 @@ def test_what_there_is_one_of_cannot_be_copied(copied_by: Callable[[Any], Any], 
 configs = st.builds(
     RunnerConfig,
     backend=st.sampled_from(["auto", "cpu", "cpu-capture", "third-party"]),
-    buckets=st.lists(st.integers(1, 512), max_size=5, unique=True).map(tuple),
+    buckets=st.none() | st.lists(st.integers(1, 512), min_size=1, max_size=5, unique=True),
     max_batch=st.integers(1, 512),
     max_waste=st.floats(0, 1),
     width=st.integers(1, 8),
@@ -350,7 +347,7 @@ def test_files_give_what_they_name(tmp_path: Path) -> None:
     file.write_text("width = 1\nlazy = true\n", encoding="utf-8")
     assert RunnerConfig.load(file).as_data() == {"width": 1, "lazy": True}
     DecodeRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
-    with pytest.raises(ConfigError, match="EagerRunner does not use option 'width', which is one of DecodeRunner"):
+    with pytest.raises(ConfigError, match="EagerRunner does not use option 'width': leave it out"):
         EagerRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
     EagerRunner(PlainInputs, plain_step, **RunnerConfig(backend="cpu").as_data())
 
@@ -366,7 +363,7 @@ def test_bad_files(tmp_path: Path) -> None:
     """A file that does not parse, holds something else or has an unknown key is refused; the rest is default."""
     wrong = [
         *(("runner.yaml", "width: 2", "a .toml or .json file"), ("runner.toml", "width = = 2", "runner.toml: ")),
-        *(("runner.json", "{", "runner.json: "), ("runner.json", "[1]", "expected keys and values, got list")),
+        *(("runner.json", "{", "runner.json: "), ("runner.json", "[1]", r"expected keys and values, got \[1\]")),
         ("runner.json", '{"widht": 2}', "did you mean 'width'"),
     ]
     for name, text, says in wrong:

@@ -21,7 +21,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import CaptureError, ReplayError
+from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners import capture as capturing
 from tests.runners import prefilled
 from tests.runners.models import (
@@ -31,8 +31,6 @@ from tests.runners.models import (
     plain_runner,
     plain_step,
     random_batch,
-    same_batch,
-    snapshot,
 )
 
 
@@ -60,25 +58,6 @@ def test_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
     assert runs in {max(1, warmups) + 1, 1 + warmups + 1}  # the look is the first warm-up, or the compiler is imported
     assert (report.captured, report.failed, runner.report) == ((2, 4, 16), {}, report)
     assert report.seconds > 0
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-def test_step_that_raises_in_replay(cpu: str, lowering: str) -> None:
-    """A step that raises in a replay is a ReplayError; batch, buffers and other buckets stay usable."""
-    runner = plain_runner(cpu, lowering=lowering)
-    for requests in (3, 6):
-        bad = random_batch(requests, seed=4)
-        bad["ids"][1] = 1 << 20  # out of the table's range
-        given_batch, counted = snapshot(bad), runner.stats()
-        with pytest.raises(ReplayError, match="IndexError"):
-            runner(bad)
-        assert same_batch(bad, given_batch)
-        stats = runner.stats()
-        assert {**stats, "lowerings": {}, "fills": {}} == {**counted, "lowerings": {}, "fills": {}}
-        assert sum(stats["lowerings"].values()) - sum(counted["lowerings"].values()) in {0, 1}  # the fill was done
-        for good in (3, 6, 2):
-            batch = random_batch(good, seed=good)
-            assert_right(runner(batch), batch)
 
 
 def test_lazy_capture(cpu: str) -> None:

@@ -16,11 +16,10 @@ from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.runners.commands import bench
 from slotgraph.runners.commands.app import app
-from slotgraph.runners.commands.bench import Contestant, contestants, declare_decode, draw, verify
+from slotgraph.runners.commands.bench import check_bytes, contestants, declare_decode, draw
 from slotgraph.runners.commands.shared import screen
 
-FILLS = {"per_slot", "regrouped", "foreach", "in_graph", "fused"}
-STEPS = {*FILLS, "slot_by_slot", "bare"}
+STEPS = {"per_slot", "regrouped", "foreach", "in_graph", "fused", "slot_by_slot", "bare"}
 
 
 def run(*arguments: str) -> Any:
@@ -53,48 +52,45 @@ def test_every_contestant_leaves_the_oracles_bytes(backend: Backend) -> None:
     """Over growing and shrinking batches, tails and outputs included; but a bare replay fills nothing."""
     inputs = declare_decode(12)
     found = contestants(inputs, backend, 48)
-    verify("twelve", found, [(rows, draw(inputs, backend, rows)) for rows in (37, 48, 1, 37)])
+    batches = [(rows, draw(inputs, backend, rows)) for rows in (37, 48, 1, 37)]
+    check_bytes("twelve", inputs, backend, found, batches)
     steps = {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
-    assert {one.name for one in found if one.what == "step"} == steps
-    assert {one.name for one in found if one.what == "fill"} == steps - {"slot_by_slot", "bare"}
-    slots = found[-1].runner.graphs.buffers
-    slots["input_ids"].tensor.fill_(7)
-    found[-1].call(draw(inputs, backend, 5))
-    backend.synchronize()
-    assert (slots["input_ids"].tensor == 7).all()
+    assert set(found) == steps
+    bare = found["bare"]
+    before = {name: slot.clone() for name, slot in bare.slots.items()}
+    bare.call(draw(inputs, backend, 3))
+    assert all(torch.equal(slot, before[name]) for name, slot in bare.slots.items())
 
 
-@pytest.mark.parametrize("changed", ["fill", "step", "outputs"])
-def test_a_wrong_fill_or_step_is_not_timed(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A contestant with one stale tail, or wrong outputs, is caught before it is measured, and the command fails."""
+@pytest.mark.parametrize("changed", ["slots", "outputs"])
+def test_wrong_bytes_end_the_benchmark(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is timed that leaves other slots or returns other outputs than the oracle: the command fails."""
 
-    def wrong(one: Contestant) -> Contestant:
+    def stale(*given: Any) -> Any:
+        found = contestants(*given)
+        right = found["per_slot"]
+
         def call(batch: Any) -> Any:
-            returned = one.call(batch)
-            one.runner.graphs.buffers["seq_lens"].tensor[batch.rows :] += int(changed == one.what)
-            return returned + int(changed == "outputs") if one.what == "step" else returned
+            returned = right.call(batch)
+            right.slots["seq_lens"][batch.rows :] += int(changed == "slots")
+            return returned + int(changed == "outputs")
 
-        return attrs.evolve(one, call=call) if one.name == "per_slot" else one
-
-    def stale(*given: Any) -> list[Contestant]:
-        return [wrong(one) for one in contestants(*given)]
+        return {**found, "per_slot": attrs.evolve(right, call=call)}
 
     inputs, cpu = declare_decode(4), choose("cpu")
-    what = {"outputs": "step of per_slot: it returned other outputs"}.get(
-        changed, f"{changed} of per_slot: slot 'seq_lens', row 7 (its tail)"
-    )
-    with pytest.raises(WrongBytesError, match=re.escape(f"device, 7 rows, the {what}")):
-        verify("device", stale(inputs, cpu, 8), [(7, draw(inputs, cpu, 7))])
+    what = {"outputs": "it returned other outputs", "slots": "slot 'seq_lens', row 7 (its tail)"}[changed]
+    with pytest.raises(WrongBytesError, match=re.escape(f"device by 'per_slot': {what}")):
+        check_bytes("device", inputs, cpu, stale(inputs, cpu, 8), [(7, draw(inputs, cpu, 7))])
     monkeypatch.setattr(bench, "contestants", stale)
     monkeypatch.setattr(bench, "measure", pytest.fail)
     result = run("--quick", "--slots", "4", "--backend", "cpu")
     assert result.exit_code == 1
-    assert "WrongBytesError: 4 slots, " in result.stderr
+    assert "WrongBytesError: 4 slots by 'per_slot': " in result.stderr
 
 
 def row(**changes: Any) -> dict[str, Any]:
     """A row that was not measured."""
-    plain = {"what": "step", "lowering": "in_graph", "slots": 4, "live": 7, "padded": 8}
+    plain = {"lowering": "in_graph", "slots": 4, "live": 7, "padded": 8}
     return {**plain, "host_us": 10.04, "gpu_us": None, **changes}
 
 
@@ -102,8 +98,7 @@ def test_device_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[
     """Device time is shown where it was measured; ratios are to ours."""
     bench.show_rows([row(gpu_us=5.25), row(lowering="per_slot", host_us=50.2)], "in_graph", screen())
     out = capsys.readouterr().out
-    assert "device microseconds, whole step" in out
-    assert "microseconds, fill" not in out
+    assert "device microseconds of a whole step" in out
     assert "5.0 x" in out
     assert "5.2" in out
 
@@ -113,15 +108,11 @@ def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     """Tables and JSON of one quick run; in a narrow terminal nothing is cut off."""
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "figures.json"
-    result = run("--quick", "--slots", "4, 12", "--backend", "cpu", "--json", str(file))
+    result = run("--quick", "--slots", "4", "--slots", "12", "--backend", "cpu", "--json", str(file))
     assert result.exit_code == 0, result.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
-    found = {(one["what"], one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
-    assert found == {
-        (what, name, slots, *size)
-        for what, names in (("fill", FILLS), ("step", STEPS))
-        for name, slots, size in itertools.product(names, (4, 12), bench.SIZES)
-    }
+    found = {(one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
+    assert found == {(name, slots, *size) for name, slots, size in itertools.product(STEPS, (4, 12), bench.SIZES)}
     times = {"host_us", "host_p10_us", "host_p90_us", "gpu_us", "gpu_p10_us", "gpu_p90_us"}
     for one in data["rows"]:
         assert times <= one.keys()
@@ -137,11 +128,10 @@ def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 
 
 WRONG = [
-    (("--slots", "1"), "expected numbers from 2 to 1000"),
-    (("--slots", "4,x"), "got '4,x'"),
-    (("--slots", ""), "as in 4,12,48"),
-    (("--json", "."), "no file in a folder that exists"),
-    (("--json", "no/such/folder/figures.json"), "no file in a folder that exists"),
+    (("--slots", "1"), "greater than or equal to 2"),
+    (("--slots", "x"), "valid integer"),
+    (("--json", "."), "Is a directory"),
+    (("--json", "no/such/folder/figures.json"), "No such file or directory"),
 ]
 
 

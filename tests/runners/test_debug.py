@@ -8,13 +8,12 @@ import structlog
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep, output
-from slotgraph.dataflow.errors import CheckError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.dataflow.errors import CheckError, ConfigError, ReplayError
 from slotgraph.pool import InputPool
 from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.hooks import Watcher
-from slotgraph.runners.outputs import Stamped
 from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
 from tests.runners.check.sound import KINDS, Found
 from tests.runners.models import (
@@ -212,16 +211,10 @@ def test_addresses_are_checked_at_each_replay() -> None:
             runner(random_batch(3, 1))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_generations_alone_stamp(mode: str) -> None:
-    """Stale outputs are caught by this mode only."""
-    runner = plain_runner(CAPTURES, debug=mode)
-    first = runner(random_batch(3, 1))
-    runner(random_batch(3, 2))
-    assert isinstance(first, Stamped) == (mode == "generations")
-    if mode == "generations":
-        with pytest.raises(StaleOutputError):
-            _ = first + 1
+class Moved(Inputs):
+    """A slot that is filled, and that the step moves on."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, rewritten=True)
 
 
 class Cached(Inputs):
@@ -243,8 +236,16 @@ def counting(cache: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["poison", "parity", "poison,parity,addresses"])
 def test_state_is_kept(mode: str) -> None:
-    """A step that adds to a cache does so once, however often it is run to be looked at."""
+    """A step that adds to a cache, or moves its slots, does so once, however often it is run to be looked at."""
     cache, once = torch.zeros(16), torch.zeros(16)
+
+    def moving(view: Moved) -> torch.Tensor:
+        view.ids.add_(1)
+        return view.ids * 10
+
+    moved = runner_of(moving, Moved, debug=mode)
+    for rows in (3, 3, 7):
+        assert moved({"ids": torch.arange(rows)}).tolist() == [10 * row + 10 for row in range(rows)]
     runner = runner_of(counting(cache), Cached, debug=mode)
     cache.zero_()
     for seed in range(6):
@@ -338,25 +339,8 @@ def test_eager_runner_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(3, 1)
     assert_right(runner(batch), batch)
     assert runner.watch.watchers == ()
-
-
-class Moved(Inputs):
-    """A slot that is filled, and that the step moves on."""
-
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, rewritten=True)
-
-
-@pytest.mark.parametrize("mode", ["poison", "parity", "poison,parity,addresses"])
-def test_first_step_that_moves_its_slots(mode: str) -> None:
-    """The look for state, on the first step of each bucket, leaves slots that the step writes as they were filled."""
-
-    def step(view: Moved) -> torch.Tensor:
-        view.ids.add_(1)
-        return view.ids * 10
-
-    runner = runner_of(step, Moved, debug=mode)
-    for rows in (3, 3, 7):
-        assert runner({"ids": torch.arange(rows)}).tolist() == [10 * row + 10 for row in range(rows)]
+    with pytest.raises(ConfigError, match="debug mode parity looks at graphs, and this EagerRunner has none"):
+        debugged(runner, "parity").__enter__()
 
 
 def test_first_step_that_writes_what_it_should_not() -> None:

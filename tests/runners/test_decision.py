@@ -300,7 +300,7 @@ def assert_parts(view: Any, live: Sizes, padded: Sizes, width: int, data: st.Dat
         view.narrow(BATCH, 0, padded[BATCH] + 1)
 
 
-def of_issue(axis: Axis, other: Axis, *, live: bool, placement: Any = "device") -> type[Inputs]:
+def of_issue(axis: Axis, other: Axis, *, live: bool, placement: Any = "device") -> Any:
     """A declaration over one axis whose function asks for another."""
 
     def ask(step: Step) -> int:

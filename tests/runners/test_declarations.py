@@ -17,7 +17,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, computed, constant, copied, keep, output
 from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
-from slotgraph.extend import FillRole, Role, host_parameter, once
+from slotgraph.extend import FillRole, Role, once
 from tests.runners.models import PlainInputs, assert_right, decoder, plain_step, random_batch
 
 
@@ -319,7 +319,7 @@ def test_every_unsuitable_value() -> None:
     """One class with a slot for each unsuitable value there is: all faults at once, in order, each by its slot."""
     every = [(parameter, value) for parameter, values in BAD.items() for value in values]
     makers: dict[str, Any] = {
-        "argument": functools.partial(host_parameter, BATCH, pad=0),
+        "argument": functools.partial(copied, BATCH, pad=0, placement="host"),
         **dict.fromkeys(("value", "init"), lambda value=0, **given: constant(value, **given)),
         "function": computed,
         "shape": lambda shape, **given: copied(shape, pad=0, **given),

@@ -20,20 +20,10 @@ from tests.runners.models import Batch, same_batch, snapshot
 from tests.runners.test_tree import PlainTree
 
 WORDS, WIDE, PLACES = 30, 5, 60
-
-
 BUCKETS = (2, 4)
-
-
 _DRAW = torch.Generator().manual_seed(3)
-
-
 TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
-
-
 PLACED = torch.randn(PLACES, WIDE, generator=_DRAW, dtype=torch.float64)
-
-
 HEAD = 2 * torch.randn(WIDE, WORDS, generator=_DRAW, dtype=torch.float64)
 
 

@@ -15,11 +15,7 @@ from slotgraph.speculative import WIDTH, DraftExtendRunner
 from tests.runners.models import Batch, same_batch, snapshot
 
 WORDS, WIDE = 20, 4
-
-
 _DRAW = torch.Generator().manual_seed(9)
-
-
 TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
 
 

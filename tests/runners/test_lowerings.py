@@ -403,6 +403,23 @@ def test_every_mix_of_inference_mode(backend: str) -> None:
             game.play((what, size, seed, of, ABSENT, ("plain", "inference")[seed % 2]))
 
 
+@each_lowering
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture", NAME, pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_step_after_a_fill_of_the_same_batch(backend: str, lowering: str) -> None:
+    """A fill by itself leaves the graph's own fill to be done: the step reads sources as they are by then."""
+    if backend == "cuda" and not load(backend).is_available():
+        pytest.skip("there is no CUDA device")
+    if lowering not in backend_of(backend).capabilities.lowerings:
+        pytest.skip(f"{backend} has no {lowering}")
+    inputs = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=0)})
+    runner = decoder(inputs, lambda view: view.ids + 0, backend=backend_of(backend), lowering=lowering)
+    ids = torch.arange(3, device=runner.stage.backend.device)
+    for number in range(6):
+        runner.fill({"ids": ids})
+        ids.add_(number)
+        assert torch.equal(runner({"ids": ids}), ids)
+
+
 class Gaps(Inputs):
     """Slots of which one may be adopted, with gaps behind slots of no bytes between them."""
 

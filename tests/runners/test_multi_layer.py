@@ -16,21 +16,10 @@ from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.models import Batch, same_batch, snapshot
 
 WORDS, WIDE, WIDTH, FRONT = 20, 4, 3, 1
-CHAINED = ("input_ids", "hidden_states")
-
-
 BUCKETS = (2, 5)
-
-
 _DRAW = torch.Generator().manual_seed(4)
-
-
 LAYERS = [torch.randn(WIDE, WIDE, generator=_DRAW, dtype=torch.float64) for _ in range(3)]
-
-
 TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
-
-
 HEAD = torch.randn(WIDE, WORDS, generator=_DRAW, dtype=torch.float64)
 
 
@@ -126,7 +115,7 @@ def assert_right(got: tuple[torch.Tensor, ...], batch: Batch) -> None:
 
 
 @settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 999)), min_size=1, max_size=4))
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 999)), min_size=1, max_size=4))
 def test_steps_are_chained(backend_name: str, drawn: list[tuple[int, int]]) -> None:
     """Batches of any size after one another: each step reads what the one before wrote, in one graph a bucket."""
     runner, device = captured(backend_name), load(backend_name)().device
@@ -136,37 +125,6 @@ def test_steps_are_chained(backend_name: str, drawn: list[tuple[int, int]]) -> N
         assert_right(runner(batch), batch)
         assert same_batch(batch, given)
     assert len(runner.graphs._captured) == 2 * len(BUCKETS)
-
-
-def test_views_share_all_other_slots(cpu: str) -> None:
-    """Each step has chained slots of its own, which hold their tails at first; everything else is one set."""
-    seen: list[tuple[Any, Any]] = []
-
-    def step(view: Any, after: Any) -> Any:
-        seen.append((view, after))
-        return view.num_accept_tokens + 0
-
-    made(cpu, [step] * 3, buckets=[4], warmups=0)
-    views, following = zip(*seen[:3], strict=True)
-    assert following[2] is None
-    for part, view in enumerate(views):
-        assert type(view) is ChainInputs
-        assert part == 0 or following[part - 1] is view
-        for name, value in vars(view).items():
-            if name in CHAINED:
-                assert value.shape == vars(views[0])[name].shape
-                assert part == 0 or (value.data_ptr() != vars(views[part - 1])[name].data_ptr() and not value.any())
-            else:
-                assert value is vars(views[0])[name]
-
-
-def test_a_batch_that_no_graph_takes(cpu: str) -> None:
-    """Without graphs the steps run one behind another, and come to the same."""
-    runner = made(cpu)
-    for requests in (9, 1, 6):
-        batch = batch_of(requests, requests)
-        assert_right(runner(batch), batch)
-    assert runner.stats()["steps"] == {"graph": 1, "eager": 2}
 
 
 class Switched(Inputs):
@@ -238,8 +196,8 @@ def test_what_cannot_be_chained() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),
         ({"steps": [3]}, r"steps= is a list of functions"),
-        ({"chained": ["idss"]}, r"chained names 'idss', which is no slot that Derived copies from the batch"),
-        ({"chained": ["twice"]}, r"chained names 'twice', which is no slot that Derived copies"),
+        ({"chained": ["idss"]}, r"chained names 'idss', which is no copied slot of Derived"),
+        ({"chained": ["twice"]}, r"chained names 'twice', which is no copied slot of Derived"),
         ({"chained": ["ids"]}, r"slot 'twice' is computed once, from 'ids', of which each step has its own"),
     ]
     known: dict[str, Any] = {"steps": [nothing] * 2, "chained": ["lens"], "width": 1, "buckets": [2], "backend": "cpu"}

@@ -16,7 +16,7 @@ from slotgraph.backends.base import Interruption
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
-from slotgraph.extend import HOST, host_parameter
+from slotgraph.extend import HOST
 from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.models import decoder
 from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
@@ -82,7 +82,7 @@ each_inner = pytest.mark.parametrize("inner", INNER)
 class Parameters(Inputs):
     """A parameter of each way to get a value: from elsewhere, computed of another, of sizes, absent, switched off."""
 
-    kv_lens: torch.Tensor = host_parameter(
+    kv_lens: torch.Tensor = copied(
         BATCH,
         dtype=torch.int32,
         pad=SEQ_LEN_FILL,
@@ -90,13 +90,18 @@ class Parameters(Inputs):
         argument="actual_seq_lengths_kv",
         converts=(torch.int64,),
         limit=CONTEXT,
+        placement="host",
     )
     actual_seq_lengths: torch.Tensor = computed(
         lambda kv_lens: kv_lens.cumsum(0), shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
     )
     rows: torch.Tensor = computed(lambda step: step.live(BATCH), dtype=torch.int32, placement=HOST, argument="num_rows")
-    window: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=-7, default=None)
-    never: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=0, default=None, when="sparse")
+    window: torch.Tensor | None = copied(
+        BATCH, dtype=torch.int64, pad=-7, default=None, placement="host", argument="window"
+    )
+    never: torch.Tensor | None = copied(
+        BATCH, dtype=torch.int64, pad=0, default=None, when="sparse", placement="host", argument="never"
+    )
 
 
 class Decoding(Parameters):
@@ -222,14 +227,18 @@ def test_eager_steps(inner: str) -> None:
 class Chaining(standard.MultiLayerDraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
     """A draft-extend of one layer a step, with parameters."""
 
-    own: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
+    own: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, placement="host", argument="own")
 
 
 class PrefillParameters(Prefill):
     """Parameters of a prefill: over requests, for its breaks, and over tokens and none, for its graphs."""
 
-    lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0, source="extend_seq_lens")
-    token_lens: torch.Tensor = host_parameter(TOKENS, dtype=torch.int64, pad=-1, source="positions")
+    lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=0, source="extend_seq_lens", placement="host", argument="lens"
+    )
+    token_lens: torch.Tensor = copied(
+        TOKENS, dtype=torch.int64, pad=-1, source="positions", placement="host", argument="token_lens"
+    )
     num_tokens: torch.Tensor = computed(
         lambda step: step.live(TOKENS), dtype=torch.int64, placement=HOST, argument="num_tokens"
     )

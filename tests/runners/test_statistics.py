@@ -19,10 +19,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from slotgraph import DecodeRunner, EagerRunner
+from slotgraph import EagerRunner
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import ConfigError, ReplayError
-from slotgraph.pool import InputPool
 from slotgraph.runners.metrics import Collector, exposition
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import (
@@ -193,19 +192,6 @@ def test_captures_and_memory(cpu: str) -> None:
     runner(random_batch(30, seed=1))
     grown = runner.stats()["memory"]
     assert grown["total"] == stats["memory"]["total"] + grown["eager"] > stats["memory"]["total"]
-
-
-def test_memory_of_a_pool(cpu: str) -> None:
-    """What a pool's runners share is told by each of them, and is in no one's total."""
-    pool, options = InputPool("first", "second"), {"backend": cpu, "buckets": [8], "sharing": True}
-    options_of: Any = [{**options, "phase": pool[phase]} for phase in ("first", "second")]
-    for runner in [DecodeRunner(PlainInputs, plain_step, **one) for one in options_of]:
-        runner.capture()
-        runner(random_batch(5, seed=1))
-        stats = runner.stats()
-        assert_whole(stats)
-        assert stats["memory"]["shared"] > 0 == stats["memory"]["inputs"]
-        assert stats["buckets"][8]["live"] == 5
 
 
 def test_one_event_with_all_books(cpu: str) -> None:

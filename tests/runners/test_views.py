@@ -70,29 +70,6 @@ def test_default_in_capture(cpu: str) -> None:
         refusing.capture()
 
 
-class MovedInputs(Inputs):
-    places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, restored=True)
-
-
-def test_a_view_whose_step_raised() -> None:
-    """It cannot be replayed: what the step writes on the way may not be as it was filled."""
-    fails = [False]
-
-    def step(view: MovedInputs) -> torch.Tensor:
-        view.places.add_(1)
-        if fails[0]:
-            raise OSError("no")
-        return view.places * 10
-
-    runner = decoder(MovedInputs, step, buckets=[2])
-    view = runner.fill({"places": torch.tensor([5, 6])})
-    assert [runner.replay(view).tolist() for _ in range(2)] == [[60, 70]] * 2
-    for fails[0], said in ((True, "OSError: no"), (False, "not filled last")):
-        with pytest.raises(ReplayError, match=said):
-            runner.replay(view)
-    assert runner({"places": torch.tensor([7])}).tolist() == [80]
-
-
 PATCHES = Axis("PATCHES")
 
 

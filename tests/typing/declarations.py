@@ -25,7 +25,7 @@ from slotgraph import (
     output,
     staged,
 )
-from slotgraph.extend import host_parameter, once, side
+from slotgraph.extend import once, side
 
 HIDDEN = Axis("HIDDEN", fixed=True)
 PAGES = Axis("PAGES")
@@ -54,8 +54,12 @@ class DecodeInputs(Inputs):
     num_token_non_padded: torch.Tensor = computed(live_tokens, shape=1, dtype=torch.int32)
     rows: torch.Tensor = computed(request_rows, shape=BATCH, dtype=torch.int64)
     extend_seq_lens: torch.Tensor = constant(1, shape=BATCH, dtype=torch.int32)
-    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=1, source="lens", argument="context_lens")
-    windows: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=0, default=None)
+    kv_lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=1, source="lens", argument="context_lens", placement="host"
+    )
+    windows: torch.Tensor | None = copied(
+        BATCH, dtype=torch.int64, pad=0, default=None, placement="host", argument="windows"
+    )
     kv_ends: torch.Tensor = computed(live_tokens, dtype=torch.int64, placement="host", argument="actual_seq_lengths")
     input_embeds: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.bfloat16, pad=0)
     next_token_logits: torch.Tensor = output(TOKENS, VOCAB, dtype=torch.float32)

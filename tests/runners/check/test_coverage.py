@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, output
-from slotgraph.extend import host_parameter, once
+from slotgraph.extend import once
 from slotgraph.runners.bits import garbage
 from tests.runners.check.planted import Sound, found_by, runner_of, sound
 from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
@@ -61,7 +61,7 @@ class Shapes(Inputs):
     set_once: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=once(1))
     fixed: torch.Tensor = constant(3, shape=BATCH, dtype=torch.int64)
     on_host: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
-    lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, placement="host", argument="lens")
     outside: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     result: torch.Tensor = output(TOKENS, dtype=torch.float32)
 

@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional
 
 import slotgraph
-from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from slotgraph import BATCH, Inputs, copied
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
+from tests.runners.check.planted import runner_of
 from tests.strategies import draw
 
 CONTEXTS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
@@ -36,22 +37,14 @@ def attended(x: torch.Tensor) -> torch.Tensor:
 READS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "long": lambda x: x.long(),
     "to a dtype": lambda x: x.to(torch.float64),
-    "to of a keyword": lambda x: x.to(dtype=torch.int64, copy=True),
     "type": lambda x: x.type(TO_TYPE),
     "view of views": lambda x: x.unsqueeze(1).expand(-1, 3)[:, 1].view(-1).float(),
-    "contiguous": lambda x: x[:, None].expand(-1, 3).contiguous(),
-    "reshape": lambda x: x[:, None].expand(-1, 3).reshape(-1, 3).mul(1),
     "embedding module": EMBEDDING,
-    "embedding function": lambda x: functional.embedding(x.long(), TABLE),
     "linear module": lambda x: LAYER(x.float()[:, None]),
-    "linear function": lambda x: functional.linear(x.double()[:, None], torch.ones(2, 1, dtype=torch.float64)),
     "softmax": lambda x: functional.softmax(x.float()[:, None].expand(-1, 4), dim=-1),
     "attention": lambda x: attended(x.float()[:, None, None].expand(-1, 2, 4)),
     "product": lambda x: torch.einsum("b,d->bd", x.float(), TABLE[0]),
     "index": lambda x: TABLE[x],
-    "cat": lambda x: torch.cat([x[:, None], x[:, None]], dim=1),
-    "where": lambda x: torch.where(x > 3, x, -x),
-    "layer norm": lambda x: functional.layer_norm(x.float()[:, None].expand(-1, 4), (4,)),
     "compiled": torch.compile(lambda x: x.long() + 1, backend="eager"),
 }
 
@@ -61,13 +54,6 @@ class Slots(Inputs):
 
     ids: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, limit=15)
     forgotten: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, limit=15)
-
-
-def runner_of(step: Callable[[Slots], Any], backend: str, **options: Any) -> DecodeRunner[Slots]:
-    """A captured runner."""
-    runner = DecodeRunner(Slots, step, buckets=[ROWS], backend=backend, progress=False, **options)
-    runner.capture()
-    return runner
 
 
 def step_of(read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Slots], Any]:
@@ -86,7 +72,7 @@ def test_check_accuses_the_unread_slot_alone(cpu: str, context: str) -> None:
     """However a step reads a slot, the check knows it; the slot that nothing reads, or only looks at, is told."""
     for name, read in READS.items():
         with CONTEXTS[context]():
-            runner = runner_of(step_of(read), cpu)
+            runner = runner_of(step_of(read), cpu, Slots, buckets=[ROWS])
             report = slotgraph.check(runner, progress=False, rounds=1)
         assert [finding.slot for finding in report.findings] == ["forgotten"], f"{name}: {report}"
 
@@ -96,8 +82,8 @@ def test_debug_modes_and_recordings(cpu: str, context: str, tmp_path: pathlib.Pa
     """Debug modes accuse no step and change none, and a recorded step is the same when it is run again."""
     for number, read in enumerate(READS.values()):
         with CONTEXTS[context]():
-            plain = runner_of(step_of(read), cpu)
-            watched = runner_of(step_of(read), cpu, debug="generations,addresses,poison,parity")
+            plain = runner_of(step_of(read), cpu, Slots, buckets=[ROWS])
+            watched = runner_of(step_of(read), cpu, Slots, buckets=[ROWS], debug="generations,addresses,poison,parity")
             with slotgraph.record(watched, tmp_path / f"{number}.safetensors", outputs=True) as recording:
                 for rows in (3, ROWS, 1):
                     batch = batch_of(rows, 7 * rows)

@@ -165,8 +165,8 @@ def test_device_that_stops(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (3, "slot 'ids' kept what lay in its tail: row 3 holds 33 after a fill that must leave 49"),
-        (1, "slot 'ids' is not what its declaration says: row 1 holds 33 after a fill, expected"),
+        (3, "slot 'ids', row 3 (its tail): it holds 33, and the oracle's 49"),
+        (1, "slot 'ids', row 1 (a live row): it holds 33, and the oracle's "),
     ],
     ids=["tail", "live"],
 )

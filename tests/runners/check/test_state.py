@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.dataflow.sampling import Sample
 from slotgraph.runners import state as states
-from slotgraph.runners.check.trial import state_of
+from slotgraph.runners.comparison import state_on
 from slotgraph.runners.state import State
 from tests.runners.models import bytes_of, plain_runner, random_batch
 
@@ -144,7 +143,8 @@ def test_what_was_made_smaller_is_told() -> None:
 
 def test_state_of_a_runner(cpu: str) -> None:
     """A cache that the step closes over is found, with the operator that writes it; the fill and the slots are none."""
-    assert state_of(plain_runner(cpu), [Sample(random_batch(rows, rows), {}) for rows in (3, 7)], None).pieces == ()
+    plain = plain_runner(cpu)
+    assert state_on(plain, plain.fill(random_batch(3, 3))).pieces == ()
     cache = torch.randn(64, 2)
 
     class Cached(Inputs):
@@ -158,12 +158,11 @@ def test_state_of_a_runner(cpu: str) -> None:
     runner = DecodeRunner(Cached, step, buckets=[4], backend=cpu)
     runner.capture()
     before = cache.clone()
-    found = state_of(runner, [Sample({"places": torch.tensor([5, 9, 33])}, {})], None)
+    found = state_on(runner, runner.fill({"places": torch.tensor([5, 9, 33])}))
     assert torch.equal(cache, before)
     assert [piece.told for piece in found.pieces] == [
         "the float32 tensor of shape [64, 2] that aten::index_put_ writes"
     ]
-    assert nbytes_of(state_of(runner, [], [cache[:8]])) == cache[:8].nbytes
 
 
 @st.composite

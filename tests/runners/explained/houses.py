@@ -22,7 +22,7 @@ from slotgraph import (
     staged,
 )
 from slotgraph.backends import Backend
-from slotgraph.extend import host_parameter, once, side
+from slotgraph.extend import once, side
 from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
 from slotgraph.runners.pool import InputPool
 
@@ -68,7 +68,7 @@ class FullInputs(Inputs):
     last: torch.Tensor = computed(last_rows, shape=BATCH, dtype=torch.int64)
     after: torch.Tensor = computed(behind, shape=BATCH, dtype=torch.int64)
     rows: torch.Tensor = computed(ramp, shape=BATCH, dtype=torch.int64, placement="host")
-    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0, source="lens")
+    kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, source="lens", placement="host", argument="kv_lens")
     ones: torch.Tensor = constant(1, shape=(BATCH, 2), dtype=torch.int32)
     embeds: torch.Tensor = staged(TOKENS * 2, HIDDEN, dtype=torch.float32, pad=0)
     logits: torch.Tensor = output(TOKENS, HIDDEN, dtype=torch.float32)

@@ -20,22 +20,23 @@ from slotgraph.runners.stage import Stage
 from tests.strategies import HIDDEN, Round, declarations, rounds, same_bytes
 from tests.strategies import batch_of as drawn_batch
 
-KINDS = ("tensor", "array", "list", "tuple")
+KINDS = ("tensor", "array", "list")
 
 
 def brought(file: pathlib.Path, stage: Stage[Any], number: int) -> tuple[Any, Any]:
     """The batch and side arguments of a file's step, made as a replay makes them."""
     read = RecordedFile.read(file)
     step = read.steps[number]
-    return batch_of(step, stage)
+    found = batch_of(step, stage)
+    return found.batch, found.side
 
 
 def as_kind(value: torch.Tensor, kind: str) -> Any:
     """A tensor's values in another kind of box; the tensor itself where that kind does not hold its dtype."""
     if kind == "array" and value.dtype != torch.bfloat16:
         return value.numpy()
-    if kind in ("list", "tuple") and value.dtype in (torch.int64, torch.float64, torch.bool) and value.dim():
-        return value.tolist() if kind == "list" else tuple(value.tolist())
+    if kind == "list" and value.dtype in (torch.int64, torch.float64, torch.bool) and value.dim():
+        return value.tolist()
     return value
 
 
@@ -106,23 +107,23 @@ def test_dtypes(tmp_path: pathlib.Path, dtype: torch.dtype, shape: tuple[int, ..
 
 plain_leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
 plain_values = st.recursive(
-    plain_leaves,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text(), inner)
-    ),
-    max_leaves=12,
+    plain_leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner), max_leaves=12
 )
 
 
 @given(plain_values)
 def test_plain_data(value: object) -> None:
-    """Plain data comes back equal and of the same types, tuples and infinity among it."""
+    """Plain data comes back equal and of the same types, infinity among it; a tuple as a list."""
     assert repr(plain_from_text(plain_to_text(value))) == repr(value)
+    assert plain_from_text(plain_to_text((1, np.float32(0.5)))) == [1, 0.5]
 
 
 def nested(depth: int) -> Any:
     """Lists in lists."""
-    return [nested(depth - 1)] if depth else "end"
+    value: Any = "end"
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def doubled(times: int) -> Any:
@@ -138,13 +139,12 @@ def doubled(times: int) -> Any:
     [
         (object(), "builtins.object"),
         (types.SimpleNamespace(a=1), "SimpleNamespace"),
-        ({frozenset([1]): 2}, "frozenset"),
+        ({frozenset([1]): 2}, "keys must be"),
         ({1, 2}, "builtins.set"),
         (b"bytes", "builtins.bytes"),
         (1j, "complex"),
-        (nested(40), "more than 32 levels"),
-        (doubled(20), "more than 1,048,576 values"),
-        ("x" * 2_000_000, "more than 1,048,576 values and letters"),
+        (nested(5_000), "recursion"),
+        (doubled(20), "more than 4,194,304 letters"),
         (1 << 20_000, "4300 digits"),
         (torch.float32, "torch.dtype"),
         (np.array(["text"]), "numpy.str_"),
@@ -158,12 +158,12 @@ def doubled(times: int) -> Any:
 def test_what_cannot_be_kept(value: object, why: str) -> None:
     """What is no data is left out, and the record says what it was; nothing raises."""
     found = Value.of("x", value, torch.device("cpu"))
-    assert (found.name, found.kind, found.nbytes, found.elements) == ("x", "other", 0, None)
+    assert (found.name, found.kind, found.data, found.elements) == ("x", "other", "", None)
     assert why in found.why
 
 
-@pytest.mark.parametrize("text", ["{}", '{"tuple": 3}', '{"dict": [1]}', '{"dict": [], "float": "nan"}', "[" * 99999])
-def test_words_that_are_unknown(text: str) -> None:
-    """Words that no recording writes are refused."""
+@pytest.mark.parametrize("text", ["", "nothing", "{1: 2}", "[" * 99999])
+def test_what_is_no_json(text: str) -> None:
+    """Text that no recording writes is refused."""
     with pytest.raises(RecordingError, match="plain data"):
         plain_from_text(text)

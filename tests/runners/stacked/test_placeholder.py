@@ -105,20 +105,3 @@ def test_values_that_do_not_fit(values: dict[str, Any], said: str) -> None:
     """What a placeholder gives is held to its slot: name, shape and kind of number, with nothing cast or cut."""
     with pytest.raises(errors.CaptureError, match=said):
         around(noting, "cpu-capture", inputs=placeholder_that_gives(**values), buckets=[4])
-
-
-def test_field_without_a_value() -> None:
-    """A break that reads a field which the placeholder leaves out is told which one."""
-
-    class Silent(Prefill):
-        @classmethod
-        def placeholder(cls, step: Step) -> Mapping[str, Any]:
-            """No field."""
-            return {"extend_seq_lens": [step.live(TOKENS)]}
-
-    @graph_break
-    def reading(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-        return torch.mul(hidden, view.scale)
-
-    with pytest.raises(errors.CaptureError, match=r"break '.*reading' raised AttributeError: 'scale' is carried from"):
-        around(reading, "cpu-capture", inputs=Silent, buckets=[4])

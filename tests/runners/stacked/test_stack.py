@@ -1,4 +1,4 @@
-"""What a stack is called with: moved to where graphs read it, handed on to breaks, or refused."""
+"""The stack of a step: how it is named, what it may be called with, and what its graphs may not depend on."""
 
 import enum
 from typing import Any
@@ -7,9 +7,9 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, errors, graph_break
+from slotgraph import BATCH, TOKENS, BreakableRunner, current_view, errors, graph_break
 from slotgraph.backends import Backend
-from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, poison
+from tests.runners.prefilled import Model, Prefill, around, assert_equal, batch_of, poison, runner_of, scaled
 
 
 class Mode(enum.Enum):
@@ -33,12 +33,6 @@ class Slotted:
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.parts = {"rows": [rows]}
-
-
-@graph_break
-def scaled(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-    """One break, with the number of requests and a field."""
-    return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
 
 
 @graph_break
@@ -123,59 +117,75 @@ def test_object_that_lives_on(backend: Backend, kind: Any) -> None:
         assert torch.equal(ours, eager(batch))
     chosen[0] = 1
     assert torch.equal(rows_of(pools[0]), rows_of(pools[1]))
-    with pytest.raises(
-        errors.ReplayError, match=f"argument 2 of the stack, of type {kind.__name__}, is another one than"
-    ):
+    with pytest.raises(errors.ReplayError, match=f"argument 2 .*, of type {kind.__name__}, is another one than"):
         runner(batch_of([8], 1, backend.device))
 
 
-def test_object_of_one_step(backend: Backend) -> None:
-    """Breaks read what is live of an object that each step makes anew; graphs may not read tensors in it."""
-    outer = lambda view, hidden, inner: inner(hidden, Pool(hidden * view.scale))  # noqa: E731
-    runner, eager = around(lambda hidden, pool: plus_rows(hidden * 2, pool), backend, outer)
+def pool_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+    """Hand the stack an object that each step makes anew."""
+    return inner(hidden, Pool(hidden * view.scale))
+
+
+def first_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+    """Hand the stack another view than the step's own."""
+    return inner(hidden, view.narrow(BATCH, 0, 1, tokens=(0, int(view.extend_seq_lens[0]))))
+
+
+@graph_break
+def first_request(hidden: torch.Tensor, part: Prefill) -> torch.Tensor:
+    """A break that reads a part of the view."""
+    return torch.add(hidden * int(part.extend_seq_lens.sum()), part.input_ids.shape[0])
+
+
+@pytest.mark.parametrize(
+    ("stack", "outer"),
+    [
+        (lambda hidden, pool: plus_rows(hidden * 2, pool), pool_of),
+        (lambda hidden, part: first_request(hidden, part) + 1, first_of),
+        # slots over tokens are where they were, also in an object of each step's
+        (
+            lambda hidden, pool: hidden + pool.rows[:, None],
+            lambda view, hidden, inner: inner(hidden, Pool(view.positions)),
+        ),
+    ],
+)
+def test_objects_of_one_step(backend: Backend, stack: Any, outer: Any) -> None:
+    """Breaks read what is live of an object that each step makes anew."""
+    runner, eager = around(stack, backend, outer)
     assert_equal(runner, eager, backend.device, 1, 2)
-    for stack in (lambda hidden, pool: hidden + pool.rows, lambda hidden, pool: plus_rows(hidden, pool) + pool.rows[0]):
-        with pytest.raises(errors.CaptureError, match="argument 1 of the stack, of type Pool, is another one than"):
-            around(stack, backend, outer)
 
 
-def test_slots_within_an_object(backend: Backend) -> None:
-    """Slots over tokens may come in an object of each step's: they are where they were."""
-    outer = lambda view, hidden, inner: inner(hidden, Pool(view.positions))  # noqa: E731
-    runner, eager = around(lambda hidden, pool: hidden + pool.rows[:, None], backend, outer)
-    assert_equal(runner, eager, backend.device, 1, 2)
+LATER: list[bool] = []
+"""Whether a step is unlike the one of the capture."""
+UNLIKE: list[tuple[Any, Any, str]] = [
+    (
+        scaled,
+        lambda view, hidden, inner: hidden if LATER else inner(hidden, view),
+        "stack, inner, 0 times, and once at",
+    ),
+    (scaled, lambda view, hidden, inner: inner(inner(hidden, view) if LATER else hidden, view), "2 times, and once at"),
+    (
+        scaled,
+        lambda view, hidden, inner: inner(hidden, view.narrow(TOKENS, 0, 2) if LATER else view),
+        "argument 1 of the stack, of type Prefill, is another one than at capture",
+    ),
+    (
+        lambda hidden, places: hidden * places[:, None],
+        lambda view, hidden, inner: inner(hidden, torch.ones_like(view.positions) if LATER else view.positions),
+        "argument 1 of the stack, of type Tensor, is another one than at capture",
+    ),
+]
 
 
-def test_narrowed_view(backend: Backend) -> None:
-    """Another view than the step's own is an object of that step: breaks get it, graphs may not read it."""
-
-    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        tokens = int(view.extend_seq_lens[0])
-        return inner(hidden, view.narrow(BATCH, 0, 1, tokens=(0, tokens)))
-
-    @graph_break
-    def first_request(hidden: torch.Tensor, part: Prefill) -> torch.Tensor:
-        return torch.add(hidden * int(part.extend_seq_lens.sum()), part.input_ids.shape[0])
-
-    runner, eager = around(lambda hidden, part: first_request(hidden, part) + 1, backend, outer)
-    assert_equal(runner, eager, backend.device, 1, 2)
-    with pytest.raises(errors.CaptureError, match="argument 1 of the stack, of type Prefill, is another one than"):
-        around(lambda hidden, part: first_request(hidden, part) + part.positions.sum(), backend, outer)
-
-
-def test_view_that_is_replaced_later(backend: Backend) -> None:
-    """A step that hands its stack the view at capture, and another one later, is refused."""
-    other: list[Any] = []
-    outer = lambda view, hidden, inner: inner(hidden, other[0] if other else view)  # noqa: E731
-    runner, eager = around(scaled, backend, outer)
-    view = runner.fill(batch_of([2], 1, backend.device))
-    other.append(view.narrow(TOKENS, 0, 2))
-    with pytest.raises(
-        errors.ReplayError, match="argument 1 of the stack, of type Prefill, is another one than at capture"
-    ):
-        runner.replay(view)
-    other.clear()
-    assert_equal(runner, eager, backend.device)
+def test_steps_unlike_the_capture(backend: Backend) -> None:
+    """A step that calls its stack otherwise than at capture is an error of that step alone."""
+    for stack, outer, said in UNLIKE:
+        runner, eager = around(stack, backend, outer)
+        LATER.append(True)
+        with pytest.raises(errors.ReplayError, match=said):
+            runner(batch_of([2], 1, backend.device))
+        LATER.clear()
+        assert_equal(runner, eager, backend.device)
 
 
 def test_stack_that_writes_its_argument(backend: Backend) -> None:
@@ -195,22 +205,108 @@ def test_stack_that_writes_its_argument(backend: Backend) -> None:
     assert_equal(runner, eager, backend.device, 1, 2)
 
 
-def test_argument_that_was_a_slot(backend: Backend) -> None:
-    """Where graphs read a slot that the stack is handed, other memory in its place is refused."""
-    other: list[torch.Tensor] = []
-    outer = lambda view, hidden, inner: inner(hidden, other[0] if other else view.positions)  # noqa: E731
-    runner, eager = around(lambda hidden, positions: hidden * positions[:, None], backend, outer, buckets=[4])
-    other.append(torch.ones(4, dtype=torch.int64, device=backend.device))
-    with pytest.raises(errors.ReplayError, match="argument 1 of the stack, of type Tensor, is another one than"):
-        runner(batch_of([2], 1, backend.device))
-    other.clear()
-    batch = batch_of([1, 2], 2, backend.device)
-    assert torch.equal(runner(batch), eager(batch))
+def test_ways_to_name_the_stack(backend: Backend) -> None:
+    """A module and a dotted path mean the same stack; without one the whole step is captured."""
+    outputs, batch = [], batch_of([1, 2], 1, backend.device)
+    for step, stack in ((model := Model(), "inner"), (model, model.inner), (model.hidden, None)):
+        model.to(backend.device)
+        rows: Any = {} if stack else {"output_rows": TOKENS}
+        runner = BreakableRunner(Prefill, step, stack=stack, buckets=[4], backend=backend, progress=False, **rows)
+        runner.capture()
+        assert runner.decide(batch).path == "breakable"
+        outputs.append(runner(batch))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2][[0, 2]] @ model.head, outputs[0])
 
 
-def test_inference_mode_at_capture(backend: Backend) -> None:
-    """Graphs captured in inference mode take arguments of steps outside of it, and the other way round."""
-    runner, eager = around(lambda hidden, view: scaled(hidden * 2, view), backend, lazy=True)
-    for inference in (True, False, True):
-        with torch.inference_mode(inference):
-            assert_equal(runner, eager, backend.device)
+def test_forward_is_put_back(backend: Backend) -> None:
+    """A step leaves the stack's forward as it was, also one that raises; a stack's own one is respected."""
+    model, faults = Model().to(backend.device), list[Exception]()
+    before = model.inner.forward
+
+    def own(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return before(*args, **kwargs) * 2
+
+    model.inner.forward = own  # type: ignore[method-assign] # as some libraries do
+    runner = runner_of("breakable", model, backend, buckets=[4])
+    runner.capture()
+    plain = Model().to(backend.device)
+    batch = batch_of([2, 1], 2, backend.device)
+    with torch.no_grad():
+        view = runner.fill(batch)
+        assert torch.equal(runner.replay(view), plain(view) * 2)
+    assert model.inner.forward is own
+    hook = model.inner.register_forward_hook(lambda *_: [(_ for _ in ()).throw(fault) for fault in faults] and None)
+    faults.append(OSError("in a hook"))
+    with pytest.raises(OSError, match="in a hook"):
+        runner(batch)
+    hook.remove()
+    assert model.inner.forward is own
+    with torch.no_grad():
+        view = runner.fill(batch)
+        assert torch.equal(runner.replay(view), plain(view) * 2)
+
+
+def asked_field(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
+    """A field of each step's own, read in a graph."""
+    return torch.mul(hidden, current_view(Prefill).scale)
+
+
+def test_slots_over_requests_may_be_looked_at(backend: Backend) -> None:
+    """What is the same of such a slot in each step may be asked: device, dtype, number of dims, presence."""
+
+    def stack(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+        lengths = view.extend_seq_lens
+        known = lengths is not None and lengths.device == hidden.device and lengths.dtype == torch.int32
+        return scaled(hidden, view) + lengths.ndim if known else hidden
+
+    runner, eager = around(stack, backend)
+    assert_equal(runner, eager, backend.device)
+
+
+MISSING: list[tuple[Any, Any, str]] = [
+    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: .* no attribute 'rows'; modules there: 'layers'"),
+    (Model(), "model", r"leads nowhere: 'Model' object has no attribute 'model'; modules there: 'inner'"),
+    (Model(), "head", r"stack is a module, or a dotted path to one under the step; head is Parameter"),
+    (Model(), 3, r"stack is a module, or a dotted path to one under the step; int is int"),
+    (lambda view: view, "inner", r"leads nowhere: .* no attribute 'inner'; modules there: none"),
+]
+
+
+def test_stack_that_is_not_there() -> None:
+    """Where no stack is found the error lists what was looked for, and nothing is guessed by name."""
+    for step, stack, said in MISSING:
+        with pytest.raises(errors.ConfigError, match=said):
+            BreakableRunner(Prefill, step, stack=stack, buckets=[4], backend="cpu")
+
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    (scaled, lambda view, hidden, inner: inner(inner(hidden, view), view), "called the stack, inner, 2 times: it is"),
+    (scaled, lambda _, hidden, __: hidden + 1, "called the stack, inner, 0 times"),
+    (
+        lambda hidden, view: hidden * view.extend_seq_lens.sum(),
+        None,
+        "sum reads slot 'extend_seq_lens', whose rows are",
+    ),
+    (lambda hidden, view: hidden * view.extend_start_loc.shape[0], None, "shape reads slot 'extend_start_loc'"),
+    (
+        lambda hidden, lengths: hidden + lengths,
+        lambda view, hidden, inner: inner(hidden, view.extend_seq_lens[:]),
+        "aten::add reads slot 'extend_seq_lens'",
+    ),
+    (lambda hidden, view: hidden * len(view.extend_seq_lens), None, "reads slot 'extend_seq_lens'"),
+    (lambda hidden, view: hidden + view.extend_seq_lens, None, "add reads slot 'extend_seq_lens'"),
+    (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], None, "long reads slot 'extend_seq_lens'"),
+    (lambda hidden, view: hidden * view.scale, None, "'scale' is carried from the batch and has no default"),
+    (asked_field, None, "'scale' is carried from the batch and has no default"),
+    (lambda hidden, pool: hidden + pool.rows, pool_of, "argument 1 of the stack, of type Pool, is another one than"),
+    (lambda hidden, pool: plus_rows(hidden, pool) + pool.rows[0], pool_of, "of type Pool, is another one than"),
+    (lambda hidden, part: first_request(hidden, part) + part.positions.sum(), first_of, "of type Prefill, is another"),
+]
+
+
+def test_graphs_that_depend_on_requests(backend: Backend) -> None:
+    """What changes by step is not to be seen in a graph: slots over requests, sizes, fields, objects; nor two calls."""
+    for stack, outer, said in REFUSED:
+        with pytest.raises(errors.CaptureError, match=said):
+            around(stack, backend, outer)

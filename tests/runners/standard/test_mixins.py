@@ -15,7 +15,7 @@ from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.sizing import Limits
+from slotgraph.dataflow.sizing import limits_of
 from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
@@ -147,15 +147,17 @@ def test_bounded_context() -> None:
     class Bounded(standard.DecodeInputs, standard.BoundedContext):
         pass
 
-    limits = Limits.of(Bounded.slotgraph, {standard.CONTEXT: 16})
-    assert limits is not None
+    def check(batch: dict[str, Any]) -> None:
+        for limit in limits_of(Bounded.slotgraph, {standard.CONTEXT: 16}):
+            limit.check(batch)
+
     fits: list[Any] = [[3, 16], np.array([16, 1]), torch.tensor([16, 2], dtype=torch.int32)]
     over: list[Any] = [[3, 17], np.array([2, 17]), torch.tensor([16, 17], dtype=torch.int64)]
     for lens in fits:
-        limits.check({"seq_lens": lens, "seq_lens_cpu": lens})
+        check({"seq_lens": lens, "seq_lens_cpu": lens})
     for lens in over:
         said = r"slot 'seq_lens_cpu': row 1 is 17, over the limit of CONTEXT = 16"
         with pytest.raises(BatchError, match=said):
-            limits.check({"seq_lens": torch.tensor([3, 17]), "seq_lens_cpu": lens})
+            check({"seq_lens": torch.tensor([3, 17]), "seq_lens_cpu": lens})
     with pytest.raises(BatchError, match=r"slot 'seq_lens': row 1 is 17"):
-        limits.check({"seq_lens": [3, 17]})
+        check({"seq_lens": [3, 17]})

@@ -16,9 +16,9 @@ from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.sampling import Sample
 from slotgraph.dataflow.specialization import Specialization
 from slotgraph.runners.testing import ground
-from slotgraph.testing import Turn, assert_fill_equals_oracle, batches, schedules
+from slotgraph.testing import assert_fill_equals_oracle, batches
 from tests.packing import PackingBackend
-from tests.runners.testing.declared import HIDDEN, PAGES, Mixed
+from tests.runners.testing.declared import HIDDEN, Mixed
 from tests.strategies import declarations
 
 FEW = 12
@@ -144,18 +144,6 @@ def test_a_runner_takes_each(sample: Sample) -> None:
     assert torch.equal(view.tables, sample.batch["paging"]["tables"])
     assert (view.hidden is None) == ("proxy" not in sample.side)
     assert (view.flags is None) == ("flags" not in sample.batch)
-
-
-@given(schedule=schedules(Mixed, {PAGES: 2}, turns=3))
-def test_schedules(schedule: list[Turn]) -> None:
-    """At most so many steps over at most three buckets; each batch fits its own, and lists are what is listed."""
-    assert 1 <= len(schedule) <= 3
-    for turn in schedule:
-        assert all(1 <= turn.live[axis] <= turn.padded[axis] for axis in (BATCH, TOKENS, PAGES))
-        batch = turn.sample.batch
-        assert {name for name, value in batch.items() if isinstance(value, list)} == turn.as_lists
-        assert len(batch["input_ids"]) == turn.live[TOKENS]
-        assert turn.absent == {name for name in ("hidden", "flags") if name in turn.absent}
 
 
 def test_slots_of_one_source_are_absent_together() -> None:
