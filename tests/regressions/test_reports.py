@@ -1,6 +1,6 @@
 """Public reports of engines: slotgraph's way gives the right answer, or refuses at the earliest moment.
 
-The docstring of each test begins with its class in docs/hazards.md, and says what went wrong there.
+The docstring of each test begins with its class in docs/troubleshooting.md, and says what went wrong there.
 """
 
 from typing import Any, Final, final

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 HERE: Final = Path(__file__).parent
-PAGE: Final = HERE.parents[1] / "docs" / "hazards.md"
+PAGE: Final = HERE.parents[1] / "docs" / "troubleshooting.md"
 PROJECTS: Final = {
     "SGLang": ("sglang", "sgl-project/sglang"),
     "vLLM": ("vllm", "vllm-project/vllm"),

@@ -306,7 +306,7 @@ def test_the_table_of_events() -> None:
 
     Keys become attributes of a LogRecord, which has its own and refuses them.
     """
-    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8").split("## Events")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8").split("## Events")[1].split("\n## ")[0]
     table = {name: (level, frozenset(re.findall(r"`(\w+)`", keys))) for name, level, keys in _ROW.findall(page)}
     assert {name: level for name, (level, _) in table.items()} == {name: level for name, level, _ in logged()}
     assert {name: keys - table[name][1] for name, _, keys in logged() if keys - table[name][1]} == {}

@@ -17,7 +17,7 @@ from tests.runners.check.planted import OURS, Planted, Sound, runner_of, sound
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
 
-PAGE: Final = Path(__file__).parents[3] / "docs" / "checking.md"
+PAGE: Final = Path(__file__).parents[3] / "docs" / "verify.md"
 CAPTURES: Final = "cpu-capture"
 
 

@@ -13,7 +13,7 @@ import slotgraph
 from slotgraph.runners.explained.pages import pictures
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGE = DOCS / "reading-a-runner.md"
+PAGE = DOCS / "observe.md"
 VARIABLE = "SLOTGRAPH_WRITE_PICTURES"
 NAMES = ("fills", "memory")
 
