@@ -92,7 +92,7 @@ class Running:
     phase: what it is run for. now: by identity of something that the captured step was given, what stands for it in
     this step. backend: what a break asks to be called between two graphs; None where nothing is being recorded.
     shown: what graphs see in the view's place while their code runs. inside: the break that is being run.
-    operator: the operator that is being run in a graph that is looked at.
+    operator: the operator that is being run in a graph that is looked at. calls: of the stack so far, in a replay.
     """
 
     view: Inputs
@@ -102,6 +102,7 @@ class Running:
     shown: Inputs | None = None
     inside: str | None = None
     operator: str | None = None
+    calls: int = 0
 
 
 def running() -> Running | None:
