@@ -34,6 +34,7 @@ from .bench import FULL, QUICK, measured_rows, show_rows
 from .shared import (
     FAILED,
     FormOption,
+    OutputOption,
     are_batches,
     as_json,
     captured,
@@ -126,6 +127,7 @@ def explain(
     lowering: _Lowering = AUTO,
     capture: _Capture = False,
     form: _Format = "table",
+    output: OutputOption = None,
 ) -> None:
     """Show a declaration's slots, dependencies and plan; or a runner's, with its buckets, graphs, memory and decisions.
 
@@ -136,21 +138,16 @@ def explain(
       slotgraph explain my_engine.inputs:DecodeInputs
       slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --size hidden=64 --lowering slot_by_slot
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
-      slotgraph explain my_engine.serving:decode --capture --format html > decode.html
+      slotgraph explain my_engine.serving:decode --capture --format html --output decode.html
     """  # noqa: D301 - as above
-    of_a_step = {
-        "size": size,
-        "set": setting,
-        "absent": absent,
-        "backend": backend != AUTO,
-        "lowering": lowering != AUTO,
-    }
+    of_a_step: dict[str, object] = {"--size": size, "--set": setting, "--absent": absent}
+    of_a_step |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
     found: Explanation | RunnerExplanation
     with reported():
         named = find(target, is_explained, "no subclass of slotgraph.Inputs, nor a runner")
         if isinstance(named, Runner):
             for option in (name for name, given in of_a_step.items() if given):
-                refuse("is for a declaration; a runner has its own: leave it out", f"--{option}")
+                refuse("is for a declaration; a runner has its own: leave it out", option)
             if capture:
                 try:
                     captured(named)
@@ -163,15 +160,15 @@ def explain(
             extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
             found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
     if form == "table":
-        screen().print(tables(found))
+        screen(output=output).print(tables(found))
     elif form == "json":
-        typer.echo(as_json(found), nl=False)
+        typer.echo(as_json(found), output, nl=False)
     elif form == "mermaid":
-        typer.echo(mermaid(found if isinstance(found, Explanation) else found.declaration), nl=False)
+        typer.echo(mermaid(found if isinstance(found, Explanation) else found.declaration), output, nl=False)
     elif isinstance(found, Explanation):
         refuse("a page is made of a runner: name one, or take --format table, mermaid or json", "--format")
     else:
-        typer.echo(html(found), nl=False)
+        typer.echo(html(found), output, nl=False)
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:

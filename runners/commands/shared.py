@@ -31,9 +31,15 @@ Form = Literal["table", "json"]
 FormOption = Annotated[Form, typer.Option("--format", help="Tables, or JSON for scripts.")]
 
 
-def screen(least: int = 0) -> Console:
-    """Standard output: as wide as the terminal or as COLUMNS says, else wide. least: its columns."""
-    console = Console(highlight=False)
+OutputOption = Annotated[
+    typer.FileTextWrite | None,
+    typer.Option("--output", metavar="FILE", encoding="utf-8", help="Write it to this file, not to the screen."),
+]
+
+
+def screen(least: int = 0, output: typer.FileTextWrite | None = None) -> Console:
+    """Standard output or a file: as wide as the terminal or as COLUMNS says, else wide. least: its columns."""
+    console = Console(highlight=False, file=output)
     if not (console.is_terminal or os.environ.get("COLUMNS")):
         console.width = WIDE
     console.width = max(console.width, least)
