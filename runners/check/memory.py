@@ -5,8 +5,6 @@ Races run steps in flight one behind the other, their sources overwritten right 
 
 import copy
 import itertools
-import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...backends.base import Backend
 from ...backends.operators import run_under, storage_key
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.buffers import overlaps, span
@@ -30,6 +27,7 @@ from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slot
 from ..runner import Runner
 from ..running import running
 from ..state import Change
+from ..testing.timing import occupier
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial, rebuilt
 
@@ -40,9 +38,8 @@ SHARE: Final = 0.25
 _FILL_ALL: Final = "a function that takes `out` must fill all of it, padded rows too"
 _WRITE_ALL: Final = "write every live row in each step, or leave the slot out of the declaration"
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
-_BUSY, _PRODUCTS, _WIDTH = 0.03, 500, 1024
-"""Seconds of products of square matrices that a device is given first, so that the host runs ahead; how many at most
-(a queue has an end, too), and their rows."""
+_BUSY_US: Final = 30_000
+"""Microseconds of work that a device is given first, so that the host runs ahead."""
 
 
 def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
@@ -247,8 +244,8 @@ def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) ->
     """What each step gives, and its slots: alone, or in flight, where sources are overwritten right after the call."""
     backend, runs = subject.runner.stage.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
-        if flight:
-            _keep_busy(backend)
+        if flight and backend.device.type != "cpu":
+            occupier(backend)(_BUSY_US)
         for one in batches:
             values = subject.sources(one)
             runs.append(_run(subject, one))
@@ -278,17 +275,3 @@ def _overwrite(values: Iterable[Any]) -> None:
             value[...] = 0
         elif isinstance(value, list):
             value[:] = [[0] * len(one) if isinstance(one, list) else 0 for one in value]
-
-
-def _keep_busy(backend: Backend) -> None:
-    """Give the device something to do first, so that steps stand in a queue behind it."""
-    if backend.device.type == "cpu":
-        return
-    block = torch.full((_WIDTH, _WIDTH), 1 / _WIDTH, device=backend.device)  # no random numbers, which steps may draw
-    block = block @ block  # the first may load a library
-    backend.synchronize()
-    begun = time.perf_counter()
-    block = block @ block
-    backend.synchronize()
-    for _ in range(min(_PRODUCTS, math.ceil(_BUSY / (time.perf_counter() - begun)))):
-        block = block @ block

@@ -235,8 +235,7 @@ def _facts_of(name: str) -> dict[str, Any]:
         facts["reason"] = available.reason
         if available:
             backend = kind()
-            data = to_data(backend.capabilities)
-            facts |= {"available": True, "device": str(backend.device), "capabilities": data}
+            facts |= {"available": True, "device": str(backend.device), "capabilities": to_data(backend.capabilities)}
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is reported, not hidden
         facts["reason"] = f"{type(error).__name__}: {error}"
     return facts
@@ -338,14 +337,14 @@ def check(
         if batches is not None:
             why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        named: dict[str, Any] = {"only": only or (), "read_outside": read_outside or ()}
-        report = check_runner(runner, given, rounds=rounds, seed=seed, **named)
+        told = only or (), read_outside or ()
+        report = check_runner(runner, given, rounds=rounds, seed=seed, only=told[0], read_outside=told[1])
     title, *lines = str(report).splitlines()
-    rows = list[dict[str, Any]]()
-    for name, steps in report.steps.items():
-        found = report.of(name)
-        slots = [one.slot for one in found if one.slot]
-        rows.append({"check": name, "steps": steps, "findings": len(found), "slots": slots})
+    found = {name: report.of(name) for name in report.steps}
+    rows = [
+        {"check": name, "steps": steps, "findings": len(found[name]), "slots": [o.slot for o in found[name] if o.slot]}
+        for name, steps in report.steps.items()
+    ]
     show(form, report.as_data(), Table(title, rows, "\n".join(lines)))
     if not report.ok:
         raise typer.Exit(FAILED)
@@ -390,7 +389,7 @@ def _shown(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
         yield _step(found, "" if found.raised is None else found.raised.traceback)
     elif isinstance(found, ReplayReport):
         notes = [f"note: {note}" for note in found.notes]
-        notes += [f"step {step.number}: {line}" for step in found.steps for line in step.lines]
+        notes += [f"step {one.number}: {line}" for one in found.steps for line in one.lines]
         results = [
             {**_decided(step), "result": step.outcome, "why": step.decision and step.decision.reason}
             for step in found.steps

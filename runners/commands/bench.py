@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, Step
+from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import sample_batch, sampled_slots
@@ -42,8 +42,6 @@ _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
 """Name, axis, dtype and tail of what engines feed a decode step; beyond these the same again under other names."""
 
 Row = dict[str, Any]
-
-
 FULL: Final = (50, 20, 9)
 QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
@@ -70,14 +68,11 @@ def declare_decode(slots: int, **more: Any) -> type[Inputs]:
         again, which = divmod(index, len(_SLOTS))
         name, axis, dtype, pad = _SLOTS[which]
         body[f"{name}_{again}" if again else name] = copied(axis, dtype=dtype, pad=pad)
-    body |= {"num_token_non_padded": computed(_live_tokens, shape=1, dtype=torch.int32), **more}
+    body |= {"num_token_non_padded": computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)}
+    body |= more
     body |= {"__annotations__": dict.fromkeys(body, torch.Tensor | None), "__module__": __name__}
     made: type[Inputs] = types.new_class(f"Decode{slots}", (Inputs,), {}, lambda space: space.update(body))
     return made
-
-
-def _live_tokens(step: Step) -> int:
-    return step.live(TOKENS)
 
 
 def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:

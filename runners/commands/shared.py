@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Annotated, Any, Final, Literal, NoReturn
 
 import typer
@@ -27,7 +27,6 @@ FAILED: Final = 1
 
 
 Form = Literal["table", "json"]
-"""How a result is printed."""
 FormOption = Annotated[Form, typer.Option("--format", help="Tables, or JSON for scripts.")]
 
 
@@ -61,8 +60,7 @@ def show(form: Form, data: Any, *shown: RenderableType) -> None:
 
 def fail(*lines: str) -> NoReturn:
     """Print lines to stderr and exit with the status of a failed check."""
-    for line in lines:
-        typer.echo(line, err=True)
+    typer.echo("\n".join(lines), err=True)
     raise typer.Exit(FAILED)
 
 
@@ -103,17 +101,14 @@ def are_batches(value: Any) -> bool:
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, str))
 
 
-NONE: Final[Mapping[str, Any]] = {}
 RUNNER: Final = "no runner, nor a function without required arguments that makes one"
 
 
-def is_runner(value: Any) -> bool:
-    """Whether a value can be checked and replayed on."""
-    return isinstance(value, Runner)
-
-
 def find(
-    target: str, is_wanted: Callable[[Any], bool] = is_runner, why: str = RUNNER, given: Mapping[str, Any] = NONE
+    target: str,
+    is_wanted: Callable[[Any], bool] = lambda value: isinstance(value, Runner),
+    why: str = RUNNER,
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
 

@@ -200,17 +200,18 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
             subject = Subject(runner, runner.graphs, state, produce=produce)
             with unwatched(runner.watch):
                 finding = apart_from_step(subject, batch_of(step, runner.stage))
-            found += [] if finding is None else [finding.message]
+            if finding is not None:
+                found.append(finding.message)
         view = runner.fill(one.batch, **one.side)
         produce(view)
     here = copies(runner.replay(view), "outputs")
     if step.outputs is not None:
         known = {one.name: one.elements for one in step.outputs if one.elements is not None}
-        mine = {
-            name: tensor for name, tensor in here.items() if name not in {one.name for one in step.outputs if one.why}
-        }
-        found += ["; ".join(map(str, mismatches(mine, known, USUAL, ("here", "recorded"), info_of(view).step)))]
-    return [line for line in found if line]
+        for lost in (one.name for one in step.outputs if one.why):
+            here.pop(lost, None)
+        apart = mismatches(here, known, USUAL, ("here", "recorded"), info_of(view).step)
+        found += filter(None, ["; ".join(map(str, apart))])
+    return found
 
 
 def _produce(step: StepRecord, view: Inputs) -> None:

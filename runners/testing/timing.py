@@ -143,7 +143,7 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
                     run.host.clear()
         if backend.device.type == "cpu" or not device_rounds:
             return
-        occupy = _occupier(backend)
+        occupy = occupier(backend)
         for number in range(device_rounds):
             for run in runs:
                 found = device_time(run, occupy, backend) if number == 0 or run.device else None
@@ -151,7 +151,7 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
                     run.device.append(found)
 
 
-def _occupier(backend: Backend) -> Occupy:
+def occupier(backend: Backend) -> Occupy:
     """What keeps a device busy while the host queues steps behind it: matrix products, whose time is measured here."""
     matrix, result = (torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=backend.device) for _ in range(2))
 
