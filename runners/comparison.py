@@ -162,10 +162,7 @@ def named(
 
 
 def differences(one: Seen, other: Seen, tolerance: Tolerances) -> Iterator[Mismatch]:
-    """Where two runs of one batch differ, maybe with other padding: copied slots, bit for bit, then what came out.
-
-    Computed slots may differ with the padding: `computed_apart` tells of them.
-    """
+    """Where two runs differ, maybe with other padding: copied slots bit for bit, then outputs; not computed slots."""
     yield from mismatches(*_shared(one.copied, other.copied))
     yield from mismatches(one.outputs, other.outputs, tolerance, step=one.step)
 
@@ -204,7 +201,7 @@ def mismatches(
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values that are no tensors are equal, if their type can tell. NaN equals itself."""
-    if one is other or type(one) is not type(other) or type(one).__eq__ is object.__eq__:
+    if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
         return type(one) is type(other)
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
 

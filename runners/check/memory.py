@@ -1,7 +1,4 @@
-"""Addresses, coverage and races: what graphs read lies where it was, is written and read, and is not written early.
-
-Races run steps in flight one behind the other, their sources overwritten right after the call, against each alone.
-"""
+"""Addresses, coverage and races: what graphs read lies where it was, is written and read, and is not written early."""
 
 import copy
 import itertools
@@ -43,11 +40,7 @@ _BUSY_US: Final = 30_000
 
 
 def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Slots whose buffer has moved, and other memory that graphs read and that has moved.
-
-    Of what the step holds (closures, globals, attributes, a model's weights) only what it reads on one of the batches
-    is told, with the operator that reads it.
-    """
+    """Slots whose buffer has moved, and other memory that has moved and that the step reads on one of the batches."""
     for name in subject.graphs.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
@@ -156,10 +149,7 @@ def may_be_read(slot: Slot, device: torch.device) -> str | None:
 
 
 def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
-    """Run the step without its graph, and name the slots that its operators, and functions of computed slots, take.
-
-    A mere view reads nothing; a kernel that is launched without an operator is not seen.
-    """
+    """The slots that operators of an eager run, and functions of computed slots, take. A view reads nothing."""
     slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
     computes = (slot.computes() for slot in slots.values())
@@ -190,9 +180,8 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
 def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
 
-    Host sources are overwritten as soon as the call returns, device sources in stream order. Outputs and slots are
-    copied in stream order. The slots of the first step whose outputs differ tell through which it came: one whose
-    values differ, or one that the device reads late.
+    Sources are overwritten as soon as the call returns. The slot through which it came is one whose values differ, or
+    one that the device reads late.
     """
     wanted = _sequence(subject, list(batches))
     try:

@@ -252,13 +252,7 @@ _Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: second
 
 
 @app.command()
-def bench(
-    *,
-    backend: _Backend = AUTO,
-    slots: _Slots = None,
-    json_file: _Json = None,
-    quick: _Quick = False,
-) -> None:
+def bench(*, backend: _Backend = AUTO, slots: _Slots = None, json_file: _Json = None, quick: _Quick = False) -> None:
     """Measure what a step's inputs cost host and device, against hand-written fills and a bare replay.
 
     \b
@@ -299,8 +293,7 @@ _Only = Annotated[
     list[str] | None, typer.Option(metavar="CHECK", help=f"One of the checks: {', '.join(CHECKS)}; may be repeated.")
 ]
 _ReadOutside = Annotated[
-    list[str] | None,
-    typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated."),
+    list[str] | None, typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated.")
 ]
 _Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
 _Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")]

@@ -59,10 +59,7 @@ def plus_one(view: Any) -> Any:
 
 
 def declare_decode(slots: int, **more: Any) -> type[Inputs]:
-    """A decode declaration of so many slots, at least 2: all copied but one count, which the host computes.
-
-    more: slots beside these, or in the place of those of the same name.
-    """
+    """A decode step of so many slots, 2 or more: all copied but a count. more: slots beside or instead."""
     body: dict[str, Any] = {}
     for index in range(slots - 1):
         again, which = divmod(index, len(_SLOTS))
@@ -86,10 +83,7 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
 
 
 def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str, Contestant]:
-    """Whole steps by name: two by hand, a runner for each lowering that the backend has, and a bare replay.
-
-    The graph of the ways by hand, and the bare one, hold the step, and nothing of a fill.
-    """
+    """Whole steps by name: two by hand, a runner for each lowering, and a bare replay of a graph without a fill."""
     found, declaration = dict[str, Contestant](), inputs.slotgraph
     runners = {name: captured(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
     graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying

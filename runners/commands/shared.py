@@ -71,10 +71,7 @@ def refuse(message: str, option: str | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors into lines on stderr; those of a user's own code with their place.
-
-    Code that ends the process, even with 0, is a failure: nothing was done.
-    """
+    """Turn errors into lines on stderr, a user's own with their place; code that ends the process is a failure, too."""
     try:
         yield
     except (typer.BadParameter, typer.Exit):  # the command's own, which say all there is to say

@@ -256,10 +256,7 @@ def _graph(runner: Runner[Any], graphs: GraphSet[Any], rows: int, absent: Absent
 def _fill(  # noqa: C901 - one kind of step after the other
     plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
 ) -> Fill:
-    """A plan's steps in their order.
-
-    parts: graphs that the step is launched as. whole: whether its graph computes what the device does.
-    """
+    """A plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
     named, steps = dict(plan.sizes), list[FillStep]()
     sizes = {axis: named[axis.name] for axis in declaration.axes}
     is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel

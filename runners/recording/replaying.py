@@ -30,8 +30,8 @@ from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value,
 class RecordedRanks(Ranks):
     """The ranks of a recorded runner, to make it of at home: one process, and no process group.
 
-    While a recorded step is replayed, the others tell what they told then, so that the same is agreed on. At any other
-    time, as when graphs are captured, they tell what this one tells.
+    While a recorded step is replayed, the others tell what they told then. At any other time they tell what this one
+    tells.
     """
 
     alone = True
@@ -152,8 +152,7 @@ def _value_of(value: Value, stage: Stage[Any]) -> Any:
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     """Hold a recorded step's graph to the step, as the check `parity` does, then run it, and compare with the file.
 
-    What it changes outside of its slots stays after the last run alone, so the next step finds caches as it did when it
-    was recorded.
+    What it changes outside of its slots stays after the last run alone, for the next step.
     """
     missing = step.missing()
     if missing:

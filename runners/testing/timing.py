@@ -170,10 +170,7 @@ def occupier(backend: Backend) -> Occupy:
 
 
 def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
-    """Microseconds a step, between two events around steps that stood ready when the device got to them.
-
-    Else it is measured again, with more work before and fewer steps: a device takes only so many launches in advance.
-    """
+    """Microseconds a step behind other work: more of it, and fewer steps, while the device gets there first."""
     host = statistics.median(run.host)
     for attempt in range(run.attempt, _ATTEMPTS):
         steps = max(_FEWEST, QUEUED >> attempt)
