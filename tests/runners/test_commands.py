@@ -268,8 +268,14 @@ def test_runner_and_function() -> None:
 )
 @pytest.mark.usefixtures("folder")
 def test_every_form_is_printed(form: str, part: str) -> None:
-    """Each form has its own words."""
-    assert part in run("explain", "explained_serving:made", "--format", form).stdout
+    """Each form has its own words, on the screen and in a file; what cannot be written is told."""
+    line = "explain", "explained_serving:made", "--format", form
+    shown = run(*line).stdout
+    assert part in shown
+    assert run(*line, "--output", "shown").stdout == ""
+    assert pathlib.Path("shown").read_text(encoding="utf-8") == shown
+    refused = run(*line, "--output", "nowhere/shown")
+    assert (refused.exit_code, "No such file or directory" in refused.stderr) == (1, True)
 
 
 def test_backends() -> None:
