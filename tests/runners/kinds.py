@@ -50,21 +50,16 @@ class Fed(Inputs):
     window: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=side("window_lens"), when="window")
 
     @classmethod
-    def placeholder(cls, step: Any) -> Mapping[str, Any]:
-        """One request that owns all tokens."""
+    def placeholder(cls, step: Any) -> Mapping[str, Any]:  # one request that owns all tokens
         return {"lens": [step.live(TOKENS)]}
 
 
-class Drafted(Fed):
-    """The same, with what a tree begins with."""
-
+class Drafted(Fed):  # the same, with what a tree begins with
     topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
     topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
 
 
-class Step:
-    """One row a token, another with proxies than without; its stack has no break."""
-
+class Step:  # one row a token, another with proxies than without; its stack has no break
     def __init__(self) -> None:
         self.stack = prefilled.Inner(lambda tokens: tokens * 3)
 
@@ -136,8 +131,7 @@ class Counted:
     buckets: tuple[int, ...]
     why: str = "too_large"
 
-    def bucket(self, rows: int) -> int | None:
-        """The one that such a batch goes to."""
+    def bucket(self, rows: int) -> int | None:  # the one that such a batch goes to
         return next((size for size in self.buckets if size >= rows), None)
 
 

@@ -26,9 +26,7 @@ def table_on(device: torch.device) -> torch.Tensor:
     return TABLE.to(device)
 
 
-class PlainInputs(Inputs):
-    """One slot of each common kind; no tail value is one that a live row has."""
-
+class PlainInputs(Inputs):  # one slot of each common kind; no tail value is one that a live row has
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=WORDS - 1)
     places: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=-7.5)

@@ -97,9 +97,7 @@ def test_every_fault_at_once(runner: DecodeRunner[PlainInputs]) -> None:
         runner({**good, "pairs": [*good["pairs"]]})
 
 
-class MarkedInputs(PlainInputs):
-    """A slot computed on the host from a value that the batch carries."""
-
+class MarkedInputs(PlainInputs):  # a slot computed on the host from a value that the batch carries
     mark: torch.Tensor = computed(lambda flag: flag, shape=1, dtype=torch.int32)
     flag: Any
 
@@ -193,9 +191,7 @@ def test_the_slot_that_differs_is_blamed(
 MOST = 40
 
 
-class Indexed:
-    """A whole number of an engine's own."""
-
+class Indexed:  # a whole number of an engine's own
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -252,9 +248,7 @@ def made() -> torch.Tensor:
     return torch.tensor([7, 7])
 
 
-class KeepingDict(dict[str, Any]):
-    """Makes what it lacks and keeps it, as `defaultdict` does."""
-
+class KeepingDict(dict[str, Any]):  # makes what it lacks and keeps it, as `defaultdict` does
     def __missing__(self, key: str) -> torch.Tensor:  # noqa: D105 - as above
         self[key] = made()
         return self[key]  # type: ignore[no-any-return]
@@ -295,9 +289,7 @@ def deep_batch(kind: Callable[[Pairs], Pairs]) -> tuple[dict[str, Any], dict[str
     return batch, {"outer": kind({"given": values["given"]})}
 
 
-class Flat(Inputs):
-    """Sources by their names alone, which are read in one go."""
-
+class Flat(Inputs):  # sources by their names alone, which are read in one go
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     more: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 

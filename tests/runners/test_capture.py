@@ -24,14 +24,7 @@ from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners import capture as capturing
 from tests.runners import prefilled
-from tests.runners.models import (
-    PlainInputs,
-    assert_right,
-    decoder,
-    plain_runner,
-    plain_step,
-    random_batch,
-)
+from tests.runners.models import PlainInputs, assert_right, decoder, plain_runner, plain_step, random_batch
 
 
 @pytest.fixture(autouse=True)
@@ -252,9 +245,7 @@ def test_more_graphs_than_a_device_bears(monkeypatch: pytest.MonkeyPatch) -> Non
 ROWS = 8
 
 
-class Carrying(Inputs):
-    """Requests that take their id from the step before, as asynchronous schedulers have it."""
-
+class Carrying(Inputs):  # requests that take their id from the step before, as asynchronous schedulers have it
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     carry: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
     places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)

@@ -16,15 +16,7 @@ from slotgraph.runners.debug import debugged
 from slotgraph.runners.hooks import Watcher
 from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
 from tests.runners.check.sound import KINDS, Found
-from tests.runners.models import (
-    TABLE,
-    PlainInputs,
-    assert_right,
-    expected,
-    plain_runner,
-    plain_step,
-    random_batch,
-)
+from tests.runners.models import TABLE, PlainInputs, assert_right, expected, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -99,9 +91,7 @@ def _plain(outputs: Any) -> dict[str, torch.Tensor]:
     return {place: torch.as_tensor(tensor.clone()) for place, tensor in named(outputs)}
 
 
-class Kept(PlainInputs):
-    """Indices that nobody may read in padded rows, and an output."""
-
+class Kept(PlainInputs):  # indices that nobody may read in padded rows, and an output
     kept: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("nobody reads it"))
     logits: torch.Tensor = output(BATCH, 4, dtype=torch.float32)
 
@@ -211,15 +201,11 @@ def test_addresses_are_checked_at_each_replay() -> None:
             runner(random_batch(3, 1))
 
 
-class Moved(Inputs):
-    """A slot that is filled, and that the step moves on."""
-
+class Moved(Inputs):  # a slot that is filled, and that the step moves on
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, rewritten=True)
 
 
-class Cached(Inputs):
-    """Places of a cache, and what is written there."""
-
+class Cached(Inputs):  # places of a cache, and what is written there
     places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0)
     values: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
 

@@ -35,9 +35,7 @@ from tests.strategies import asked, declaration_of, one_sided
 PAGES = Axis("PAGES")
 
 
-class VariedInputs(Inputs):
-    """An optional slot, an axis of its own, and fields that graphs were captured with."""
-
+class VariedInputs(Inputs):  # an optional slot, an axis of its own, and fields that graphs were captured with
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=3)
     pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
     extra: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=5, default=None)

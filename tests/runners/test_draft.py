@@ -32,9 +32,7 @@ class ToyInputs(standard.DraftInputs):
     """The standard's, in the toy model's dtype."""
 
 
-class BareInputs(Inputs):
-    """No more than a draft needs."""
-
+class BareInputs(Inputs):  # no more than a draft needs
     topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
     topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
 

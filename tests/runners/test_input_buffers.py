@@ -32,9 +32,7 @@ PAGES = Axis("PAGES")
 CAPACITY: Final = {BATCH: 6, TOKENS: 9, PAGES: 4}
 
 
-class Wide(Inputs):
-    """Slots over two axes that are independent here, on the device and on the host, some computed."""
-
+class Wide(Inputs):  # slots over two axes that are independent here, on the device and on the host, some computed
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-7)
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, converts=(torch.int64,))
     lengths_cpu: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST)
@@ -255,9 +253,7 @@ MOST = 6
 LOWERINGS = choose("cpu").capabilities.lowerings
 
 
-class Adopted(Inputs):
-    """Slots of several shapes and places whose memory is the owner's."""
-
+class Adopted(Inputs):  # slots of several shapes and places whose memory is the owner's
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3)
     pairs: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=0.5)
     sides: torch.Tensor = copied(2, BATCH, dtype=torch.int32, pad=7)

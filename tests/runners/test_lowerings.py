@@ -67,9 +67,7 @@ def twice(step: Step) -> list[int]:
     return [2 * row + step.live(TOKENS) for row in range(step.padded(BATCH))]
 
 
-class Rich(Quick):
-    """Slots of every kind that take much, some of which no kernel writes."""
-
+class Rich(Quick):  # slots of every kind that take much, some of which no kernel writes
     tables: torch.Tensor = copied(
         BATCH, PAGES, dtype=torch.int32, pad=-1, source="nested.tables", strided=True, converts=(torch.int64,)
     )
@@ -420,9 +418,7 @@ def test_a_step_after_a_fill_of_the_same_batch(backend: str, lowering: str) -> N
         assert torch.equal(runner({"ids": ids}), ids)
 
 
-class Gaps(Inputs):
-    """Slots of which one may be adopted, with gaps behind slots of no bytes between them."""
-
+class Gaps(Inputs):  # slots of which one may be adopted, with gaps behind slots of no bytes between them
     a: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     b: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
     c: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
@@ -479,9 +475,7 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own h
         return func(*args, **(kwargs or {}))
 
 
-class Functions(TorchFunctionMode):
-    """Counts torch's functions that are called, as a default device is told of them."""
-
+class Functions(TorchFunctionMode):  # counts torch's functions that are called, as a default device is told of them
     called = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
@@ -490,9 +484,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Rows(Inputs):
-    """Slots of which rows may lie apart in the batch's memory."""
-
+class Rows(Inputs):  # slots of which rows may lie apart in the batch's memory
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-3)
     mrope: torch.Tensor = copied(3, TOKENS, dtype=torch.int64, pad=7, strided=True, converts=(torch.int32,))
     spans: torch.Tensor = copied(2, 2, BATCH, 3, dtype=torch.float32, pad=0.5, strided=True)

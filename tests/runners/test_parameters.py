@@ -67,8 +67,7 @@ class HandingBackend(HostBackend):
     def interrupt(self, run: Interruption) -> Any:
         return self._inner.interrupt(run)
 
-    def since(self) -> list[Handed]:
-        """What was handed over since this was last asked."""
+    def since(self) -> list[Handed]:  # what was handed over since this was last asked
         handed, self.handed[:] = [*self.handed], []
         return handed
 
@@ -104,9 +103,7 @@ class Parameters(Inputs):
     )
 
 
-class Decoding(Parameters):
-    """The same beside what a decode step reads."""
-
+class Decoding(Parameters):  # the same beside what a decode step reads
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
 

@@ -32,9 +32,7 @@ def head(device: torch.device) -> torch.Tensor:
     return torch.randn(6, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(device)
 
 
-class DraftInputs(Inputs):
-    """Small, of many kinds, with a nested source."""
-
+class DraftInputs(Inputs):  # small, of many kinds, with a nested source
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float64, pad=once(1.5), source="ngram.weights")
     hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0.25, source="proxy.hidden")
@@ -45,17 +43,13 @@ class DraftInputs(Inputs):
     logits: torch.Tensor = output(TOKENS, VOCABULARY, dtype=torch.float64)
 
 
-class VerifyInputs(DraftInputs):
-    """Larger; its mask is written by a producer, its hidden states by the step."""
-
+class VerifyInputs(DraftInputs):  # larger; its mask is written by a producer, its hidden states by the step
     mask: torch.Tensor = staged(BATCH, 40, dtype=torch.bool, pad=True)
     next_hidden: torch.Tensor = output(TOKENS, HIDDEN, dtype=torch.float64)
     positions: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=11, default=None)
 
 
-class ExtendInputs(DraftInputs, drop=("lens",)):
-    """Other slots at other places."""
-
+class ExtendInputs(DraftInputs, drop=("lens",)):  # other slots at other places
     accepted: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1)
     on_host: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2, placement=HOST)
 
@@ -277,9 +271,7 @@ class PagedInputs(Inputs):
     count: torch.Tensor = computed(counted, shape=1, dtype=torch.int64)
 
 
-class WideInputs(Inputs):
-    """As large as the table."""
-
+class WideInputs(Inputs):  # as large as the table
     rows: torch.Tensor = copied(BATCH, 40, dtype=torch.float64, pad=0.5)
 
 

@@ -9,18 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    Axis,
-    EagerRunner,
-    Inputs,
-    PrefillRunner,
-    copied,
-    current_view,
-    errors,
-    graph_break,
-)
+from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, PrefillRunner, copied, current_view, errors, graph_break
 from slotgraph.backends import Backend
 from tests.runners.prefilled import (
     HIDDEN,
@@ -108,15 +97,11 @@ def test_decisions(backend: Backend, kind: str) -> None:
 PAGES = Axis("PAGES")
 
 
-class TokensOnly(Inputs):
-    """No slot over requests."""
-
+class TokensOnly(Inputs):  # no slot over requests
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
 
-class Paged(Prefill):
-    """A further axis that varies."""
-
+class Paged(Prefill):  # a further axis that varies
     pages: torch.Tensor = copied(PAGES, dtype=torch.int64, pad=0)
 
 
@@ -146,9 +131,7 @@ def test_outputs_by_tokens(backend: Backend, kind: str) -> None:
         assert torch.equal(outputs["hidden"][:3], eager(batch)["hidden"])
 
 
-class Holder:
-    """An object that holds a tensor where no one looks."""
-
+class Holder:  # an object that holds a tensor where no one looks
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 

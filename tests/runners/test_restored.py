@@ -29,25 +29,19 @@ LIMIT = 200
 TABLE = torch.randn(LIMIT, 4, generator=torch.Generator().manual_seed(3))
 
 
-class DraftInputs(Inputs):
-    """Positions that a draft loop advances; every tail has a value that no live row has."""
-
+class DraftInputs(Inputs):  # positions that a draft loop advances; every tail has a value that no live row has
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7, restored=True)
     mrope: torch.Tensor | None = copied(3, TOKENS, dtype=torch.int64, pad=5, restored=True, strided=True, default=None)
 
 
-class RewrittenInputs(Inputs):
-    """Positions that are left as the step leaves them."""
-
+class RewrittenInputs(Inputs):  # positions that are left as the step leaves them
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7, rewritten=True)
 
 
 @attrs.frozen(eq=False)
-class Draft:
-    """Several steps in one, over a table that ends; `fails` is asked after the first."""
-
+class Draft:  # several steps in one, over a table that ends; `fails` is asked after the first
     table: torch.Tensor
     fails: Callable[[], bool] = lambda: False
 
@@ -209,9 +203,7 @@ def test_what_cannot_be_restored() -> None:
     assert "slot 'two': it is restored, and its tail is set once" in two
 
 
-class Wide(Inputs):
-    """Slots of one and two dims, copied, computed on either side, and written by the step."""
-
+class Wide(Inputs):  # slots of one and two dims, copied, computed on either side, and written by the step
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-1)
     pairs: torch.Tensor = copied(BATCH, 3, dtype=torch.int64, pad=0)
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2, placement="host")

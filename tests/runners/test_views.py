@@ -120,9 +120,7 @@ def test_what_is_switched_off_or_absent(cpu: str) -> None:
 WIDTH = 2
 
 
-class MicroInputs(Inputs):
-    """Every kind of slot whose rows belong to a request or to a token."""
-
+class MicroInputs(Inputs):  # every kind of slot whose rows belong to a request or to a token
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
     mrope: torch.Tensor = copied(3, TOKENS, dtype=torch.int64, pad=-2, strided=True)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3)
@@ -234,9 +232,7 @@ def test_requests_of_different_lengths() -> None:
         assert part.note.tolist() == [1 if remark is None else 2]
 
 
-class Halved(Inputs):
-    """What each half of a captured step may have of its own, and what it may not."""
-
+class Halved(Inputs):  # what each half of a captured step may have of its own, and what it may not
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     counts: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64)
     tag_now: torch.Tensor = computed(lambda tag: tag, shape=1, dtype=torch.int64)
@@ -291,9 +287,7 @@ def test_what_cannot_be_narrowed() -> None:
 COLUMNS = Axis("COLUMNS", fixed=True)
 
 
-class PrefillInputs(Inputs):
-    """Requests of several tokens each: both axes vary by themselves."""
-
+class PrefillInputs(Inputs):  # requests of several tokens each: both axes vary by themselves
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1)
     pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=-1)

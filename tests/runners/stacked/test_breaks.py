@@ -15,9 +15,7 @@ from tests.runners.prefilled import Prefill, around, assert_equal, batch_of
 
 
 @attrs.define
-class Metadata:
-    """What an engine computes of a step for its attention."""
-
+class Metadata:  # what an engine computes of a step for its attention
     lengths: torch.Tensor
     factor: int
 
@@ -133,16 +131,10 @@ def test_answers_that_change(backend: Backend) -> None:
     runner, eager = around(lambda hidden, _: changing(hidden)[0] * 2, backend)
     batch = batch_of([3], 1, backend.device)
     for answer, said in (
-        (
-            lambda hidden: (hidden[:-1], 3),
-            r"result 0 is float\d+ of shape \[3, 2\] on .*, and was float\d+ of shape",
-        ),
+        (lambda hidden: (hidden[:-1], 3), r"result 0 is float\d+ of shape \[3, 2\] on .*, and was float\d+ of shape"),
         (lambda hidden: (hidden.half(), 3), "result 0 is float16"),
         (lambda hidden: [hidden, 3], "returned another structure than at capture"),
-        (
-            lambda hidden: (hidden, 4),
-            "result 1 is 4, and was 3 at capture: return what changes",
-        ),
+        (lambda hidden: (hidden, 4), "result 1 is 4, and was 3 at capture: return what changes"),
         (lambda hidden: (hidden, hidden), "result 1 is float"),
         (lambda _: (None, 3), "result 0 is None"),
     ):
@@ -228,9 +220,7 @@ def test_graph_alone(backend: Backend) -> None:
         captured.graph.replay()
 
 
-class Rows(Inputs):
-    """One row a request."""
-
+class Rows(Inputs):  # one row a request
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 

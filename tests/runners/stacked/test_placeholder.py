@@ -22,9 +22,7 @@ def noting(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
     return hidden * 2
 
 
-class Told(Prefill):
-    """A placeholder that names slots of all kinds, beside those that it leaves to their pad values."""
-
+class Told(Prefill):  # a placeholder that names slots of all kinds, beside those that it leaves to their pad values
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
     weights: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=once(0.5))
     table: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=keep("no one reads padded requests"))

@@ -12,23 +12,17 @@ from slotgraph.backends import Backend
 from tests.runners.prefilled import Model, Prefill, around, assert_equal, batch_of, poison, runner_of, scaled
 
 
-class Mode(enum.Enum):
-    """A value that a graph takes in."""
-
+class Mode(enum.Enum):  # a value that a graph takes in
     ONE = 1
     TWO = 2
 
 
 @attrs.define
-class Pool:
-    """An object that lives as long as the model, and one that each step makes anew."""
-
+class Pool:  # an object that lives as long as the model, and one that each step makes anew
     rows: torch.Tensor
 
 
-class Slotted:
-    """The same without a dict."""
-
+class Slotted:  # the same without a dict
     __slots__ = ("parts",)
 
     def __init__(self, rows: torch.Tensor) -> None:

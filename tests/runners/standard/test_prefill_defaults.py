@@ -26,23 +26,17 @@ def _(hidden: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(hidden)
 
 
-class Stack(nn.Module):
-    """Two pieces around a split."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """One row a token."""
+class Stack(nn.Module):  # two pieces around a split
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # one row a token
         return torch.add(cosine(hidden * 3), 1)
 
 
-class Model(nn.Module):
-    """Rows of tokens; of as many as there are requests where the outputs follow them."""
-
+class Model(nn.Module):  # rows of tokens; of as many as there are requests where the outputs follow them
     def __init__(self, requests: str | None) -> None:
         super().__init__()
         self.stack, self.requests = Stack(), requests
 
-    def forward(self, view: Any) -> torch.Tensor:
-        """What the stack makes of positions."""
+    def forward(self, view: Any) -> torch.Tensor:  # what the stack makes of positions
         hidden: torch.Tensor = self.stack(view.positions.double()[:, None])
         return hidden if self.requests is None else hidden[: getattr(view, self.requests).shape[0]]
 
