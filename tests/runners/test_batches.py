@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.errors import BatchError, ComputeError, MissingSourceError, SlotGraphError
+from slotgraph.errors import BatchError, MissingSourceError, SlotGraphError
 from slotgraph.extend import side
-from tests.runners.models import PlainInputs, assert_right, decoder, nothing_changes, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, decoder, nothing_changes, random_batch
 from tests.strategies import declaration_of
 
 SLOTS = ("ids", "places", "weights", "pairs")
@@ -95,27 +95,6 @@ def test_every_fault_at_once(runner: DecodeRunner[PlainInputs]) -> None:
     good = random_batch(6, seed=3)
     with pytest.raises(BatchError, match=r"slot 'pairs': .*a list of tensors: bring one tensor, such as torch"):
         runner({**good, "pairs": [*good["pairs"]]})
-
-
-class MarkedInputs(PlainInputs):  # a slot computed on the host from a value that the batch carries
-    mark: torch.Tensor = computed(lambda flag: flag, shape=1, dtype=torch.int32)
-    flag: Any
-
-
-def test_replay_after_a_fill_that_broke_off(cpu: str) -> None:
-    """A function's result that its slot cannot hold ends the fill; the view before it stands, or is refused."""
-    runner = decoder(MarkedInputs, plain_step, backend=cpu, buckets=[4, 8])
-    for nonsense in ("text", 2.5, True, [1, 2], 1 << 40, None):
-        first = {**random_batch(3, seed=13), "flag": 4}
-        view = runner.fill(first)
-        for use in (runner.fill, runner):
-            with pytest.raises(ComputeError, match="slot 'mark'"):
-                use({**random_batch(5, seed=14), "flag": nonsense})
-        try:
-            outputs = runner.replay(view)
-        except SlotGraphError:
-            continue
-        assert_right(outputs, first)
 
 
 def test_whole_numbers_in_a_list_for_floats(runner: DecodeRunner[PlainInputs]) -> None:

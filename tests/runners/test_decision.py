@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, DecodeRunner, Inputs, Step, computed, copied, errors
 from slotgraph.backends import Backend
@@ -25,7 +24,6 @@ from tests.runners.models import (
     batch_for,
     decoder,
     memory_of,
-    plain_runner,
     plain_step,
     random_batch,
 )
@@ -123,43 +121,6 @@ def test_before_capture(cpu: str) -> None:
             runner.inputs(3)
         good = random_batch(3, seed=2)
         assert_right(runner(good), good)
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-def test_stats(cpu: str, lowering: str) -> None:
-    """Steps, rows and waste are counted for each bucket, eager runs for each reason, and graphs' fills by lowering."""
-    runner = plain_runner(cpu, max_waste=0.7, lowering=lowering)
-    with capture_logs() as events:
-        for requests in (3, 4, 2, 8, 5, 30, 1, 9):
-            runner(random_batch(requests, seed=requests))
-    warned = [event for event in events if event["event"] == "fallback"]
-    assert [(one["why"], one["log_level"]) for one in warned] == [("too_large", "warning"), ("waste", "warning")]
-    assert warned[0]["reason"] == "30 rows are more than the largest bucket, 8"
-    assert (runner.lowering, warned[0]["runner"]) == (lowering, "DecodeRunner")
-    stats = dict(runner.stats())
-    assert {key: stats[key] for key in ("steps", "buckets", "eager", "lowerings")} == {
-        "steps": {"graph": 5, "eager": 3},
-        "buckets": {
-            4: {"path": "graph", "steps": 3, "live": 9, "padded": 12, "waste": 0.25},
-            8: {"path": "graph", "steps": 2, "live": 13, "padded": 16, "waste": 3 / 16},
-        },
-        "eager": {"too_large": {"steps": 2, "live": 39}, "waste": {"steps": 1, "live": 1}},
-        "lowerings": {lowering: 5},
-    }
-
-
-def test_graphs_switched_off(cpu: str) -> None:
-    """With graphs off nothing is captured, every batch runs eagerly and is right, and the reason says why."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, graphs=False, lazy=True)
-    report = runner.capture()
-    assert (report.captured, report.failed, report.memory.graphs) == ((), {}, 0)
-    for requests in (3, 8, 9):
-        batch = random_batch(requests, seed=requests)
-        decision = runner.decide(batch)
-        assert (decision.path, decision.bucket, decision.why) == ("eager", None, "disabled")
-        assert decision.reason == "graphs are switched off, by graphs=False"
-        assert_right(runner(batch), batch)
-    assert runner.stats()["eager"] == {"disabled": {"steps": 3, "live": 20}}
 
 
 @given(st.integers(1, 2000), st.data())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, constant, copied, keep, output, staged
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.dataflow.errors import ComputeError, ReplayError, StaleOutputError
 from slotgraph.extend import HOST, once
 from slotgraph.pool import InputPool
 from slotgraph.speculative import WIDTH
@@ -200,15 +200,6 @@ def test_memory_goes_with_the_last_runner(backend: Backend) -> None:
     assert gone() is None
     alone = runners_of(backend, None)
     assert torch.equal(run(shared, "verify", 2, 3), run(alone, "verify", 2, 3))
-
-
-def test_faults_are_said_at_once() -> None:
-    """Unknown phases, tensors that cannot be adopted: refused where they are said."""
-    pool = InputPool("draft", "verify")
-    with pytest.raises(ConfigError, match="no phase 'extend'"):
-        pool["extend"]
-    with pytest.raises(BindError, match="slot 'ids': expected shape"):
-        runner_of("cpu", pool, "draft", bind={"ids": torch.zeros(3, dtype=torch.int64)})
 
 
 def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:

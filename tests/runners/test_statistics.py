@@ -245,16 +245,6 @@ def test_read_while_steps_run(cpu: str) -> None:
     assert sum(runner.stats()["steps"].values()) == steps
 
 
-def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
-    """Counts begin at zero: of all buckets, reasons and lowerings, and of the fills of all buckets."""
-    found = parsed(exposition(mine=plain_runner(cpu)))
-    assert found.keys() == LABELS.keys() - {"slotgraph_forced_steps_total"}  # no one else is there to force any
-    for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total"):
-        assert set(found[f"slotgraph_{name}"].values()) == {0}
-    assert {key[2] for key in found["slotgraph_fill_seconds_count"]} == {"4", "8"}
-    assert found["slotgraph_buckets"]["mine", "captured"] == 2
-
-
 @pytest.mark.usefixtures("_quick_collections")
 def test_a_dropped_runner(cpu: str) -> None:
     """A registry keeps no runner alive: what is gone is told of no more, and the others go on."""

@@ -11,19 +11,13 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
 from slotgraph.runners.capture import Clock
 from tests.backends.test_contract import has_true_graphs
-from tests.runners.prefilled import Prefill, around, assert_equal, batch_of
+from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, scaled
 
 
 @attrs.define
 class Metadata:  # what an engine computes of a step for its attention
     lengths: torch.Tensor
     factor: int
-
-
-@graph_break
-def with_view(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-    """Number of requests and a field, off the view."""
-    return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
 
 
 @graph_break
@@ -94,20 +88,20 @@ def test_view_that_is_not_there(cpu: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "outer"),
     [
-        pytest.param(lambda hidden, view: with_view(hidden * 2, view) + 1, None, id="view"),
+        pytest.param(lambda hidden, view: scaled(hidden * 2, view) + 1, None, id="view"),
         pytest.param(
             lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.out_cache_loc, view.positions)),
             None,
             id="slots",
         ),
-        pytest.param(lambda hidden, view: with_view(hidden, current_view(type(view))), None, id="asked-view"),
+        pytest.param(lambda hidden, view: scaled(hidden, current_view(type(view))), None, id="asked-view"),
         pytest.param(lambda hidden, _: with_current_view(hidden) - 1, None, id="asks-itself"),
         pytest.param(lambda hidden, metadata: with_metadata(hidden * 2, metadata), metadata_of, id="metadata"),
         pytest.param(
             lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2, extra_of, id="unread-tensor"
         ),
         pytest.param(lambda hidden, _: with_gradients(hidden), None, id="no-gradients"),
-        pytest.param(lambda hidden, view: with_gradients(with_view(with_current_view(hidden), view)), None, id="three"),
+        pytest.param(lambda hidden, view: with_gradients(scaled(with_current_view(hidden), view)), None, id="three"),
     ],
 )
 def test_arguments_are_live(backend: Backend, stack: Any, outer: Any) -> None:
@@ -150,9 +144,9 @@ def test_break_inside_a_break(backend: Backend) -> None:
 
     @graph_break
     def outer(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-        return with_view(hidden, view)
+        return scaled(hidden, view)
 
-    with pytest.raises(CaptureError, match=r"break 'with_view' is called inside break '.*outer', which runs eagerly"):
+    with pytest.raises(CaptureError, match=r"break 'scaled' is called inside break '.*outer', which runs eagerly"):
         around(outer, backend)
 
 
@@ -213,10 +207,10 @@ def test_graph_alone(backend: Backend) -> None:
     """A graph with breaks is no step: replayed without its runner, it says so."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} has no graphs")
-    runner, _ = around(with_view, backend)
+    runner, _ = around(scaled, backend)
     captured = runner.graphs.get(8, frozenset())
     assert captured is not None
-    with pytest.raises(ReplayError, match="break 'with_view' needs a step: replay through the runner"):
+    with pytest.raises(ReplayError, match="break 'scaled' needs a step: replay through the runner"):
         captured.graph.replay()
 
 
