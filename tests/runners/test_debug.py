@@ -15,7 +15,7 @@ from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.hooks import Watcher
-from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
+from tests.runners import prefilled, test_draft, test_draft_extend
 from tests.runners.check.sound import KINDS, Found
 from tests.runners.models import (
     TABLE,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from slotgraph.backends import Backend
 
 CAPTURES = "cpu-capture"
-KEEPING: Any = (prefilled, test_draft, test_draft_extend, test_multi_layer)
-"""Modules that keep the runners that they make."""
+KEEPING: Any = (prefilled.captured, test_draft.captured, test_draft_extend.captured, test_draft_extend.chained)
+"""What makes runners and keeps them."""
 LOWERINGS = ("foreach", "in_graph", "fused", "slot_by_slot")
 
 
@@ -85,13 +85,13 @@ def test_every_kind_of_runner(
 
 def _anew(kind: "Callable[[Backend], Found]", backend: "Backend") -> Any:
     """A runner that no other test has, now or later."""
-    for module in KEEPING:
-        module.captured.cache_clear()
+    for keeps in KEEPING:
+        keeps.cache_clear()
     try:
         return kind(backend)
     finally:
-        for module in KEEPING:
-            module.captured.cache_clear()
+        for keeps in KEEPING:
+            keeps.cache_clear()
 
 
 def _plain(outputs: Any) -> dict[str, torch.Tensor]:
