@@ -223,19 +223,11 @@ def captured(kind: str, backend: str) -> tuple[Runner, EagerRunner[Prefill]]:
     return runner, EagerRunner(Prefill, twins[1], backend=backend)
 
 
-def clear(*runners: Runner | EagerRunner[Prefill]) -> None:
-    """Empty the caches of models: tests share them, and some run one of two twins alone."""
-    for runner in runners:
-        model = runner.stage.step
-        assert isinstance(model, Model)
-        model.clear()
-
-
-def caches_of(runner: Runner | EagerRunner[Prefill]) -> torch.Tensor:
-    """The caches of the model behind a runner."""
+def model_of(runner: Runner | EagerRunner[Prefill]) -> Model:
+    """The model behind a runner. Tests share it, and some run one of two twins alone: its caches may be emptied."""
     model = runner.stage.step
     assert isinstance(model, Model)
-    return model.caches()
+    return model
 
 
 def poison(runner: Runner) -> None:

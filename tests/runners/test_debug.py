@@ -123,34 +123,23 @@ def test_poison_names_the_slot_that_makes_a_step_raise() -> None:
 
 NOW: dict[str, Any] = {}
 """What steps read beside their slots."""
-BUGS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any], dict[str, Any], str]] = {
+Bug = tuple[str, Callable[[Any], Any], Any, Any, str]
+BUGS: dict[str, Bug] = {
     "a frozen number": (
-        "parity",
-        lambda view: plain_step(view) * NOW["scale"],
-        {"scale": 2.0},
-        {"scale": 3.0},
+        *("parity", lambda view: plain_step(view) * NOW["read"], 2.0, 3.0),
         r"outputs row 0, at \[0, 0\]: graph .* \(bucket 4\); all slots agree",
     ),
     "a step that raises": (
-        "parity",
-        lambda view: plain_step(view) * NOW["by"],
-        {"by": 1},
-        {"by": "nothing"},
+        *("parity", lambda view: plain_step(view) * NOW["read"], 1, "nothing"),
         "the step raised TypeError: .* where its graph is replayed",
     ),
     "a sum over the tail": (
-        "poison",
-        lambda view: plain_step(view) + (view.weights.sum() if NOW["bad"] else 0),
-        {"bad": False},
-        {"bad": True},
+        *("poison", lambda view: plain_step(view) + (view.weights.sum() if NOW["read"] else 0), False, True),
         "live row 0 .* when the tail of slot 'weights' held nan",
     ),
     "an exchanged table": (
-        "addresses",
-        lambda view: NOW["table"][view.rows],
-        {"table": TABLE.clone()},
-        {"table": TABLE.clone()},
-        r"aten::index reads .*\['table'\], and it is other memory",
+        *("addresses", lambda view: NOW["read"][view.rows], TABLE.clone(), TABLE.clone()),
+        r"aten::index reads .*\['read'\], and it is other memory",
     ),
 }
 """By name the mode, the step, what it reads at first, what it reads later, and what is said of that."""
@@ -161,14 +150,13 @@ def test_findings(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug is named, and the steps before it and after it go well."""
     mode, step, before, after, words = BUGS[bug]
     backend = "cpu" if mode == "poison" or bug == "a step that raises" else CAPTURES  # where graphs call the step again
-    for name, value in before.items():
-        monkeypatch.setitem(NOW, name, value)
+    monkeypatch.setitem(NOW, "read", before)
     runner, batch = runner_of(step, debug=mode, backend=backend), random_batch(3, 1)
     expect = runner(batch).clone()
-    NOW.update(after)
+    NOW["read"] = after
     with pytest.raises(CheckError, match=f"debug mode {mode}: {words}"):
         runner(batch)
-    NOW.update(before)
+    NOW["read"] = before
     torch.testing.assert_close(torch.as_tensor(runner(batch).clone()), torch.as_tensor(expect))
 
 
@@ -229,12 +217,7 @@ def counting(cache: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 def test_state_is_kept(mode: str) -> None:
     """A step that adds to a cache, or moves its slots, does so once, however often it is run to be looked at."""
     cache, once = torch.zeros(16), torch.zeros(16)
-
-    def moving(view: Moved) -> torch.Tensor:
-        view.ids.add_(1)
-        return view.ids * 10
-
-    moved = runner_of(moving, Moved, debug=mode)
+    moved = runner_of(lambda view: view.ids.add_(1) * 10, Moved, debug=mode)
     for rows in (3, 3, 7):
         assert moved({"ids": torch.arange(rows)}).tolist() == [10 * row + 10 for row in range(rows)]
     runner = runner_of(counting(cache), Cached, debug=mode)
@@ -400,9 +383,7 @@ def test_views_that_another_runner_has_overwritten() -> None:
         runner.capture()
     view, batch = one.fill(random_batch(3, 1)), random_batch(3, 2)
     two.fill({**batch, "ids": batch["ids"] + 1000})  # of which no table has a row
-    with (
-        structlog.testing.capture_logs() as logs,
-        pytest.raises(ReplayError, match="another runner of this one's pool"),
-    ):
+    said = "another runner of this one's pool"
+    with structlog.testing.capture_logs() as logs, pytest.raises(ReplayError, match=said):
         one.replay(view)
     assert logs == []

@@ -189,20 +189,6 @@ def test_another_width_is_refused(cpu: str) -> None:
     assert torch.equal(runner.replay(view), good["ids"] * 1000 + good["marks"] * 10 + good["lens"])
 
 
-class OptionalRows(Inputs):
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
-    lens: torch.Tensor | None = copied(BATCH, dtype=torch.int32, pad=7, default=None)
-
-
-def test_width_that_nothing_tells(cpu: str) -> None:
-    """Without a required slot over requests, tokens that are no multiple of the width are refused as ever."""
-    for inputs in (OptionalRows, type("TokensOnly", (OptionalRows,), {}, drop=["lens"])):
-        runner = decoder(inputs, lambda view: view.ids * 2, backend=cpu, buckets=[2, 4], width=4)
-        for use in (runner.decide, runner):
-            with pytest.raises(BatchError, match="'ids'"):
-                use({"ids": torch.arange(1, 7), "lens": torch.tensor([1, 2, 3], dtype=torch.int32)})
-
-
 BUCKETS = [2, 5]
 Sizes = dict[Axis, int]
 

@@ -201,9 +201,8 @@ def test_one_event_with_all_books(cpu: str) -> None:
         anyone(random_batch(3, seed=1))
         with capture_logs() as events:
             anyone.log_stats()
-        assert events == [
-            {"event": "statistics", "log_level": "info", "runner": type(runner).__name__, **anyone.stats()}
-        ]
+        name = type(runner).__name__
+        assert events == [{"event": "statistics", "log_level": "info", "runner": name, **anyone.stats()}]
 
 
 @pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
@@ -272,9 +271,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
     """Where prometheus-client is not installed, the command that installs it is named."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     for use in (exposition, Collector):
-        with pytest.raises(
-            ModuleNotFoundError, match=r"metrics need prometheus-client: pip install 'slotgraph\[metrics\]'"
-        ):
+        with pytest.raises(ModuleNotFoundError, match=r"prometheus-client: pip install 'slotgraph\[metrics\]'"):
             use(mine=plain_runner(cpu))
 
 
@@ -292,10 +289,7 @@ def logged() -> Iterator[tuple[str, str, frozenset[str]]]:
 
 
 def test_the_table_of_events() -> None:
-    """What is logged is told, at that level and with those keys, and what is told is logged.
-
-    Keys become attributes of a LogRecord, which has its own and refuses them.
-    """
+    """What is logged is told, at that level and with those keys, none of which a LogRecord has; and the other way."""
     page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8").split("## Events")[1].split("\n## ")[0]
     table = {name: (level, frozenset(re.findall(r"`(\w+)`", keys))) for name, level, keys in _ROW.findall(page)}
     assert {name: level for name, (level, _) in table.items()} == {name: level for name, level, _ in logged()}

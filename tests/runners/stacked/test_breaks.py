@@ -163,18 +163,14 @@ def test_break_that_raises_in_a_bucket(backend: Backend) -> None:
     runner(batch_of([5], 1, backend.device))
     assert runner.report is not None
     assert set(runner.report.failed) == {8}
-    reason = (
-        "break 'test_break_that_raises_in_a_bucket.<locals>.picky' raised NotImplementedError: no kernel for eight rows"
-    )
-    assert runner.report.failed[8] == reason
+    reason = runner.report.failed[8]
+    assert "picky' raised NotImplementedError: no kernel for eight rows" in reason
     assert runner.decide(batch_of([6], 1)).reason == reason
     for lengths in ([3], [5], [1, 3]):
         batch = batch_of(lengths, 2, backend.device)
         assert torch.equal(runner(batch), eager(batch))
     assert runner.stats()["steps"] == {"breakable": 2, "eager": 2}
-    with pytest.raises(
-        CaptureError, match=r"1 of 2 buckets were not captured and run eagerly: bucket 8: break '.*picky'"
-    ):
+    with pytest.raises(CaptureError, match=r"1 of 2 buckets were not captured .* bucket 8: break '.*picky'"):
         around(lambda hidden, _: picky(hidden) + 1, backend)
 
 

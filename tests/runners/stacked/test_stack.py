@@ -154,11 +154,7 @@ def test_objects_of_one_step(backend: Backend, stack: Any, outer: Any) -> None:
 LATER: list[bool] = []
 """Whether a step is unlike the one of the capture."""
 UNLIKE: list[tuple[Any, Any, str]] = [
-    (
-        scaled,
-        lambda view, hidden, inner: hidden if LATER else inner(hidden, view),
-        "stack, inner, 0 times, and once at",
-    ),
+    (scaled, lambda view, hidden, inner: hidden if LATER else inner(hidden, view), "inner, 0 times, and once at"),
     (scaled, lambda view, hidden, inner: inner(inner(hidden, view) if LATER else hidden, view), "2 times, and once at"),
     (
         scaled,
@@ -279,11 +275,7 @@ def test_stack_that_is_not_there() -> None:
 REFUSED: list[tuple[Any, Any, str]] = [
     (scaled, lambda view, hidden, inner: inner(inner(hidden, view), view), "called the stack, inner, 2 times: it is"),
     (scaled, lambda _, hidden, __: hidden + 1, "called the stack, inner, 0 times"),
-    (
-        lambda hidden, view: hidden * view.extend_seq_lens.sum(),
-        None,
-        "sum reads slot 'extend_seq_lens', whose rows are",
-    ),
+    (lambda hidden, view: hidden * view.extend_seq_lens.sum(), None, "sum reads slot 'extend_seq_lens', whose rows"),
     (lambda hidden, view: hidden * view.extend_start_loc.shape[0], None, "shape reads slot 'extend_start_loc'"),
     (
         lambda hidden, lengths: hidden + lengths,

@@ -81,14 +81,9 @@ class MultiLayer(standard.MultiLayerDraftExtendInputs, standard.Mrope):
 
 
 WIDTHS: dict[type[Inputs], int] = {
-    DecodeOfAll: 1,
-    standard.EagerInputs: 1,
-    Verify: 3,
-    Prefill: 1,
-    Breakable: 2,
-    Draft: 2,
-    Extend: 2,
-    MultiLayer: 3,
+    **dict.fromkeys((DecodeOfAll, standard.EagerInputs, Prefill), 1),
+    **dict.fromkeys((Breakable, Draft, Extend), 2),
+    **dict.fromkeys((Verify, MultiLayer), 3),
 }
 """Each class, and the tokens that a request has."""
 each_class = pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
@@ -142,13 +137,11 @@ def world(inputs: type[Inputs], backend: str, lowering: str) -> World:
     return World(runner, buffers, width)
 
 
-turns = st.lists(
-    st.tuples(st.integers(0, max(BUCKETS)), st.integers(0, 1 << 16), st.booleans()), min_size=1, max_size=4
-)
+turn = st.tuples(st.integers(0, max(BUCKETS)), st.integers(0, 1 << 16), st.booleans())
 
 
 @each_class
-@given(played=turns, data=st.data())
+@given(played=st.lists(turn, min_size=1, max_size=4), data=st.data())
 @settings(max_examples=25)
 def test_decode_runner(
     inputs: type[Inputs], backend_name: str, played: list[tuple[int, int, bool]], data: st.DataObject
