@@ -65,7 +65,8 @@ def batch_for(inputs: type[Inputs], live: Mapping[Axis, int], seed: int, device:
 def expected(batch: Batch) -> torch.Tensor:
     """What the step must give for a batch, without any slot, bucket or buffer."""
     scale = batch["weights"] + batch["pairs"].prod(1)
-    return TABLE[2 * batch["ids"]] * scale[:, None] + len(batch["ids"]) + batch["places"][:, None]
+    rows: torch.Tensor = TABLE[2 * batch["ids"]] * scale[:, None] + len(batch["ids"]) + batch["places"][:, None]
+    return rows
 
 
 def assert_right(outputs: torch.Tensor, batch: Batch) -> None:

@@ -229,9 +229,7 @@ class PrefillParameters(Prefill):
     token_lens: torch.Tensor = copied(
         TOKENS, dtype=I64, pad=-1, source="positions", placement=HOST, argument="token_lens"
     )
-    num_tokens: torch.Tensor = computed(
-        lambda step: step.live(TOKENS), dtype=I64, placement=HOST, argument="num_tokens"
-    )
+    num_tokens: torch.Tensor = computed(lambda step: step.live(TOKENS), placement=HOST, dtype=I64, argument="tokens")
 
 
 def test_ordinary_host_values(backend_name: str) -> None:
