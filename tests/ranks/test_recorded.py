@@ -3,7 +3,6 @@
 import json
 import pathlib
 import random
-from collections.abc import Callable
 from typing import Any, Final, cast
 
 import attrs
@@ -118,12 +117,6 @@ def recorded(rank: int, folder: str, kind: str) -> Home:
     return Home(str(path), slots.steps, agreed)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def homes(request: pytest.FixtureRequest, two: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """Both ranks' files, and what they must come to."""
-    return request.param, two.run(recorded, str(tmp_path_factory.mktemp("home")), request.param)
-
-
 @pytest.fixture(scope="module")
 def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Home:
     """What rank 1 brings home."""
@@ -131,9 +124,10 @@ def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Home:
     return found
 
 
-def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_slot_has_the_same_bytes(two: Processes, tmp_path: pathlib.Path, kind: str) -> None:
     """Padded rows and counts of ranks among them, in the bucket or on the path that all took, and by the same rank."""
-    kind, found = homes
+    found: list[Home] = two.run(recorded, str(tmp_path), kind)
     assert not dist.is_initialized()
     forced = 0
     for rank, home in enumerate(found):
@@ -154,11 +148,6 @@ def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
     decisions = [one.decision for one in RecordedFile.read(found[0].file).steps]
     buckets = {one.bucket for one in decisions if one is not None}
     assert kind not in prefilled.KINDS or buckets == {4, 16, None}
-
-
-def test_the_whole_file(homes: tuple[str, list[Home]]) -> None:
-    """`replay_file` runs all of it; what the file says is on the screen."""
-    kind, found = homes
     report = replay_file(RecordedFile.read(found[1].file), runner_of(kind, RecordedRanks.of(found[1].file)))
     assert report.ok
     assert (len(report.steps), report.notes) == (STEPS, ())
@@ -283,32 +272,23 @@ def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
     runner.wait()
 
 
-SPOILT: Final[dict[str, tuple[Callable[[RecordedFile], RecordedFile], str]]] = {
-    "rank": (lambda one: with_ranks(one, rank=-1), "there is no rank -1 of 2"),
-    "size": (lambda one: with_ranks(one, size=1 << 40), f"there is no rank 1 of {1 << 40}"),
-    "shards": (lambda one: with_ranks(one, shards=0), "there is no rank 1 of 2 with 0 shards"),
-    "none": (lambda one: attrs.evolve(one, runner=attrs.evolve(one.runner, ranks=None)), "its ranks are not the 0"),
-    "fewer": (lambda one: with_step(one, messages=one.steps[0].messages[:1]), "step 0: its ranks are not the 2"),
-    "why": (lambda one: with_step(one, decision=Decision("graph", 4, cast("Any", "mood"), "")), "mood"),
-}
-
-
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_file_that_makes_no_sense(home: Home, tmp_path: pathlib.Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "step", "told"),
+    [
+        ({"rank": -1}, {}, "there is no rank -1 of 2"),
+        ({"size": 1 << 40}, {}, f"there is no rank 1 of {1 << 40}"),
+        ({"shards": 0}, {}, "there is no rank 1 of 2 with 0 shards"),
+        (None, {}, "its ranks are not the 0"),
+        ({}, {"messages": ()}, "step 0: its ranks are not the 2"),
+        ({}, {"decision": Decision("graph", 4, cast("Any", "mood"), "")}, "mood"),
+    ],
+)
+def test_a_file_that_makes_no_sense(home: Home, tmp_path: pathlib.Path, ranks: Any, step: Any, told: str) -> None:
     """Is refused when it is read, with what is wrong."""
-    (spoil, told), file = SPOILT[name], RecordedFile.read(home.file)
-    spoil(file).write(tmp_path / "x.safetensors")
+    file = RecordedFile.read(home.file)
+    assert file.runner.ranks is not None
+    changed = None if ranks is None else attrs.evolve(file.runner.ranks, **ranks)
+    steps = (attrs.evolve(file.steps[0], **step), *file.steps[1:])
+    attrs.evolve(file, runner=attrs.evolve(file.runner, ranks=changed), steps=steps).write(tmp_path / "x.safetensors")
     with pytest.raises(RecordingError, match=told):
         RecordedFile.read(tmp_path / "x.safetensors")
-
-
-def with_ranks(header: RecordedFile, **changes: Any) -> RecordedFile:
-    """Of which the runner's ranks are others."""
-    assert header.runner.ranks is not None
-    return attrs.evolve(header, runner=attrs.evolve(header.runner, ranks=attrs.evolve(header.runner.ranks, **changes)))
-
-
-def with_step(header: RecordedFile, **changes: Any) -> RecordedFile:
-    """Of which the first step is another."""
-    first, *others = header.steps
-    return attrs.evolve(header, steps=(attrs.evolve(first, **changes), *others))
