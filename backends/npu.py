@@ -62,7 +62,10 @@ _CONDITIONS: Final[Advice] = (
     ),
     (
         "pin_memory_expandable_segments",
-        "take pin_memory_expandable_segments out of PYTORCH_NPU_ALLOC_CONF: others get pinned memory that graphs read",
+        (
+            "take pin_memory_expandable_segments out of PYTORCH_NPU_ALLOC_CONF: a graph's pinned memory would be given "
+            "to others while the graph reads it"
+        ),
     ),
     (
         "the process exits for this inner error",
@@ -76,7 +79,10 @@ _CONDITIONS: Final[Advice] = (
 _ADVICE: Final[Advice] = (
     (
         "aclop operators",
-        "no graph can hold this operator, as boolean masks and nonzero: use torch.where, masked_fill or a fixed index",
+        (
+            "this operator has no kernel that a graph can hold, as boolean masks and nonzero have none: use "
+            "torch.where, masked_fill or an index of fixed size"
+        ),
     ),
     *((sign, _ON_DEVICE) for sign in ("stream synchronize failed", "aclrtsynchronize", "aclrtmemcpy")),
 )

@@ -236,7 +236,7 @@ def test_a_missing_key_and_another_batch(two: Processes) -> None:
     sender, receiver = two.run(lacks)
     assert sender == ["", "", ""]
     assert receiver[0].startswith("MissingSourceError: slot 'hidden_states': argument pipe.hidden_states is missing")
-    assert receiver[1].startswith("BatchError: slot 'hidden_states': expected a size of 6 on dim 0")
+    assert receiver[1].startswith("BatchError: TOKENS is 5 off slot 'hidden_states' and 6 off slot 'input_ids'")
     assert receiver[2] == ""
 
 
@@ -249,7 +249,7 @@ OWN: Final = {
 NEXT: Final = {
     "keys": "RankError: step {step}: rank {sender} sends 'extra', and no slot of rank {rank} reads it",
     "shape": "BatchError: slot 'pp_hidden_states'",
-    "rows": "BatchError: slot 'pp_",
+    "rows": "BatchError: BATCH is ",
     "dtype": "BatchError: slot 'pp_residual'",
 }
 """What it sends that is wrong, and how the next stage's error begins."""
@@ -365,7 +365,7 @@ def ends_early(rank: int, how: str) -> str:
     if rank == 1:
         return raised(other.capture) if quiet else raised(stage, batch_of(3, 1))
     try:
-        return raised(stage, Interrupting(), **({"pp_proxy_tensors": {}} if quiet else {}))
+        return raised(stage, Interrupting(batch_of(3, 1)), **({"pp_proxy_tensors": {}} if quiet else {}))
     except KeyboardInterrupt:
         return "KeyboardInterrupt: "
 
