@@ -306,8 +306,9 @@ def lay_out(members: Sequence[Member], schedule: Schedule) -> Layout:
             known = ", ".join(map(repr, schedule.phases)) or "none"
             raise ConfigError(f"member {one.name!r}: phase {one.phase!r} is not in the schedule: phases are {known}")
     slots = [place for member in members for place in member.lifetimes()]
+    homes: set[tuple[str, Placement]] = {(one.device, one.placement) for one in slots}
     blocks, spots, peak = list[Block](), dict[Place, Place](), 0
-    for device, placement in sorted({(one.device, one.placement) for one in slots}):
+    for device, placement in sorted(homes):
         arenas = all(member.capabilities.arenas for member in members if member.device == device)
         mine = [one for one in slots if (one.device, one.placement) == (device, placement)]
         mine.sort(key=lambda one: (not one.always, -one.nbytes, str(one)))
