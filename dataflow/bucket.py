@@ -49,7 +49,8 @@ class Bucket:
         feed: Feed | None = None,
         table: Specializations | None = None,
     ) -> None:
-        self.declaration, self.sizes, self.buffers, self.lowering = declaration, dict(sizes), buffers, lowering
+        self.declaration, self.sizes, self.buffers = declaration, dict(sizes), buffers
+        self.lowering: Lowering = lowering
         self._capabilities, self._exact, self._feed = capabilities, exact, feed
         self._packs = feed is not None and (lowering in FUSED or capabilities.packed_uploads)
         self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
