@@ -38,7 +38,6 @@ USUAL: Final[Tolerances] = {
     torch.float64: (1e-7, 1e-7),
 }
 """As `torch.testing.assert_close` documents its defaults."""
-GRAPH_AND_EAGER: Final = ("graph", "eager")
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +61,7 @@ class Mismatch:
     where: str  # the slot, or the place in what the step returned
     index: tuple[int, ...] | None  # of the first element that differs; None if shapes or values differ
     values: tuple[Any, Any]
-    names: tuple[str, str] = GRAPH_AND_EAGER  # of the two runs
+    names: tuple[str, str]  # of the two runs
     count: int = 1  # elements that differ
 
     @property
@@ -110,8 +109,7 @@ def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Ten
 
 def seen(view: Inputs, outputs: Any) -> Seen:
     """Keep what a run saw in its slots' live rows, and what came out."""
-    info = info_of(view)
-    copied, computed, written = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    info, copied, computed, written = info_of(view), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, slot in info.declaration.slots.items():
         tensor, text = vars(view)[name], f"slot {name!r}"
         held = None if tensor is None else _copied(live_part(slot, tensor, info.step))
@@ -137,52 +135,41 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
 
 
-def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of what a step returned, each with where it stands in it, as one writes it."""
-    yield from _named(outputs, "", DEPTH, set())
-
-
-def _named(value: Any, place: str, depth: int, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same further in. known: objects that were looked into, some of which may hold themselves."""
+def named(
+    value: Any, place: str = "", depth: int = DEPTH, known: set[int] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of what a step returned, each with where it stands in it. known: objects that were looked into."""
+    known = set() if known is None else known
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _named(inner, f"{place}[{key!r}]", depth, known)
+            yield from named(inner, f"{place}[{key!r}]", depth, known)
     elif isinstance(value, list | tuple):
         fields = getattr(value, "_fields", None)
         for index, inner in enumerate(value):
             where = f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}"
-            yield from _named(inner, where, depth, known)
+            yield from named(inner, where, depth, known)
     elif depth and id(value) not in known and not isinstance(value, Inputs | type | Module):
         known.add(id(value))
-        for name in _fields_of(value):
-            yield from _named(getattr(value, name), f"{place}.{name}", depth - 1, known)
+        kind, told = type(value), list[Any]()
+        if attrs.has(kind):
+            told += attrs.fields(kind)
+        elif dataclasses.is_dataclass(kind):
+            told += dataclasses.fields(kind)
+        for name in [field.name for field in told] or list(getattr(value, "__dict__", ())):
+            yield from named(getattr(value, name), f"{place}.{name}", depth - 1, known)
 
 
-def _fields_of(value: Any) -> list[str]:
-    """The fields of an attrs or data class, and the attributes of any other object that keeps them."""
-    kind = type(value)
-    fields = (
-        attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    )
-    return [field.name for field in fields] or list(getattr(value, "__dict__", ()))
+def differences(one: Seen, other: Seen, tolerance: Tolerances) -> Iterator[Mismatch]:
+    """Where two runs differ, maybe with other padding: copied slots bit for bit, then outputs; not computed slots."""
+    yield from mismatches(*_shared(one.copied, other.copied))
+    yield from mismatches(one.outputs, other.outputs, tolerance, step=one.step)
 
 
-def differences(
-    one: Seen, other: Seen, tolerance: Tolerances, names: tuple[str, str] = GRAPH_AND_EAGER
-) -> Iterator[Mismatch]:
-    """Where two runs of one batch differ, maybe with other padding: copied slots, bit for bit, then what came out.
-
-    Computed slots may differ with the padding: `computed_apart` tells of them.
-    """
-    yield from mismatches(*_shared(one.copied, other.copied), BITWISE, names)
-    yield from mismatches(one.outputs, other.outputs, tolerance, names, one.step)
-
-
-def computed_apart(one: Seen, other: Seen, names: tuple[str, str] = GRAPH_AND_EAGER) -> list[Mismatch]:
+def computed_apart(one: Seen, other: Seen) -> list[Mismatch]:
     """Computed slots of which both runs saw other values."""
-    return list(mismatches(*_shared(one.computed, other.computed), BITWISE, names, one.step))
+    return list(mismatches(*_shared(one.computed, other.computed), step=one.step))
 
 
 def _shared(one: Leaves, other: Leaves) -> tuple[Leaves, Leaves]:
@@ -194,7 +181,7 @@ def mismatches(
     one: Leaves,
     other: Leaves,
     tolerance: Tolerances = BITWISE,
-    names: tuple[str, str] = GRAPH_AND_EAGER,
+    names: tuple[str, str] = ("graph", "eager"),
     step: Step | None = None,
 ) -> Iterator[Mismatch]:
     """The first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may at all."""
@@ -214,10 +201,8 @@ def mismatches(
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values that are no tensors are equal, if their type can tell. NaN equals itself."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if getattr(type(one), "__eq__", None) is object.__eq__:  # what tensors they hold is compared by itself
-        return True
+    if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
+        return type(one) is type(other)
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
 
 

@@ -133,7 +133,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
         Raises:
             BatchError: The batch does not fit its declaration. Nothing was written.
             ReplayError: Nothing is captured yet, or the runner is in the middle of a step.
-
         """
         if self.watch.watchers:
             return self.replay(self.fill(batch, **side))
@@ -405,10 +404,8 @@ def bind(
 ) -> Run:
     """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
 
-    found: what fills the slots. finish: does the rest with the batch. counts: takes the time of some fills. hosts: what
-    device work reads of host slots. holds: what must be true of a batch beside its sources. graphs: those whose streams
-    a fill waits for. launch: what follows the writes, such as a launch of the kernel. device: what is computed there
-    then, where the graph does not do it.
+    finish: does the rest with the batch. counts: takes the time of some fills. holds: what must be true of a batch
+    beside its sources. graphs: those whose streams a fill waits for. launch: follows the writes, and `device` it.
     """
     take, write, turn, forks = found.take, found.write, hosts.turn, FORKS.count
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)

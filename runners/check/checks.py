@@ -135,10 +135,7 @@ def check(
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
-    """Given batches; or, made or drawn, some that fill each bucket, leave the longest tail, the shortest, and others.
-
-    ConfigError if there are none, or the declaration does not tell how to draw them.
-    """
+    """Given batches, or some that fill each bucket, leave the longest tail, the shortest, and others."""
     patterns = [frozenset[str]()]
     if batches is not None and not callable(batches):
         given = [functools.partial(_paired, one) for one in batches]

@@ -1,9 +1,4 @@
-"""Poison and parity: a filled step replayed with other tails, and beside the step as it is written.
-
-Poison: whatever lies in tails, live rows come out the same, bit by bit, and every fill leaves the bytes of the oracle.
-Of several ranks all poison their tails at once, and look at the live rows of all. So padding of one rank that reaches
-another through a collective is found, too. Parity: a graph does what its step does.
-"""
+"""Poison and parity: whatever lies in tails, live rows come out the same, and a graph does what its step does."""
 
 import itertools
 import math
@@ -99,10 +94,7 @@ def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Find
 
 
 def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Finding]:
-    """Fill, and compare with the oracle in other memory that held the same before.
-
-    seed: of the garbage there. The oracle then fills over its opposite, too, which shows what is not written at all.
-    """
+    """Fill, and compare with the oracle over the same bytes. seed: of garbage, over whose opposite it fills, too."""
     stage, buffers, step, found = subject.runner.stage, subject.graphs.buffers, subject.step_of(one), list[Finding]()
 
     def oracle(opposite: int | None) -> Buffers:
@@ -140,9 +132,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
     """What a slot's tail must bear, by what it declares. None if it must hold what its rule says.
 
-    The step executes padded rows. So whole numbers are those of live rows, and floats are whatever a float can be.
-    A tail that no one reads (`keep`) bears any number. A tail that is set once bears what live rows had. An output's
-    buffer may hold anything, live rows and all.
+    Padded rows run, too: whole numbers are those of live rows, floats any. A kept tail or an output holds anything.
     """
     rule, said, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
@@ -190,10 +180,7 @@ def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared
 
 
 class Poisoning:
-    """Poisons the tails of one filled step, and looks for the slot through which a difference comes.
-
-    Ranks go through it together, slot by slot, whether they have poison there or not. spared: held to their rules.
-    """
+    """Poisons tails of one filled step on all ranks, and looks for the slot at fault. spared: left alone."""
 
     def __init__(self, trial: Trial[Any], seed: int = 0, spared: Collection[str] = ()) -> None:
         self._trial, self._together, self._spared = trial, trial.together, spared
@@ -400,10 +387,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
 
 
 def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
-    """Slots with other values that their tails bear. What a step then leaves otherwise belongs to padded rows.
-
-    They all write one reserved row, and which of them comes last differs from run to run.
-    """
+    """Slots with other values that tails bear: padded rows write one reserved row, and any may come last."""
     spared = set[str]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]

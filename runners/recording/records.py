@@ -302,10 +302,7 @@ def versions() -> dict[str, str]:
 
 
 def plain_to_text(value: Any) -> str:
-    """Plain data as JSON, with NaN and infinity: a tuple comes back as a list, and a dict's keys as text.
-
-    TypeError, ValueError or RecursionError if it is anything else, or too large or too deep.
-    """
+    """Plain data as JSON. TypeError, ValueError or RecursionError for what is none, too large or too deep."""
     text = json.dumps(value, default=_number)
     need(len(text) <= MOST, f"more than {MOST:,} letters of text")
     return text

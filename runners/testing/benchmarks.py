@@ -68,10 +68,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     *,
     grouped: bool = False,
 ) -> ByHand:
-    """A fill of memory as engines write it: for each slot one tail reset and one copy, which waits for no device.
-
-    grouped: whether copies go by foreach, the groups built anew in each step, and not one by one.
-    """
+    """A fill as engines write it: a tail reset and a copy a slot. grouped: copies by foreach, grouped in each step."""
     plans, reads_host = dict[tuple[int, ...], _Plan](), backend.capabilities.foreach_host
 
     def fill(batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
@@ -162,8 +159,8 @@ def verify(
 ) -> None:
     """Hold what contestants leave in slots, and the tensors that they return, to what the oracle does.
 
-    Tails that no one reads, and optional slots that a batch does not bring, may hold anything. WrongBytesError names a
-    contestant that leaves other bytes, or returns another tensor. title: what they run. batches: each with its sizes.
+    Tails that no one reads, and absent slots, may hold anything. WrongBytesError names a contestant that differs.
+    title: what they run. batches: each with its sizes.
     """
     slots = declaration.slots
     loose = {name for name, slot in slots.items() if isinstance(slot, Output | Staged)}
@@ -212,10 +209,7 @@ class Figures:
 def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
-    """The fill of one bucket: by hand, by each lowering, by hand in groups; and the batches that take turns.
-
-    Arguments as `Timer.fill` has them. WrongBytesError if a way leaves other bytes than the oracle.
-    """
+    """The fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
     stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
     capabilities = ground.backend.capabilities
     had = capabilities.lowerings

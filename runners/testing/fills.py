@@ -30,10 +30,7 @@ _SPREAD: Final = 100
 
 @attrs.frozen(eq=False, repr=False)
 class Turn:
-    """One step of a schedule: its bucket's sizes, its live ones, absent slots, and what the batch brings.
-
-    as_lists: slots that are brought as lists, not tensors.
-    """
+    """One step of a schedule: sizes, absent slots, and what the batch brings, some slots of it as lists."""
 
     padded: Sizes
     live: Sizes
