@@ -117,7 +117,7 @@ class Stage(Generic[V]):
         """A call that makes the view of a batch that was filled."""
         made: Callable[[Any], V] | None = ready.notes.get("viewer")
         if made is None:
-            info = ViewInfo(ready.step, self.relations, self.declaration, exact=ready.exact)
+            info = ViewInfo(ready.step, self.relations, self.declaration, exact=ready.planned.exact)
             made = ready.notes["viewer"] = viewer(self.inputs, ready.shown, self.declaration.fields, info)
         return made
 

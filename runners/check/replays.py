@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS, Step
-from ...dataflow.buffers import Buffers
+from ...dataflow.buffers import Buffers, SharedMemory
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
@@ -100,7 +100,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
     def oracle(opposite: int | None) -> Buffers:
         with torch.inference_mode(mode=False), torch.no_grad():
             copied = {b.name: attrs.evolve(b, tensor=b.tensor.clone(), owner=None) for b in buffers}
-            other = Buffers(copied, buffers.capacity)
+            other = Buffers(copied, buffers.capacity, SharedMemory())
             if opposite is not None:
                 spoil(other, step.padded_sizes, opposite, flipped=True)
         fill_slot_by_slot(stage.declaration, other, stage.backend.capabilities, step, one.batch, one.side)

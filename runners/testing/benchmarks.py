@@ -130,7 +130,7 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
             plan.copied.append((plain_name(source), source, buffer, rows, tails, pad))
     for name in declaration.order:
         if (compute := declaration.slots[name].computes()) is not None:
-            given = {**known, **declaration.given(step.of(name))}
+            given = {**known, **declaration.given(step)}
             bound = Computation.bind(name, compute, given, declaration.fields, known[name])
             plan.computed.append((known[name], bound.function, bound.fields))
     return plan
