@@ -10,12 +10,11 @@ import torch
 from torch.nn import Module
 
 from ..dataflow.axes import BATCH, Step
-from ..dataflow.bucket import Absent
 from ..dataflow.buffers import span
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
-from .bits import bits
+from .bits import bits, text_of
 from .capture import Captured
 from .runner import Runner
 from .running import Running, under_way
@@ -45,8 +44,7 @@ GRAPH_AND_EAGER: Final = ("graph", "eager")
 class Seen:
     """One run of a step: its sizes, live rows of its slots, and what came out, in memory of their own.
 
-    Slots are named as in `slot 'ids'`. Those that the step writes itself are left out of `copied`. `outputs` has what
-    the step returned and its output slots.
+    Slots that the step writes are left out of `copied`. `outputs` has what the step returned and its output slots.
     """
 
     step: Step
@@ -137,27 +135,23 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
 
 
-def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of what a step returned, each with where it stands in it, as one writes it."""
-    yield from _named(outputs, "", DEPTH, set())
-
-
-def _named(value: Any, place: str, depth: int, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same further in. known: objects that were looked into, some of which may hold themselves."""
+def named(
+    value: Any, place: str = "", depth: int = DEPTH, known: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of what a step returned, each with its place. known: objects around it, which it may hold, too."""
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _named(inner, f"{place}[{key!r}]", depth, known)
+            yield from named(inner, f"{place}[{key!r}]", depth, known)
     elif isinstance(value, list | tuple):
         fields = getattr(value, "_fields", None)
         for index, inner in enumerate(value):
             where = f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}"
-            yield from _named(inner, where, depth, known)
+            yield from named(inner, where, depth, known)
     elif depth and id(value) not in known and not isinstance(value, Inputs | type | Module):
-        known.add(id(value))
         for name in _fields_of(value):
-            yield from _named(getattr(value, name), f"{place}.{name}", depth - 1, known)
+            yield from named(getattr(value, name), f"{place}.{name}", depth - 1, known | {id(value)})
 
 
 def _fields_of(value: Any) -> list[str]:
@@ -172,10 +166,7 @@ def _fields_of(value: Any) -> list[str]:
 def differences(
     one: Seen, other: Seen, tolerance: Tolerances, names: tuple[str, str] = GRAPH_AND_EAGER
 ) -> Iterator[Mismatch]:
-    """Where two runs of one batch differ, maybe with other padding: copied slots, bit for bit, then what came out.
-
-    Computed slots may differ with the padding: `computed_apart` tells of them.
-    """
+    """Where two runs of one batch differ, maybe with other padding: copied slots, bit for bit, then what came out."""
     yield from mismatches(*_shared(one.copied, other.copied), BITWISE, names)
     yield from mismatches(one.outputs, other.outputs, tolerance, names, one.step)
 
@@ -209,7 +200,7 @@ def mismatches(
             if count:
                 yield Mismatch(where, index, (mine[index].item(), others[index].item()), names, count)
         elif any(are) or not _same(mine, others):
-            yield Mismatch(where, None, (_told(mine), _told(others)), names)
+            yield Mismatch(where, None, (text_of(mine), text_of(others)), names)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -245,12 +236,6 @@ def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tup
     return tuple(int(at) for at in first), len(found)
 
 
-def _told(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-    return repr(value)
-
-
 def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
     """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
     info, graphs, declaration = view._slotgraph_view, runner.graphs, runner.stage.declaration  # noqa: SLF001 - for runners
@@ -258,11 +243,7 @@ def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
         return None
     told = [axis for axis in declaration.varying if axis != BATCH or runner.tally.path == "graph"]
     fitting = (rows for rows, sizes in runner.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
-    return graphs.captured.get((next(fitting, 0), _absent_in(runner, view)))
-
-
-def _absent_in(runner: Runner[Any], view: Inputs) -> Absent:
-    return frozenset(name for name, _ in runner.stage.declaration.optional if vars(view)[name] is None)
+    return graphs.captured.get((next(fitting, 0), runner.stage.absent_in(view)))
 
 
 def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
@@ -270,7 +251,7 @@ def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
     captured = graph_of(runner, view)
     with torch.no_grad():
         if captured is not None and runner.tally.path == "graph":  # of which the graph alone computes on the device
-            captured.filling.whole(_absent_in(runner, view)).compute_on_device()
+            captured.filling.whole(runner.stage.absent_in(view)).compute_on_device()
         return under_way(Running(view), runner.stage.run, view)
 
 

@@ -76,8 +76,7 @@ class Eagerly(Generic[V]):
         """Run the step on the view filled last; the first without some slots finds what it reads in host memory."""
         hosts, run = self.hosts, self.repeated()
         if hosts.possible:
-            values = view.__dict__
-            absent = frozenset(name for name, _ in self.stage.declaration.optional if values[name] is None)
+            absent = self.stage.absent_in(view)
             if hosts.wants(absent):
                 return hosts.look(lambda: run(view), absent)
         return run(view)
