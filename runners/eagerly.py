@@ -21,8 +21,7 @@ from .traffic import HostReads
 class Eagerly(Generic[V]):
     """Fills exact views and runs the step on them. Each axis grows to the next power of two when a batch asks for more.
 
-    held: the exact bucket at its present capacity, and what steps read of its slots in host memory; None before the
-    first batch. no_copy: whether views are of the batch's own tensors.
+    held: the exact bucket, and what steps read of its slots in host memory. no_copy: views are of the batch's tensors.
     """
 
     def __init__(

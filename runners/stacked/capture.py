@@ -148,10 +148,7 @@ def capture_stack(
 
 
 def _watch(call: StackCall, stage: Stage[Any], buffers: Buffers, breaks: frozenset[str]) -> None:
-    """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests.
-
-    Splits are no breaks yet, because the tracer would take numbers of requests as constants.
-    """
+    """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests."""
     forbidden = {name: buffers[name].tensor for name, slot in stage.declaration.slots.items() if BATCH in slot.axes}
     named = {**slots_of(call.view), **slots_of(call.own)}
     fence = Fence({key: name for key, name in named.items() if name in forbidden}, breaks)
@@ -287,10 +284,7 @@ class Splitter:
         self._runs: list[tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]] = []
 
     def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-        """The parts of `run`, always the same function, on these arguments, as a call that gives what it gives.
-
-        Runs it once. CaptureError where it cannot be traced whole, or calls none of the operators.
-        """
+        """Run it once; its parts on these arguments, as a call. CaptureError where it cannot be traced whole."""
         if self._compiled is None:
             self._compiled = self._compile(run)
         self._runs.clear()
