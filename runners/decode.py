@@ -17,7 +17,6 @@ from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.computation import field_of
 from ..dataflow.errors import ConfigError, RankError, ReplayError
-from ..dataflow.explain import check_named
 from ..dataflow.guard import own_guard
 from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
@@ -231,7 +230,7 @@ class GraphRunner(Runner[V]):
         ConfigError where there is no such bucket or slot.
         """
         declaration, sizes, pattern = self.stage.declaration, self.sizes.get(bucket), Pattern(absent, in_place, hosted)
-        check_named(declaration, pattern)
+        pattern.check(declaration)
         if sizes is None:
             known = ", ".join(map(str, sorted(self.sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")

@@ -16,7 +16,6 @@ from ..dataflow.buffers import BufferTurn
 from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
-from ..dataflow.sampling import sample_batch
 from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
@@ -27,6 +26,7 @@ from .graphs import GraphSet
 from .hooks import Coordinator, Live, Watch
 from .pool import Seat
 from .running import Gate, Unique, opaque
+from .sampling import sample_batch
 from .stage import Stage, V
 from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally
 from .traffic import HostReads

@@ -21,7 +21,6 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import RecordingError, ReplayError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
@@ -29,6 +28,7 @@ from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..runner import Runner
 from ..running import running
+from ..sampling import Sample
 from ..state import Change
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial, rebuilt
