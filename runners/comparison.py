@@ -10,12 +10,11 @@ import torch
 from torch.nn import Module
 
 from ..dataflow.axes import BATCH, Step
-from ..dataflow.bucket import Absent
 from ..dataflow.buffers import span
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
-from .bits import bits
+from .bits import bits, text_of
 from .capture import Captured
 from .runner import Runner
 from .running import Running, under_way
@@ -44,8 +43,7 @@ USUAL: Final[Tolerances] = {
 class Seen:
     """One run of a step: its sizes, live rows of its slots, and what came out, in memory of their own.
 
-    Slots are named as in `slot 'ids'`. Those that the step writes itself are left out of `copied`. `outputs` has what
-    the step returned and its output slots.
+    Slots that the step writes are left out of `copied`. `outputs` has what the step returned and its output slots.
     """
 
     step: Step
@@ -196,7 +194,7 @@ def mismatches(
             if count:
                 yield Mismatch(where, index, (mine[index].item(), others[index].item()), names, count)
         elif any(are) or not _same(mine, others):
-            yield Mismatch(where, None, (_told(mine), _told(others)), names)
+            yield Mismatch(where, None, (text_of(mine), text_of(others)), names)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -230,12 +228,6 @@ def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tup
     return tuple(int(at) for at in first), len(found)
 
 
-def _told(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-    return repr(value)
-
-
 def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
     """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
     info, graphs, declaration = view._slotgraph_view, runner.graphs, runner.stage.declaration  # noqa: SLF001 - for runners
@@ -243,11 +235,7 @@ def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
         return None
     told = [axis for axis in declaration.varying if axis != BATCH or runner.tally.path == "graph"]
     fitting = (rows for rows, sizes in runner.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
-    return graphs.captured.get((next(fitting, 0), _absent_in(runner, view)))
-
-
-def _absent_in(runner: Runner[Any], view: Inputs) -> Absent:
-    return frozenset(name for name, _ in runner.stage.declaration.optional if vars(view)[name] is None)
+    return graphs.captured.get((next(fitting, 0), runner.stage.absent_in(view)))
 
 
 def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
@@ -255,7 +243,7 @@ def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
     captured = graph_of(runner, view)
     with torch.no_grad():
         if captured is not None and runner.tally.path == "graph":  # of which the graph alone computes on the device
-            captured.filling.whole(_absent_in(runner, view)).compute_on_device()
+            captured.filling.whole(runner.stage.absent_in(view)).compute_on_device()
         return under_way(Running(view), runner.stage.run, view)
 
 

@@ -230,10 +230,7 @@ class GraphSet(Generic[V]):
         return self._captured.get((bucket, absent))
 
     def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first, for every pattern. CaptureError at the end if some failed.
-
-        A bucket that fails is left out and the others stay usable. With the option `lazy` nothing is captured yet.
-        """
+        """Capture every bucket, the largest first, but not if `lazy`. CaptureError at the end if some failed."""
         if self.report is not None:
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"

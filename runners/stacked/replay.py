@@ -16,6 +16,7 @@ from ...backends.base import Backend
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.guard import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
+from ..bits import text_of
 from ..capture import Captured
 from ..graphs import GraphSet
 from ..outputs import map_tensors
@@ -41,7 +42,6 @@ def current_view(inputs: type[V]) -> V:
     Raises:
         ReplayError: No step runs, or one of another declaration.
         CaptureError: An operator asks inside a graph, which would hold for the values of its capture.
-
     """
     reference = RUNNING.get()
     step = None if reference is None else reference()
@@ -101,13 +101,7 @@ class Break:
     def __call__(self, places: Sequence[Any] | None) -> Any:  # noqa: C901 - in one piece, for each step's sake
         """Call it in the step that runs, and write the answer to the places which later graphs read.
 
-        Args:
-            places: Those; None at capture, where they are not known yet, and `EAGER` outside of graphs.
-
-        Raises:
-            ReplayError: No step runs, the function raised, or its answer is not of the kind that it was.
-            CaptureError: It raised in a capture, or is called inside of another break.
-
+        places: None at capture, where they are not known yet, and `EAGER` outside of graphs.
         """
         reference = RUNNING.get()
         step = None if reference is None else reference()
@@ -169,15 +163,9 @@ class Break:
                 place.copy_(leaf)
             elif isinstance(place, torch.Tensor) or type(leaf) is not type(place) or leaf != place:
                 raise ReplayError(
-                    f"break {self._name!r}: result {number} is {_text(leaf)}, and was {_text(place)} at capture: "
+                    f"break {self._name!r}: result {number} is {text_of(leaf)}, and was {text_of(place)} at capture: "
                     "return what changes as a tensor of one shape"
                 )
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)} on {value.device}"
 
 
 @attrs.frozen(eq=False)
@@ -269,10 +257,7 @@ class StackCall:
     def take(  # noqa: C901 - in one piece, for each step's sake
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
     ) -> list[Any]:
-        """Move a step's arguments to where the graphs read them, and have its breaks find what stands for what.
-
-        Returns the arguments, flat. ReplayError where a graph would read something else than at capture.
-        """
+        """Move a step's arguments to where graphs read them, and let breaks find them; returns them flat."""
         leaves, view, shown, read = [*args, *kwargs.values()], step.view, self.view, self.read
         if (*map(type, leaves), *kwargs) != self._kinds:  # what follows takes ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -312,8 +297,8 @@ class StackCall:
 
 def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
     return ReplayError(
-        f"argument {place} of the stack is {_text(leaf)}, and was {_text(kept)} at capture: hand over what changes as "
-        "a tensor of one shape, or in the view"
+        f"argument {place} of the stack is {text_of(leaf)}, and was {text_of(kept)} at capture: hand over what "
+        "changes as a tensor of one shape, or in the view"
     )
 
 

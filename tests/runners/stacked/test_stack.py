@@ -63,9 +63,9 @@ def test_arguments_of_all_kinds(backend: Backend) -> None:
         (Mode.ONE, Mode.TWO, "is <Mode.TWO: 2>, and was <Mode.ONE: 1>"),
         ((1, 2), (1, 2, 3), "the stack was called with other arguments than at capture"),
         ({"a": 1}, {"b": 1}, "the stack was called with other arguments than at capture"),
-        (None, torch.ones(3, 2), r"is float32 of shape \[3, 2\] on cpu, and was None"),
+        (None, torch.ones(3, 2), r"is float32 of shape \[3, 2\], and was None"),
         (torch.ones(4, 2), None, r"is None, and was float32 of shape \[4, 2\]"),
-        (torch.ones(4, 2), torch.ones(2, 2), r"is float32 of shape \[2, 2\] on cpu, and was float32 of shape \[4, 2\]"),
+        (torch.ones(4, 2), torch.ones(2, 2), r"is float32 of shape \[2, 2\], and was float32 of shape \[4, 2\]"),
         (torch.ones(4, 2), torch.ones(4, 2).int(), r"is int32 of shape \[4, 2\]"),
     ],
 )
