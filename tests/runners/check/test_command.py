@@ -89,7 +89,7 @@ def test_sound() -> None:
 
 REFUSED = [
     ("checked_engine:number", 2, "'number' in checked_engine is no runner, nor a function without"),
-    ("checked_engine:make_trouble", 1, "ZeroDivisionError at checked_engine.py:22, `return 1 // 0`"),
+    ("checked_engine:make_trouble", 1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
     ("checked_engine:captured --only poisson", 2, "there is no check 'poisson': checks are poison, parity"),
     ("checked_engine:captured --batches number", 2, "'number' in checked_engine is no batches"),
     ("checked_engine:captured --rounds 0", 2, "--rounds"),
