@@ -11,7 +11,6 @@ import torch
 from ..dataflow import log
 from ..dataflow.errors import CheckError, ConfigError
 from ..dataflow.inputs import Inputs
-from ..dataflow.sampling import Sample
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
 from .bits import first_unequal
@@ -24,6 +23,7 @@ from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .graphs import GraphSet
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
+from .sampling import Sample
 from .state import Change, State
 
 

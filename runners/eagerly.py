@@ -73,10 +73,7 @@ class Eagerly(Generic[V]):
         self._bucket(live).admit(batch, live, self.stage.absent(batch, side), side)
 
     def run(self, view: V) -> Any:
-        """Run the step on the view that was filled last.
-
-        The first run without some slots finds which slots in host memory the step's operators read.
-        """
+        """Run the step on the view filled last; the first without some slots finds what it reads in host memory."""
         hosts, run = self.hosts, self.repeated()
         if hosts.possible:
             values = view.__dict__

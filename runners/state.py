@@ -272,11 +272,7 @@ class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves
 
 
 def _check_room(
-    pieces: Sequence[Piece],
-    device: torch.device,
-    free: int,
-    copies: int = 1,
-    holder: Callable[..., Any] | None = None,
+    pieces: Sequence[Piece], device: torch.device, free: int, copies: int = 1, holder: Callable[..., Any] | None = None
 ) -> None:
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:

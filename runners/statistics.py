@@ -24,16 +24,7 @@ class FillTimesData(TypedDict):
 
 
 Path = Literal["graph", "piecewise", "breakable", "eager"]
-Why = Literal[
-    "fits",
-    "too_large",
-    "waste",
-    "not_captured",
-    "absent",
-    "field_differs",
-    "disabled",
-    "always_eager",
-]
+Why = Literal["fits", "too_large", "waste", "not_captured", "absent", "field_differs", "disabled", "always_eager"]
 
 
 @attrs.frozen

@@ -17,9 +17,9 @@ from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
-from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ..comparison import state_on
 from ..runner import Runner
+from ..sampling import NO_VALUES, Sample, Values, sample_batch
 from ..state import State
 from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races

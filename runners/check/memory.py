@@ -15,7 +15,6 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import RecordingError, ReplayError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
@@ -23,6 +22,7 @@ from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..runner import Runner
 from ..running import running
+from ..sampling import Sample
 from ..state import Change
 from ..testing.timing import occupier
 from ..traffic import Traffic, run_seen

@@ -13,7 +13,6 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.sampling import Sample, is_location
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
 from ..bits import first_unequal, unequal_rows
@@ -33,6 +32,7 @@ from ..comparison import (
     slots_kept,
     tails_of,
 )
+from ..sampling import Sample, is_location
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
 from .trial import NOTHING, Finding, Subject, Tensors, Trial

@@ -11,13 +11,13 @@ from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import RankError, RecordingError
-from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Answering, Call, Path, Source
 from ..comparison import info_of, ran_eagerly
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
 from ..runner import Runner
+from ..sampling import Sample
 from ..stage import V
 from ..state import State
 

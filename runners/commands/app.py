@@ -18,11 +18,11 @@ from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
 from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError, RecordingError, did_you_mean
-from ...dataflow.explain import Explanation, Extents, explain_declaration, mermaid
 from ...dataflow.plan import Pattern
 from ...dataflow.serial import to_data
 from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
+from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
 from ..explained.pages import Table, html, printable, tables

@@ -13,11 +13,11 @@ from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import sample_batch, sampled_slots
 from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..explained.pages import Table
+from ..sampling import sample_batch, sampled_slots
 from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
 from ..testing.ground import memory_of
 from ..testing.timing import Run, measure

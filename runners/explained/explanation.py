@@ -13,7 +13,6 @@ from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
 from ...dataflow.declaration import Declaration
-from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.plan import CopyGroup, FillPlan, plan_fill, slot_bytes
 from ...dataflow.sharing import Layout, lasting
 from ...dataflow.slots import Output
@@ -22,6 +21,7 @@ from ..outputs import nbytes_of
 from ..ranks.group import Ranks
 from ..runner import Runner
 from ..statistics import Decision
+from .declared import NOT_SIZED, Explanation, explain_declaration
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
 Phase = Literal["fill", "kernel", "replay", "outputs"]

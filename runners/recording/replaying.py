@@ -15,12 +15,12 @@ from ...backends.base import Event
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import Sample
 from ..check.replays import COPIES, apart_from_step
 from ..check.trial import Subject, rebuilt, unwatched
 from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
 from ..ranks.group import HOST, Exchange, Message, Ranks
 from ..runner import Runner
+from ..sampling import Sample
 from ..stage import Stage
 from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text

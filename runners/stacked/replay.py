@@ -330,7 +330,7 @@ def slots_of(view: Inputs) -> dict[int, str]:
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
-def stack_step(  # noqa: C901 - in one piece, for each step's sake
+def stack_step(
     graphs: GraphSet[Any],
     stack: Stack,
     captured: Captured,
@@ -341,26 +341,48 @@ def stack_step(  # noqa: C901 - in one piece, for each step's sake
 ) -> Callable[[Any], Any]:
     """A call that runs a step on a batch, whose stack replays graphs in the place of its code; outputs for live rows.
 
-    Args:
-        graphs: The runner's.
-        stack: What of the step is captured.
-        captured: The bucket.
-        rows: Rows that outputs must have; None where they are handed out whole.
-        live: Rows of them to return; None for all.
-        show: Makes the view of a batch; None where the call gets views, whose graphs are looked at before a replay.
-        counted: Counts steps.
-
+    rows: those that outputs must have; None where they are handed out whole. live: how many of them to return; None for
+    all. show: makes the view of a batch; None where the call gets views, whose graphs are looked at before a replay.
     """
-    stage, clock, filler, graph = graphs.stage, graphs.clock, graphs.filler, captured.graph
+    stage, hosts, answer = graphs.stage, graphs.filler.hosts, _replayer(graphs, captured, looked=show is None)
+    note = hosts.note if hosts.possible else None
+
+    def step_of(batch: Any) -> Any:
+        if GRADIENTS():
+            return without_gradients(step_of, batch)
+        view = batch if show is None else show(batch)
+        step = Running(view, "replay")
+        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
+        try:
+            outputs = stack.run(stage, view, functools.partial(answer, step))
+        finally:
+            RUNNING.reset(token)
+        if step.calls != 1:
+            raise ReplayError(f"{stack.wrong_calls(step.calls)}, and once at capture")
+        if note is not None:
+            note()
+        if rows is not None:
+            if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
+                outputs = outputs if live is None else outputs[:live]
+            else:
+                outputs = _cut(outputs, rows, live)
+        if counted is not None:
+            counted.steps += 1
+        return outputs
+
+    return step_of
+
+
+def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Callable[..., Any]:
+    """What the stack does in a step: it takes the arguments, and replays its graphs. looked: these are looked at."""
+    clock, filler, graph = graphs.clock, graphs.filler, captured.graph
     call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
-    note, stream, calls = filler.hosts.note if filler.hosts.possible else None, filler.stream, 0
+    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
 
     def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
-        """What the stack does in a step: it takes the arguments, and replays its graphs."""
-        nonlocal calls
-        calls += 1
+        step.calls += 1
         leaves, before = call.take(args, kwargs, step), clock.replays
-        if show is None:
+        if looked:
             outputs = graphs.replay(captured, captured.rows)
         else:
             if stream() != clock.stream:
@@ -381,31 +403,7 @@ def stack_step(  # noqa: C901 - in one piece, for each step's sake
             call.give_back(leaves)
         return outputs
 
-    def step_of(batch: Any) -> Any:
-        nonlocal calls
-        if GRADIENTS():
-            return without_gradients(step_of, batch)
-        view = batch if show is None else show(batch)
-        step, calls = Running(view, "replay"), 0
-        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
-        try:
-            outputs = stack.run(stage, view, functools.partial(answer, step))
-        finally:
-            RUNNING.reset(token)
-        if calls != 1:
-            raise ReplayError(f"{stack.wrong_calls(calls)}, and once at capture")
-        if note is not None:
-            note()
-        if rows is not None:
-            if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
-                outputs = outputs if live is None else outputs[:live]
-            else:
-                outputs = _cut(outputs, rows, live)
-        if counted is not None:
-            counted.steps += 1
-        return outputs
-
-    return step_of
+    return answer
 
 
 def _cut(outputs: Any, rows: int, live: int | None) -> Any:

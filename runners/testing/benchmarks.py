@@ -18,10 +18,10 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.hostdata import tensor_of
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ...dataflow.slots import Output, Staged
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
+from ..sampling import NO_VALUES, Sample, Values, sample_batch
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, difference, differences, memory_of
 from .timing import Run, Spread, measure

@@ -20,7 +20,7 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import NO_VALUES, Sample, Values, path_of, sample_batch, sampled_slots
+from ..sampling import NO_VALUES, Sample, Values, path_of, sample_batch, sampled_slots
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
 

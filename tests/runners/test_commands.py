@@ -12,11 +12,11 @@ import typer.testing
 
 from slotgraph.backends import Availability, choose, names
 from slotgraph.backends.cpu import CpuBackend
-from slotgraph.dataflow.explain import Explanation
 from slotgraph.dataflow.plan import FillPlan
 from slotgraph.dataflow.serial import from_data
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.commands.app import app
+from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
 
 DECLARATIONS = """

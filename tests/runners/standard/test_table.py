@@ -10,9 +10,9 @@ import torch
 
 from slotgraph import Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import CACHE_LOC, dtype_text, resolve_dtype
-from slotgraph.dataflow.explain import SlotFacts, explain_declaration
 from slotgraph.dataflow.tails import Pad
 from slotgraph.extend import FillRole, Role, Slot
+from slotgraph.runners.explained.declared import SlotFacts, explain_declaration
 from tests.runners.standard.batches import CLASSES, CUDA, NPU
 
 HEAD: Final = ("slot", "shape", "dtype", "on", "tail", "comes from", "why")

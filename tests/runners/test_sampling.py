@@ -14,9 +14,9 @@ from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
 from slotgraph.extend import HOST, side
+from slotgraph.runners.sampling import Sample, sample_batch
 from tests.fused import feed_for
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declaration_of, declarations, poisoned, rounds
 
