@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import attrs
 import torch
@@ -22,9 +22,9 @@ from .state import State
 
 DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""
-Leaves: TypeAlias = Mapping[str, Any]
+Leaves = Mapping[str, Any]
 """Tensors and values by where they stand in what a step returns, or by slot."""
-Tolerances: TypeAlias = Mapping[torch.dtype, tuple[float, float]]
+Tolerances = Mapping[torch.dtype, tuple[float, float]]
 """By dtype how far numbers may lie apart: by a share of the second one, and by so much. Others must be equal.
 
 Complex numbers have the tolerance of their parts."""

@@ -32,11 +32,7 @@ STEPS: Final = ENTRIES + SEGMENT
 """Steps in flight: more than a ring has entries."""
 SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
-_FILL_ALL: Final = "a function that takes `out` must fill all of it, padded rows too"
-_WRITE_ALL: Final = "write every live row in each step, or leave the slot out of the declaration"
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
-_BUSY_US: Final = 30_000
-"""Microseconds of work that a device is given first, so that the host runs ahead."""
 
 
 def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
@@ -128,10 +124,12 @@ def _unwritten(subject: Subject[Any], one: Sample, number: int) -> Iterator[Find
         ran.append(held)
     for name in names:
         slot, pair = subject.slots[name], [held[name] for held in ran]
-        what, must = f"slot {name!r} is not written by its function", _FILL_ALL
+        what = f"slot {name!r} is not written by its function"
+        must = "a function that takes `out` must fill all of it, padded rows too"
         if isinstance(slot, Output):
             pair = [live_part(slot, tensor, trial.step) for tensor in pair]
-            what, must = f"output slot {name!r} is not written by the step", _WRITE_ALL
+            what = f"output slot {name!r} is not written by the step"
+            must = "write every live row in each step, or leave the slot out of the declaration"
         if rows := unequal_rows(*pair):
             yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
 
@@ -234,7 +232,7 @@ def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) ->
     backend, runs = subject.runner.stage.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
         if flight and backend.device.type != "cpu":
-            occupier(backend)(_BUSY_US)
+            occupier(backend)(30_000)  # microseconds of work, so that the host runs ahead
         for one in batches:
             values = subject.sources(one)
             runs.append(_run(subject, one))

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import attrs
 import torch
@@ -51,7 +51,7 @@ OTHER_SHAPES: Final[Tolerances] = {
 }
 """How far a model's outputs for a padded batch may be from those for the batch alone: kernels for other shapes add in
 another order, layer after layer. What padded rows do to live ones is for poison to find, which asks for equal bits."""
-Poison: TypeAlias = tuple[tuple[Number, ...], tuple[Number, ...]]
+Poison = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values for a tail, to be drawn from, in one run and in another."""
 
 
@@ -368,10 +368,8 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     for turn in (0, 1) if together.any(is_left) else ():
         other = trial.run(look, _bearable_tails(trial, turn), by=trial.eagerly)
         besides += [] if isinstance(other, Exception) else [other[1]]
-    tolerance = (
-        USUAL if any(mismatches(expected, again[0], step=trial.step)) else BITWISE
-    )  # no more can be asked than of the step
-    every = mismatches(graph[0], expected, tolerance, step=trial.step)
+    differs = any(mismatches(expected, again[0], step=trial.step))  # no more can be asked than of the step
+    every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
     found = min(every, key=lambda one: one.slot is None, default=None)  # a slot tells more than what was returned
     if found is not None:
         captured = graph_of(trial.runner, trial.view)

@@ -46,7 +46,6 @@ from .shared import (
     show,
 )
 
-_WIDTH: Final = 110
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 app = typer.Typer(
@@ -276,7 +275,7 @@ def bench(*, backend: _Backend = AUTO, slots: _Slots = None, json_file: _Json = 
         with Console(stderr=True).status("measuring"):
             rows = measured_rows(on, sorted({*(slots or (4, 12, 48))}), QUICK if quick else FULL)
     ours = on.capabilities.lowerings[0]
-    show_rows(rows, ours, screen(_WIDTH))  # what does not fit a terminal is wrapped there, and not cut off
+    show_rows(rows, ours, screen(110))  # what does not fit a terminal is wrapped there, and not cut off
     if json_file is not None:
         about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
         json_file.write(as_json({"rows": rows, "conditions": {**about, **versions()}}))

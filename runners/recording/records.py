@@ -228,7 +228,14 @@ class RecordedFile:
         number = data.get("format") if isinstance(data, dict) else None
         need(number == FORMAT, f"it has format {number!r:.50}, and this version reads {FORMAT}")
         found = from_data(data, cls)
-        _check_ranks(found)
+        ranks = found.runner.ranks
+        size = 0 if ranks is None else ranks.size
+        if ranks is not None:
+            known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
+            need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
+        for step in found.steps:
+            told = f"step {step.number}: its ranks are not the {size} that its runner had"
+            need(not step.messages or len(step.messages) == size, told)
         values = [row for step in found.steps for row in step.values()]
         need(len(dict(values)) == len(values), "two of its steps, or two values of a step, have the same name")
         unlike = {key for key, value in values if value.has_elements} ^ set(opened.keys())
@@ -277,17 +284,6 @@ def need(holds: object, fault: str) -> None:
     """ValueError, unless something holds of a file."""
     if not holds:
         raise ValueError(fault)
-
-
-def _check_ranks(file: RecordedFile) -> None:
-    ranks = file.runner.ranks
-    size = 0 if ranks is None else ranks.size
-    if ranks is not None:
-        known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
-        need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
-    for step in file.steps:
-        told = f"step {step.number}: its ranks are not the {size} that its runner had"
-        need(not step.messages or len(step.messages) == size, told)
 
 
 def versions() -> dict[str, str]:

@@ -34,8 +34,6 @@ REGROUPED: Final = "regrouped"
 PADDED: Final = 256
 LIVE: Final = 0.75
 """A bucket's rows, and the part of them that is live, by default."""
-ROUNDS: Final = 20
-STEPS: Final = 20
 ATTEMPTS: Final = 3
 """How often a ratio is measured before it counts as too high: another program may have had the core."""
 KEY: Final = "slotgraph"
@@ -299,8 +297,8 @@ class Timer:
         title: str,
         *,
         most: float | None = None,
-        rounds: int = ROUNDS,
-        steps: int = STEPS,
+        rounds: int = 20,
+        steps: int = 20,
     ) -> Figures:
         """Time ways of one's own to do the same, in turn, such as an engine's fill and this library's.
 

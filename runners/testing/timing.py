@@ -25,7 +25,6 @@ QUEUED: Final = 20
 host would wait for the device."""
 THREADS: Final = 1
 """Threads that copies in host memory are spread over."""
-_FEWEST: Final = 4
 _ATTEMPTS: Final = 5
 _MARGIN_US: Final = 300.0
 _BUSY_SIZE: Final = 2048
@@ -173,7 +172,7 @@ def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
     """Microseconds a step behind other work: more of it, and fewer steps, while the device gets there first."""
     host = statistics.median(run.host)
     for attempt in range(run.attempt, _ATTEMPTS):
-        steps = max(_FEWEST, QUEUED >> attempt)
+        steps = max(4, QUEUED >> attempt)
         run.queue(1)
         backend.synchronize()
         occupy(_MARGIN_US + (2 << attempt) * steps * host)
