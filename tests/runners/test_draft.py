@@ -113,7 +113,8 @@ def made(backend: "str | Backend", topk: int, steps: int, **options: Any) -> Dra
     """A runner that is not captured."""
     toy = Toy(topk, steps, (load(backend)() if isinstance(backend, str) else backend).device)
     given: dict[str, Any] = {"buckets": BUCKETS, "absent": [{"seq_lens_cpu"}], "sizes": {standard.HIDDEN: WIDE}}
-    return DraftRunner(ToyInputs, toy, topk=topk, steps=steps, backend=backend, **given | {"progress": False} | options)
+    given |= {"progress": False, **options}
+    return DraftRunner(ToyInputs, toy, topk=topk, steps=steps, backend=backend, **given)
 
 
 @functools.cache
