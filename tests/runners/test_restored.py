@@ -317,3 +317,16 @@ def test_functions_that_change_what_they_are_given(way: str) -> None:
         for _ in range(3):
             with pytest.raises(ComputeError, match="slot 'total': its function changes 'here'"):
                 runner({"ids": torch.tensor([1, 2]), "here": torch.tensor([5, 7])})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_beyond_those_of_a_batch_in_place(way: str) -> None:
+    """A producer that writes more rows than it brings, through the view of an earlier fill, leaves no tail dirty."""
+    inputs = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=-1)})
+    runner = runner_by(way, inputs, lambda view: view.ids * 1, output_rows=None)
+    view = runner.fill({"ids": torch.tensor([1, 2])})
+    for number in range(3):
+        view.ids[:] = number
+        tail = runner({"ids": view.ids[:2]})[2:]
+        assert len(tail) > 0
+        assert bool((tail == -1).all())
