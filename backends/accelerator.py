@@ -22,20 +22,6 @@ _ERROR_MODES: Final = ("default", "global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, capture_error_modes=_ERROR_MODES)
 
 
-def _names() -> Any:
-    """torch.accelerator's calls by the names that devices' own modules have; only a graph has a pool."""
-    accelerator: Any = torch.accelerator
-    own = {
-        "Stream": torch.Stream,
-        "Event": torch.Event,
-        "stream": lambda stream: stream,  # which is a context itself
-        "is_current_stream_capturing": lambda: accelerator.current_stream().is_capturing(),
-        "graph_pool_handle": lambda: None,
-        "mem_get_info": accelerator.get_memory_info,
-    }
-    return SimpleNamespace(**vars(accelerator) | own)
-
-
 @contextlib.contextmanager
 def _recorded(graph: Any, stream: Any) -> Iterator[None]:
     with stream, graph:
@@ -63,8 +49,16 @@ class AcceleratorBackend(StreamBackend):
         reason = self.why_not()
         if reason:
             raise BackendUnavailableError(reason)
-        device = torch.device(_kind(), torch.accelerator.current_device_index())
-        super().__init__(device, _names())
+        device, accelerator = torch.device(_kind(), torch.accelerator.current_device_index()), vars(torch.accelerator)
+        own = {  # by the names that devices' own modules have
+            "Stream": torch.Stream,
+            "Event": torch.Event,
+            "stream": lambda stream: stream,  # which is a context itself
+            "is_current_stream_capturing": lambda: accelerator["current_stream"]().is_capturing(),
+            "graph_pool_handle": lambda: None,  # only a graph has a pool
+            "mem_get_info": accelerator["get_memory_info"],
+        }
+        super().__init__(device, SimpleNamespace(**accelerator | own))
 
     @classmethod
     def why_not(cls) -> str:

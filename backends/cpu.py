@@ -17,15 +17,14 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..dataflow.capabilities import Capabilities, Lowering, Placement
+from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
 from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
 from .device_graph import not_captured
 
-LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
+HOST_CAPABILITIES: Final = Capabilities(foreach_mixed=True, lowerings=("foreach", "slot_by_slot", "in_graph", "fused"))
 """Foreach is the fastest here; the fused ones show what a device will do."""
-_CAPABILITIES = Capabilities(foreach_mixed=True, lowerings=LOWERINGS)
 
 
 class HostEvent(Event):
@@ -89,8 +88,7 @@ def _fill(row: list[int], meta: int, pace: int, source: int) -> None:
     target, _, outer, start, padded, stride, pad, flags = row
     if meta < 0:
         return
-    size, length, code = flags & BYTE, meta & ((1 << SHIFT) - 1), meta >> SHIFT
-    live = min(length, padded)
+    size, live, code = flags & BYTE, min(meta & ((1 << SHIFT) - 1), padded), meta >> SHIFT
     to = target + outer * stride * size
     if source and live > start:
         first, count = outer * pace + start, live - start
@@ -111,12 +109,7 @@ def _convert(source: int, first: int, to: int, count: int, code: int, goal: int)
     ctypes.memmove(to, made.data_ptr(), made.nbytes)
 
 
-def _kernel(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """The operator over a table."""
-    return functools.partial(torch.ops.slotgraph.fill_lanes, table, packet, list(targets))
-
-
-HOST_FUSION: Final = Fusion(1 << SHIFT, _kernel)
+HOST_FUSION: Final = Fusion(1 << SHIFT, lambda *given: functools.partial(torch.ops.slotgraph.fill_lanes, *given))
 """The fused fill in plain code. Blocks mean nothing here: one row of a table takes any slot's row whole."""
 
 
@@ -131,7 +124,7 @@ class HostBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """Foreach everywhere, int64 cache locations."""
-        return _CAPABILITIES
+        return HOST_CAPABILITIES
 
     @property
     def device(self) -> torch.device:

@@ -15,7 +15,7 @@ How it behaves, where that is not obvious:
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeVar, final
 
 import attrs
@@ -28,7 +28,7 @@ from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
 from .base import NO_PARAMETERS, Graph, Interruption, mode_of
-from .cpu import LOWERINGS, HostBackend
+from .cpu import HOST_CAPABILITIES, HostBackend
 from .device_graph import not_captured
 from .operators import (
     NO_GRADIENTS,
@@ -64,7 +64,7 @@ _BELOW: Final = (
 _below_autograd: Final[Any] = _C._ExcludeDispatchKeyGuard  # noqa: SLF001
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
-_CAPABILITIES: Final = Capabilities(foreach_mixed=True, capture_error_modes=_ERROR_MODES, lowerings=LOWERINGS)
+_CAPABILITIES: Final = attrs.evolve(HOST_CAPABILITIES, capture_error_modes=_ERROR_MODES)
 
 
 def active_recorder() -> "Recorder | None":
@@ -160,9 +160,9 @@ class Storages:
             storage: Any = tensor.untyped_storage()
             storage.fill_(_ALL_ONES)
 
-    def nbytes(self, outputs: Iterable[torch.Tensor]) -> int:
+    def nbytes(self, outputs: Any) -> int:
         """Bytes that the capture allocated, without the storages of the outputs."""
-        handed_out = {fixed_key(tensor) for tensor in outputs}
+        handed_out = {fixed_key(tensor) for tensor in tensors_in(outputs)}
         return sum(own.untyped_storage().nbytes() for key, own in self._owned.items() if key not in handed_out)
 
     def seal(self) -> list[Found]:
@@ -195,8 +195,8 @@ class _Functions(TorchFunctionMode):
 class Recorder(OperatorWatch):
     """Runs a step's operators and writes them down, with aliases of their tensors.
 
-    parts: calls that are replayed below autograd, and what is called after them as it is. parameters: host parameters
-    by argument. refused: the first refusal, which a step must not outlive even if it catches the error.
+    parts: calls that are replayed below autograd, and what is called after them as it is. refused: the first refusal,
+    which a step must not outlive even if it catches the error.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
@@ -226,12 +226,8 @@ class Recorder(OperatorWatch):
         places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         calls, _ = self.parts.pop()
         self.parts += [(calls, functools.partial(run, places)), ([], None)]
-
-        def answer() -> None:
-            for place, leaf in zip(tensors_in(places), tensors_in(leaves), strict=True):
-                place.copy_(leaf)
-
-        _unrecorded(self, answer)
+        for place, leaf in zip(tensors_in(places), tensors_in(leaves), strict=True):
+            _unrecorded(self, functools.partial(place.copy_, leaf))
         return pytree.tree_unflatten(places, structure)
 
     def refusing(self, call: Callable[..., T], *args: Any) -> T:
@@ -299,7 +295,7 @@ class CapturedGraph(Graph):
         storages.poison()
         self._parts = recorder.parts
         self.outputs = outputs
-        self.nbytes = storages.nbytes(tensors_in(outputs))
+        self.nbytes = storages.nbytes(outputs)
         self.parts = sum(bool(calls) for calls, _ in self._parts)
         self._is_checked = False
 
@@ -354,8 +350,8 @@ class CpuCaptureBackend(HostBackend):
     ) -> Graph:
         """Run the step once and record it; its storages, and all that it wrote, are left as if it had not run.
 
-        parameters: to be read by operators alone, since there is no way to hand their values to a replay. Raises
-        CaptureError for what CUDA refuses, naming the operation and the way out, and from what the step raised.
+        parameters: only operators may read them. CaptureError for what CUDA refuses, with the way out, and for what the
+        step raised.
         """
         del pool
         mode_of(error_mode, _ERROR_MODES)

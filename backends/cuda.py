@@ -41,7 +41,6 @@ bytes 2.3 and 0.9 against 2.0 and 2.0 pinned; 4 KiB 2.3 and 1.2 against 2.1 and 
 11.2; 64 KiB 6.6 and 5.6 against 4.2 and 11.9."""
 _DRIVER: Final = "libcuda.so.1"
 _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_INSTALL: Final = "on Linux, `pip install --force-reinstall torch` brings one; for ROCm see torch's own install page"
 _ON_DEVICE: Final = (
     "it waits for the device, as item(), tolist(), cpu(), bool(), nonzero, x[mask], unique, torch.tensor(device=...), "
     "blocking copies and synchronize do. Keep the value on the device (torch.where, index_select), or hand it to the "
@@ -51,14 +50,16 @@ _STREAMS: Final = (
     "it uses a stream or an event that is no part of this capture. Let the other stream wait for the current one "
     "first, and the current one for it before the step ends"
 )
-_CAUGHT: Final = "an operation of the step was refused, and the step went on after it: let its error through"
 _ADVICE: Final[Advice] = (
     (
         "unless the cpu tensor is pinned",
         "copy from a device slot, or from a slot with placement='host', which is pinned (row by row if not contiguous)",
     ),
     ("operation not permitted when stream is capturing", _ON_DEVICE),
-    ("previous error during capture", _CAUGHT),
+    (
+        "previous error during capture",
+        "an operation of the step was refused, and the step went on after it: let its error through",
+    ),
     ("uncaptured work in another stream", _STREAMS),
     ("legacy stream depend on a capturing", _STREAMS),
     ("unjoined work", _STREAMS),
@@ -94,7 +95,10 @@ class CudaBackend(StreamBackend):
     def why_not(cls) -> str:
         """Why torch is not built for such devices, or sees none; nothing where it sees one."""
         if torch.version.cuda is None and torch.version.hip is None:
-            return f"torch {torch.__version__} is built without CUDA: {_INSTALL}"
+            return (
+                f"torch {torch.__version__} is built without CUDA: on Linux, `pip install --force-reinstall torch` "
+                "brings one; for ROCm see torch's own install page"
+            )
         if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has no public name for it
             return "this process was forked after CUDA was used: start it with multiprocessing's 'spawn' method"
         with warnings.catch_warnings():
@@ -110,7 +114,7 @@ class CudaBackend(StreamBackend):
         """A packet on the device, fed by a pinned ring, by the driver's own copy where there is CUDA's."""
         copy = _driver_copy()
         driver = None if copy is None else functools.partial(_copies, copy)
-        return ring_on(self.device, nbytes, torch.cuda, driver=driver)
+        return ring_on(self.device, nbytes, driver=driver)
 
     def fusion(self) -> Fusion | None:
         """The fused fill, compiled on first use; None where triton is missing or cannot compile."""

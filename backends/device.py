@@ -38,19 +38,14 @@ from .ring import ring_on
 
 @attrs.define(eq=False)
 class CaptureState:
-    """What all captures on one device share.
+    """What all captures on one device share."""
 
-    stream: they run on it. pool: their graphs' memory. one: an element to compute with. lock: under it one thread warms
-    up or captures. recording: the capture under way. broken: graphs that torch may still ask whether an allocation is
-    theirs.
-    """
-
-    stream: Any
+    stream: Any  # they run on it
     pool: GraphPool
-    one: torch.Tensor
-    lock: Any = attrs.field(factory=threading.RLock)
+    one: torch.Tensor  # to compute with
+    lock: Any = attrs.field(factory=threading.RLock)  # under it one thread warms up or captures
     recording: "DeviceCapture | None" = None
-    broken: list[Recorded] = attrs.field(factory=list)
+    broken: list[Recorded] = attrs.field(factory=list)  # torch may still ask whether an allocation is theirs
     checks: int = 0
 
 
@@ -62,10 +57,9 @@ class StreamBackend(Backend):
     """A device with streams, and graphs that are captured off them.
 
     device: with its index. module: what has torch's calls by the names of `torch.cuda`. native: torch's own side of the
-    allocator, where it has one. options: torch's own for each capture.
-
-    error_modes: torch's modes of capture, the default first. advice, conditions: what the device says when it refuses a
-    capture, and the ways out. warns_of_empty: what a warning says where a graph has nothing in it.
+    allocator, where it has one. options: torch's own for each capture. error_modes: of capture, the default first.
+    advice, conditions: what the device says when it refuses a capture, and the ways out. warns_of_empty: what a warning
+    says where a graph has nothing in it.
     """
 
     error_modes: ClassVar[tuple[str, ...]] = ("global", "thread_local", "relaxed")
@@ -74,10 +68,7 @@ class StreamBackend(Backend):
     warns_of_empty: ClassVar[str] = ""
 
     def __init__(self, device: torch.device, module: Any, native: Any = None, **options: Any) -> None:
-        self._device = device
-        self._module = module
-        self._native = native
-        self._options = options
+        self._device, self._module, self._native, self._options = device, module, native, options
         with _LOCK, torch.inference_mode(mode=False):
             key = (self.name, device.type, device.index)
             if key not in _STATES:
@@ -100,8 +91,6 @@ class StreamBackend(Backend):
     def device(self) -> torch.device:
         """The device, with its index."""
         return self._device
-
-    # torch's calls, which differ between devices
 
     @abc.abstractmethod
     def begin(self, handle: Handle, **options: Any) -> Opened:
@@ -127,8 +116,6 @@ class StreamBackend(Backend):
         except TypeError:  # an older torch tells of all pools at once
             segments = [one for one in self._module.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
         return [(one["address"], one["address"] + one["total_size"]) for one in segments]
-
-    # the verbs
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
         """Memory on the device, or pinned memory on the host."""
@@ -176,8 +163,7 @@ class StreamBackend(Backend):
     ) -> Graph:
         """Record the step on the capture stream without running it; pool: as `pool()` or torch hands it out.
 
-        parameters: host memory like any other. Raises CaptureError for what the device refuses, naming the line and
-        the way out, where memory ran out, saying what to lower, and from what the step raised.
+        CaptureError, with the way out, for what the device refuses, where memory ran out, and for what the step raised.
         """
         del parameters
         mode = mode_of(error_mode, self.error_modes)
@@ -208,8 +194,6 @@ class StreamBackend(Backend):
         """The driver's account of the device, and what torch's allocator holds of it."""
         free, total = self._module.mem_get_info(self._device)
         return Memory(total=int(total), free=int(free), allocated=self.held_and_used()[0])
-
-    # a capture, and what it leaves
 
     def record(self, step: Callable[[], Any], pool: object | None, begin: Callable[[Handle], Opened]) -> DeviceGraph:
         """Record a step into graphs that `begin` makes. CaptureError leaves the device as it was before."""
@@ -313,9 +297,7 @@ class StreamBackend(Backend):
 
 
 class DeviceCapture:
-    """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded.
-
-    begin: makes a graph that records into a pool, by its handle.
+    """A capture under way: the graphs so far, what runs between them, and the graph that `begin` made for a handle.
 
     Libraries release their workspaces when a graph begins and before it ends. So the operators of the graph allocate
     workspaces in the graph's own pool, and nothing outside the graph uses them later. A workspace from a warm-up lies
@@ -324,10 +306,8 @@ class DeviceCapture:
 
     def __init__(self, backend: StreamBackend, handle: Handle, begin: Callable[[Handle], Opened]) -> None:
         self.parts: list[Part] = []
-        self.handle = handle
         self.graph: Recorded | None = None
-        self._backend = backend
-        self._begin = begin
+        self.handle, self._backend, self._begin = handle, backend, begin
         self._open: AbstractContextManager[object] | None = None
         self._empty: list[Recorded] = []
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []

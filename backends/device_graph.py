@@ -50,8 +50,7 @@ Part: TypeAlias = tuple[Callable[[], object], Recorded | None]
 class GraphPool:
     """Graph memory of one device: what one graph needs for its steps alone, the next one uses too.
 
-    torch refuses a handle whose graphs are all gone, and may refuse one whose capture was broken off. The pool then
-    draws another handle, and its users keep the pool. draw: gives a handle.
+    torch refuses a handle whose graphs are all gone, and may refuse one whose capture was broken off: `draw` another.
     """
 
     def __init__(self, draw: Callable[[], Handle]) -> None:
@@ -81,10 +80,9 @@ class GraphPool:
 
 @final
 class DeviceGraph(Graph):
-    """A captured step; it is replayed on the current stream. Its outputs hold nothing before the first replay.
+    """A captured step, replayed on the current stream. Its outputs hold nothing before the first replay.
 
-    parts: graphs, and what is called between them as it is. outputs: what the step returned at capture. nbytes: that
-    the pool grew by, without the outputs and the driver's own memory, some 10 KB a kernel.
+    nbytes: that the pool grew by, without the outputs and the driver's own memory, some 10 KB a kernel.
     """
 
     def __init__(self, parts: Sequence[Part], outputs: Any, nbytes: int) -> None:
@@ -145,14 +143,11 @@ def not_captured(error: BaseException, advice: Advice = (), conditions: Advice =
         return out_of_memory(error, "while this bucket was captured")
     said, text = first_line(error), str(error).lower()
     place = "" if isinstance(error, ComputeError) else place_of(error)  # which says it itself
-    ways_out = [
-        (conditions, "nothing can be captured as things are"),
-        (advice, f"a captured step cannot do what it does{place}"),
-    ]
-    for known, refused in ways_out:
-        for sign, way_out in known:
-            if sign in text:
-                return CaptureError(f"{refused} ({said}): {way_out}")
+    refusals = [("nothing can be captured as things are", one) for one in conditions]
+    refusals += [(f"a captured step cannot do what it does{place}", one) for one in advice]
+    for refused, (sign, way_out) in refusals:
+        if sign in text:
+            return CaptureError(f"{refused} ({said}): {way_out}")
     if isinstance(error, ComputeError):
         return CaptureError(said)
     return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {said}")

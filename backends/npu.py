@@ -32,22 +32,17 @@ from .device_graph import Advice, Handle, Opened, first_line
 
 _PACKAGE: Final = "torch_npu"
 _VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
-_GRAPHS: Final = 1800
-"""Graphs that a device's 2,048 streams bear, one stream a graph, with some left for all else: the number that
-vLLM-Ascend settled on. A step that forks to other streams takes more of them."""
-_CHUNK: Final = 48
-"""Tensors that one foreach call takes at most."""
 _CAPABILITIES: Final = Capabilities(
     roles={"cache_loc": torch.int32},
     fills={"seq_len_fill": 0},
     pools_inputs=False,
     foreach_host=False,
-    foreach_chunk=_CHUNK,
+    foreach_chunk=48,  # the most that one call takes
     packed_uploads=True,
     arenas=False,
     host_parameters=True,
     capture_error_modes=StreamBackend.error_modes,
-    graphs_hint=_GRAPHS,
+    graphs_hint=1800,  # of 2,048 streams, of which each graph takes one or more: what vLLM-Ascend settled on
 )
 _STREAMS_GONE: Final = (
     "the device has no streams left for another graph (2,048 in all; each graph takes at least one, and one more for "
@@ -58,45 +53,44 @@ _ON_DEVICE: Final = (
     "pinned, and synchronize do. Keep the value on the device (torch.where, index_select), or hand it to the step in a "
     "slot"
 )
-_EXPANDABLE: Final = (
-    "take pin_memory_expandable_segments out of PYTORCH_NPU_ALLOC_CONF: a graph's pinned memory would be given to "
-    "others while the graph reads it"
-)
-_NO_KERNEL: Final = (
-    "this operator has no kernel that a graph can hold, as boolean masks and nonzero have none: use torch.where, "
-    "masked_fill or an index of fixed size"
-)
-_BROKEN: Final = (
-    "an operator or a copy, as one from memory that is not pinned, was refused where torch_npu's queue ran it; stderr "
-    "has its message, and with ASCEND_LAUNCH_BLOCKING=1 the line is told"
-)
 _CONDITIONS: Final[Advice] = (
-    ("207005", _STREAMS_GONE),
-    ("207008", _STREAMS_GONE),
-    ("stream resources are insufficient", _STREAMS_GONE),
+    *((sign, _STREAMS_GONE) for sign in ("207005", "207008", "stream resources are insufficient")),
     ("captured on a non-default stream", "the current stream is the default one: capture on another"),
     (
         "task_queue_enable = 2",
         "set TASK_QUEUE_ENABLE=1 in the environment, or call torch.npu.set_task_queue_enable(1) before capture",
     ),
-    ("pin_memory_expandable_segments", _EXPANDABLE),
-    ("the process exits for this inner error", _BROKEN),
+    (
+        "pin_memory_expandable_segments",
+        (
+            "take pin_memory_expandable_segments out of PYTORCH_NPU_ALLOC_CONF: a graph's pinned memory would be given "
+            "to others while the graph reads it"
+        ),
+    ),
+    (
+        "the process exits for this inner error",
+        (
+            "an operator or a copy, as one from memory that is not pinned, was refused where torch_npu's queue ran it; "
+            "stderr has its message, and with ASCEND_LAUNCH_BLOCKING=1 the line is told"
+        ),
+    ),
 )
 """By what torch_npu 2.13 says, in lower case; 207005 and 207008 are CANN's numbers, the one sign of too many graphs."""
 _ADVICE: Final[Advice] = (
-    ("aclop operators", _NO_KERNEL),
-    ("stream synchronize failed", _ON_DEVICE),
-    ("aclrtsynchronize", _ON_DEVICE),
-    ("aclrtmemcpy", _ON_DEVICE),
+    (
+        "aclop operators",
+        (
+            "this operator has no kernel that a graph can hold, as boolean masks and nonzero have none: use "
+            "torch.where, masked_fill or an index of fixed size"
+        ),
+    ),
+    *((sign, _ON_DEVICE) for sign in ("stream synchronize failed", "aclrtsynchronize", "aclrtmemcpy")),
 )
 """Likewise, for what the step does."""
 
-
+_Tensor: Final[Any] = torch.Tensor
 Update = Mapping[str, Callable[[torch.Tensor], Any]]
 """What one operator is told at each replay: by argument, what makes it of the slot: a host tensor, or a list."""
-_CLONE: Final[Any] = torch.Tensor.clone
-_LIST: Final[Any] = torch.Tensor.tolist
-_HANDLERS: Final = "torch_npu.npu._npugraph_handlers.npugraph_handler"
 
 
 def npu() -> Any:
@@ -132,13 +126,11 @@ def _modes() -> list[Any]:
 
 @final
 class UpdatedGraph:
-    """An NPUGraph whose operators take host parameters.
-
-    parameters: host tensors, by operator argument. native: torch_npu's graph.
-    """
+    """An NPUGraph, `native`, whose operators take host parameters: tensors, by operator argument."""
 
     def __init__(self, device: torch.device, parameters: Mapping[str, torch.Tensor]) -> None:
         self.native = npu().NPUGraph()
+        self.reset, self.pool = self.native.reset, self.native.pool
         self.native.graph_dispatch_mode.update_stream = _update_stream(device)
         self._device = device
         self._parameters = dict(parameters)
@@ -158,14 +150,6 @@ class UpdatedGraph:
     def taken(self) -> frozenset[str]:
         """Arguments that some operator takes."""
         return frozenset(name for update in self._updates for name in update)
-
-    def reset(self) -> None:
-        """Let go of the graph."""
-        self.native.reset()
-
-    def pool(self) -> Handle:
-        """The graph's."""
-        return self.native.pool()
 
     def replay(self) -> None:
         """Update once the launch before has ended, then launch. ReplayError where an update has broken off before."""
@@ -208,8 +192,9 @@ def _update_stream(device: torch.device) -> Any:
 def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
     """What an operator takes of the parameters; torch_npu tells where: "arg" or "kwarg", the place there, the name."""
     operator = str(record.op_cache_entry.__name__)
-    handlers: Any = importlib.import_module(_HANDLERS)._NPU_GRAPH_OP_HANDLERS  # noqa: SLF001 - no public name
-    specs, given = handlers[operator].get_update_specs(operator), dict(record.kwargs)
+    handlers: Any = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
+    handler = handlers._NPU_GRAPH_OP_HANDLERS[operator]  # noqa: SLF001 - no public name
+    specs, given = handler.get_update_specs(operator), dict(record.kwargs)
     for where, place, name in specs:
         if where == "kwarg":
             given[name] = record.kwargs.get(place)
@@ -229,7 +214,7 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
                 f"({parameter.dtype}): each replay hands over what the slot holds, all of it, as it is. Derive what "
                 "the operator takes in a slot of its own: computed(..., placement='host', argument=...)"
             )
-        update[name] = _CLONE if isinstance(value, torch.Tensor) else _LIST
+        update[name] = _Tensor.clone if isinstance(value, torch.Tensor) else _Tensor.tolist
     if not update and any(given.get(name) is not None for _, _, name in specs):
         raise CaptureError(
             f"operator {operator} takes its host arguments at each replay ({', '.join(name for _, _, name in specs)}), "
@@ -288,9 +273,8 @@ class NpuBackend(StreamBackend):
     ) -> Graph:
         """Record the step on the capture stream without running it; pool: as `pool()` or torch_npu hands it out.
 
-        parameters: host tensors, whose values the operators of these arguments are told at each replay.
-        Raises CaptureError for what an NPU refuses, naming the line and the way out; where a parameter reaches no
-        operator, or an operator takes host arguments and none of the parameters; and from what the step raised.
+        parameters: host tensors, whose values the operators of these arguments are told at each replay. CaptureError
+        also where one reaches no operator, or an operator takes host arguments and none of these.
         """
         if not parameters:
             return super().capture(step, pool=pool, error_mode=error_mode)
@@ -324,7 +308,7 @@ class NpuBackend(StreamBackend):
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number: torch_npu finds its own streams by it."""
-        return functools.partial(_stream_number, self.device)
+        return lambda: int(npu_c()._npu_getCurrentStream(self.device.index)[0])  # noqa: SLF001 - no public name
 
     def order(self, first: int, then: int) -> None:
         """Have one stream wait for another, by number; the host waits for all where torch_npu does not know one."""
@@ -340,10 +324,6 @@ class NpuBackend(StreamBackend):
     def _stream_of(self, number: int) -> Any:
         default = npu().default_stream(self.device)
         return npu().Stream(stream_id=number, device_index=self.device.index, device_type=default.device_type)
-
-
-def _stream_number(device: torch.device) -> int:
-    return int(npu_c()._npu_getCurrentStream(device.index)[0])  # noqa: SLF001 - no public name
 
 
 @functools.cache  # a second try after a failure meets a package half imported, and says something else

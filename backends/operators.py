@@ -24,9 +24,6 @@ _WHOLE: Final = frozenset({"aten::one_hot"})
 
 # Arguments that an operator writes although its schema does not say so.
 _NORMS: Final = ("native_batch_norm", "batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm")
-_UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {
-    f"aten::{name}": ("running_mean", "running_var") for name in _NORMS
-}
 
 
 def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]) -> T:
@@ -108,7 +105,7 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
         yield from tensors_in((args, kwargs))
         return
     schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
-    undeclared = _UNDECLARED_WRITES.get(schema.name, ())
+    undeclared = ("running_mean", "running_var") if schema.name.removeprefix("aten::") in _NORMS else ()
     for position, argument in enumerate(schema.arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or argument.name in undeclared:
@@ -130,8 +127,7 @@ def call_again(
 ) -> Callable[[], object] | None:
     """A call that does an operator again, or None for memory without contents; new results go where they lay.
 
-    args, kwargs: aliases of what it had, so that nothing done to those (squeeze_) is seen. result: what it returned.
-    fixed: of the tensors in this, those in memory of their own, by position. mutates: whether it writes an argument.
+    args, kwargs: aliases of what it had. fixed: the tensors of `result` in memory of their own, by position.
     """
     name = operator._opname if operator.namespace == "aten" else ""  # noqa: SLF001 - OpOverload has no public name
     call = functools.partial(operator._op, *args, **kwargs)  # noqa: SLF001 - without the python layer around it
@@ -148,14 +144,13 @@ def call_again(
         if (out := _out_overload(operator)) is not None:
             into = dict(zip(out[1], targets, strict=True))
             return functools.partial(out[0]._op, *args, **kwargs, **into)  # noqa: SLF001 - as above
-    return functools.partial(_copy_results, call, fixed)
 
+    def call_and_copy() -> None:
+        results = tensors_in(call())
+        for position, target in fixed.items():
+            target.copy_(results[position])
 
-def _copy_results(call: Callable[[], object], fixed: Mapping[int, torch.Tensor]) -> None:
-    """Call an operator, and copy each new result to where it lay before."""
-    results = tensors_in(call())
-    for position, target in fixed.items():
-        target.copy_(results[position])
+    return call_and_copy
 
 
 @functools.cache
@@ -193,22 +188,9 @@ _ON_DEVICE: Final = "keep the value on the device (torch.where, index_select), o
 _BY_MASK: Final = "its shape depends on values: use torch.where, or masked_fill_ with a number"
 _FROM_HOST: Final = "make it before the step and keep it, or use torch.full, torch.arange or another factory"
 _IN_PLACE: Final = "a graph's addresses are fixed: allocate at the final size and copy_ into it"
-_INFO: Final = "it reads its status back: use the variant that ends in _ex and check the status after the step"
-_SOLVER: Final = "its CUDA kernel waits for the host: do it outside the captured step"
 _COPIED: Final = f"it copies host data to the device: {_FROM_HOST}"
 _TO_HOST: Final = "it copies to the host and waits: read the graph's outputs after the replay"
-_PLAIN_ALONE: Final = (
-    "this backend records plain operators alone, and no functions: choose by torch.where, loop a fixed number of times "
-    "in Python, attend by scaled_dot_product_attention with a mask, or capture the step on the device itself"
-)
 NO_GRADIENTS: Final = "capture the forward step alone: this backend records no gradients"
-_NO_PARAMETERS: Final = (
-    "this device has no host parameters, so that each replay would see the value of the capture: declare it on the "
-    "device too, by copied() or computed(), and have operators read it there"
-)
-_COLLECTIVE: Final = (
-    "its result has no fixed address: use the one of torch.distributed that writes into a tensor of yours"
-)
 
 _Made = Callable[[Any], bool]
 """Whether an argument is a tensor that the step made from a host value."""
@@ -240,9 +222,10 @@ _ALWAYS: Final[Mapping[str, str]] = {
     "masked_select": _BY_MASK,
     **dict.fromkeys(("resize_", "resize_as_", "set_"), _IN_PLACE),
     "bincount": "it reads its input's range: use scatter_add_ into zeros of a fixed size",
-    "_linalg_check_errors": _INFO,
+    "_linalg_check_errors": "it reads its status back: use the variant that ends in _ex and check it after the step",
     **dict.fromkeys(
-        ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_matrix_exp", "linalg_pinv"), _SOLVER
+        ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_matrix_exp", "linalg_pinv"),
+        "its CUDA kernel waits for the host: do it outside the captured step",
     ),
 }
 _SOMETIMES: Final[Mapping[str, _Rule]] = {
@@ -295,9 +278,17 @@ def fixed_key(tensor: torch.Tensor) -> int:
 def check_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], constants: Container[int]) -> None:
     """Let an operator's call pass, or raise CaptureError with the operator's name and what to do instead."""
     if not is_plain(operator):
-        refuse(f"the higher-order operator {getattr(operator, '__name__', operator)}", _PLAIN_ALONE)
+        refuse(
+            f"the higher-order operator {getattr(operator, '__name__', operator)}",
+            "this backend records plain operators alone, and no functions: choose by torch.where, loop a fixed number "
+            "of times in Python, attend by scaled_dot_product_attention with a mask, or capture the step on the device "
+            "itself",
+        )
     if operator.namespace == "_c10d_functional":
-        refuse(f"{operator.name()}, a functional collective", _COLLECTIVE)
+        refuse(
+            f"{operator.name()}, a functional collective",
+            "its result has no fixed address: use the one of torch.distributed that writes into a tensor of yours",
+        )
     schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
     name = schema.name.removeprefix("aten::")
     rule = _SOMETIMES.get(name.removesuffix("_"))
@@ -328,7 +319,11 @@ def check_function(
         address = args[0].data_ptr()
         for parameter, tensor in parameters.items():
             if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes:
-                refuse(f"{name} of host parameter {parameter!r}", _NO_PARAMETERS)
+                refuse(
+                    f"{name} of host parameter {parameter!r}",
+                    "this device has no host parameters, so that each replay would see the value of the capture: "
+                    "declare it on the device too, by copied() or computed(), and have operators read it there",
+                )
     refuse(name, advice)
 
 

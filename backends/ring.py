@@ -1,13 +1,12 @@
 """The ring: host memory from which uploads start, of which no entry is written while its copy may be in flight.
 
-A small packet needs no such memory: a driver takes it along in its own command stream, and has read it when the call
-returns. Only what is larger goes by way of an entry; but every step takes one, to hold on to what its packet points to.
+A driver takes a small packet along in its own command stream, and has read it when the call returns. Only what is
+larger goes by way of an entry; but every step takes one, to hold on to what its packet points to.
 
-An event for each step would cost more than the upload. So the entries are divided into segments, and one event closes
-each: when the ring turns into the next segment it records an event for the one that it leaves, and waits for the event
-of the one that it enters, which is a whole turn old and has passed unless the host runs that far ahead. A step's work
-stands on its stream before the next step's upload does, so an event that has passed also says that the device has read
-all that the segment's packets point to: until then the ring keeps it alive.
+An event for each step would cost more than the upload, so one event closes each segment of entries. When the ring
+enters a segment, it records the event of the one that it leaves and waits for that of the one that it enters, which is
+a whole turn old. Once an event has passed, the device has read all that the segment's packets point to: until then the
+ring keeps it alive.
 """
 
 import functools
@@ -34,10 +33,9 @@ Inline = Callable[[bytes, int], None]
 class Ring(Upload):
     """An upload by way of a ring.
 
-    pinned: makes host memory that the device copies from. start: starts a copy from such memory to the packet, on the
-    current stream, given the memory, a place in it, and so many bytes. mark: records a point on that stream. finish:
-    waits until the device has done all that it was given; called when the ring goes, before its memory can go to
-    someone else. inline: as start, from bytes that may change as soon as it returns, up to `most_inline` of them.
+    pinned: makes host memory that the device copies from. start: copies so many bytes from a place in such memory to
+    the packet, on the current stream. mark: records a point on that stream. finish: waits for the device, before the
+    ring's memory can go to others. inline: as start, from bytes that may change afterwards, `most_inline` of them.
     """
 
     packet: torch.Tensor
@@ -131,17 +129,12 @@ def ring_on(
     memory: Callable[[int], torch.Tensor] = pinned,
     driver: Callable[[torch.Tensor], tuple[Start, Inline, int]] | None = None,
 ) -> Ring:
-    """A packet on a device, fed by torch's own copies, or by the driver's.
+    """A packet of so many bytes on a device, fed by torch's own copies, or by the driver's.
 
-    Args:
-        device: The device.
-        nbytes: Bytes of the packet.
-        module: What has the device's `Event`, `current_stream` and `synchronize`; None for torch's module for it.
-        memory: Makes host memory.
-        driver: Gives `start`, `inline` and `most_inline` of a `Ring` for a packet.
+    module: what has the device's `Event`, `current_stream` and `synchronize`, if not torch's own. memory: makes host
+    memory. driver: gives `start`, `inline` and `most_inline` of a `Ring` for a packet.
     """
-    packet = packet_on(device, nbytes)
-    found: Any = torch.get_device_module(device) if module is None else module
+    packet, found = packet_on(device, nbytes), module or torch.get_device_module(device)
 
     def mark() -> Any:
         event: Any = found.Event()

@@ -76,14 +76,11 @@ class Wanted:
         return isinstance(source, HOST_KINDS)
 
 
-def check_sources(
-    wanted: Sequence[Wanted], sources: Sequence[Any], shapes: Sequence[Extent], buffers: Buffers
-) -> list[torch.Tensor]:
-    """All sources as tensors, those of host data on the host.
+def check_sources(rows: Sequence[tuple[Wanted, Any, Extent]], buffers: Buffers) -> list[torch.Tensor]:
+    """All sources as tensors, those of host data on the host; rows: of a slot, its source and the wanted shape.
 
     Raises MissingSourceError if sources are missing, else BatchError with every fault.
     """
-    rows = list(zip(wanted, sources, shapes, strict=True))
     missing = [
         f"slot {want.name!r}: {want.slot.reads(want.name)} is missing; give it, or declare the slot with default=None"
         for want, source, _ in rows
@@ -185,14 +182,7 @@ class Kind:
 
 
 def kind_of(
-    want: Wanted,
-    source: Any,
-    tensor: torch.Tensor,
-    buffers: Buffers,
-    *,
-    fused: bool,
-    carries: bool,
-    move: Move | None,
+    want: Wanted, source: Any, tensor: torch.Tensor, buffers: Buffers, *, fused: bool, carries: bool, move: Move | None
 ) -> Kind:
     """How a source that was admitted travels to its slot.
 

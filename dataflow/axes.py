@@ -152,17 +152,11 @@ class Step:
     """The sizes of one step, as a computed slot sees them.
 
     live_sizes: rows that the batch brought, per axis. padded_sizes: rows of the bucket, per axis. Fixed axes are in
-    both. An axis that the batch does not tell is in neither. slot: the computed slot whose function is given this
-    step, for error messages.
+    both. An axis that the batch does not tell is in neither.
     """
 
     live_sizes: Sizes
     padded_sizes: Sizes
-    slot: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)
-
-    def of(self, slot: str) -> "Step":
-        """The same sizes, as the function of one computed slot is given them."""
-        return Step(self.live_sizes, self.padded_sizes, slot=slot)
 
     def live(self, size: Axis | Dim) -> int:
         """Rows that the batch brought on an axis, or an expression's value at these sizes.
@@ -182,14 +176,11 @@ class Step:
         try:
             return sizes[size] if isinstance(size, Axis) else Dim.of(size).at(sizes)
         except KeyError as error:
-            axis, who = error.args[0], "a function" if self.slot is None else f"slot {self.slot!r}: its function"
+            axis = error.args[0]
         if axis.fixed:
-            raise DeclarationError(
-                f"{who} asks for the size of {axis}, which no slot has: declare a slot with a dim of {axis}, so that "
-                "the runner knows its size"
-            )
+            raise DeclarationError(f"no slot has {axis}: declare one with a dim of {axis}, so that its size is known")
         told = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
         raise DeclarationError(
-            f"{who} asks for the size of {axis}, which this step does not know (it knows {told}): declare a copied "
-            f"slot with a dim of {axis}, or give an EagerRunner relations= from which {axis} follows"
+            f"this step does not know the size of {axis} (it knows {told}): declare a copied slot with a dim of "
+            f"{axis}, or give an EagerRunner relations= from which {axis} follows"
         )

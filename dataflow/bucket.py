@@ -6,10 +6,10 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .admission import Extent, Kind, Wanted, check_sources, kind_of, placed
+from .admission import Kind, Wanted, check_sources, kind_of, placed
 from .axes import Sizes, extent
 from .buffers import Buffers
-from .capabilities import DEVICE, Capabilities, Lowering, resolve_dtype
+from .capabilities import DEVICE, Capabilities, Lowering
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import below_modes, without_gradients
@@ -49,22 +49,15 @@ class Bucket:
         feed: Feed | None = None,
         table: Specializations | None = None,
     ) -> None:
-        self.declaration = declaration
-        self.sizes = dict(sizes)
-        self.buffers = buffers
+        self.declaration, self.sizes, self.buffers = declaration, dict(sizes), buffers
         self.lowering: Lowering = lowering
-        self._capabilities = capabilities
-        self._exact = exact
-        self._feed = feed
+        self._capabilities, self._exact, self._feed = capabilities, exact, feed
         self._packs = feed is not None and (lowering in FUSED or capabilities.packed_uploads)
         self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
         self._table = Specializations(declaration) if table is None else table
         self.gather = self._table.gather
-        slots = [(name, declaration.slots[name]) for name in self._table.names]
-        self._wanted = [
-            Wanted(name, slot, resolve_dtype(slot.dtype, capabilities), buffers[name].tensor.device)
-            for name, slot in slots
-        ]
+        slots = [buffers[name] for name in self._table.names]
+        self._wanted = [Wanted(one.name, one.slot, one.tensor.dtype, one.tensor.device) for one in slots]
         self._plans: dict[Pattern, Planned] = {}
 
     @property
@@ -103,10 +96,8 @@ class Bucket:
 
         Every source is a tensor where its slot is: host data is in memory of its own there.
         """
-        ready, sources = self.ready(live, absent), self.gather(batch, side)
-        wanted, brought, shapes = self._present(sources, live, absent)
-        move, admitted = self._move if self._packs else None, check_sources(wanted, brought, shapes, self.buffers)
-        rows = zip(wanted, brought, admitted, strict=True)
+        ready, move = self.ready(live, absent), self._move if self._packs else None
+        rows = self._admitted(self.gather(batch, side), live, absent)
         return ready, {want.name: placed(want, one, tensor, self.buffers, move) for want, one, tensor in rows}
 
     def ready(self, live: tuple[int, ...], absent: Absent = NONE) -> Ready:
@@ -136,21 +127,20 @@ class Bucket:
         self._table.keep(sources, found)
         return found, taken
 
-    def _present(
+    def _admitted(
         self, sources: Sources, live: tuple[int, ...], absent: Absent
-    ) -> tuple[list[Wanted], list[Any], list[Extent]]:
-        """What is wanted, brought and expected for the slots that are there."""
+    ) -> list[tuple[Wanted, Any, torch.Tensor]]:
+        """The slots that are there, with their sources, and these as tensors; raises as `check_sources`."""
         sizes = self.declaration.step(live, self.sizes, exact=self._exact).live_sizes
-        rows = [row for row in zip(self._wanted, sources, strict=True) if row[0].name not in absent]
-        shapes = [extent(want.slot.shape, sizes) for want, _ in rows]
-        return [want for want, _ in rows], [source for _, source in rows], shapes
+        pairs = zip(self._wanted, sources, strict=True)
+        rows = [(want, source, extent(want.slot.shape, sizes)) for want, source in pairs if want.name not in absent]
+        tensors = check_sources(rows, self.buffers)
+        return [(want, source, tensor) for (want, source, _), tensor in zip(rows, tensors, strict=True)]
 
     def _kinds(self, sources: Sources, live: tuple[int, ...], absent: Absent) -> dict[str, Kind]:
         """How each source travels. MissingSourceError and BatchError where one does not fit."""
         planned, found = self.planned(absent), dict[str, Kind]()
-        wanted, brought, shapes = self._present(sources, live, absent)
-        admitted = check_sources(wanted, brought, shapes, self.buffers)
-        for want, source, tensor in zip(wanted, brought, admitted, strict=True):
+        for want, source, tensor in self._admitted(sources, live, absent):
             name, move = want.name, self._move if self._packs and want.slot.placement == DEVICE else None
             fused = name in planned.fused
             carries = name in self._room and (fused or self.lowering not in FUSED)
@@ -161,9 +151,8 @@ class Bucket:
         """The plan that sources of some kinds need: the kernel takes them all by one."""
         if self.lowering in FUSED:
             return Pattern(absent)
-        others = {(name, kind.dtype) for name, kind in kinds.items()} - {
-            (want.name, want.dtype) for want in self._wanted
-        }
+        own = {(want.name, want.dtype) for want in self._wanted}
+        others = {(name, kind.dtype) for name, kind in kinds.items()} - own
         in_place = [name for name, kind in kinds.items() if kind.in_place]
         hosted = [name for name, kind in kinds.items() if kind.carrier is not None]
         return Pattern(absent, in_place, hosted, frozenset(others))
@@ -174,14 +163,8 @@ class Bucket:
     def _planned(self, pattern: Pattern) -> Planned:
         known = self._plans.get(pattern)
         if known is None:
-            plan = plan_fill(
-                self.declaration,
-                self.sizes,
-                self._capabilities,
-                pattern,
-                lowering=self.lowering,
-                foreign=self.buffers.foreign,
-            )
+            given, foreign = (self.declaration, self.sizes, self._capabilities, pattern), self.buffers.foreign
+            plan = plan_fill(*given, lowering=self.lowering, foreign=foreign)
             owner = self.feed.number() if self.lowering in FUSED else 0
             known = Planned(plan, self.declaration, self.buffers, self.sizes, exact=self._exact, owner=owner)
             keep_newest(self._plans, PATTERNS)[pattern] = known

@@ -12,7 +12,7 @@ import torch
 
 from .axes import Sizes, extent
 from .capabilities import Capabilities, Placement, dtype_text, resolve_dtype
-from .computation import initial_value, write_all
+from .computation import initial_value, write
 from .declaration import Declaration
 from .errors import BindError, ReplayError, did_you_mean
 from .slots import Slot
@@ -39,13 +39,9 @@ class Ledger:
 class BufferTurn:
     """One set of buffers' turns in memory that others use in theirs.
 
-    Attributes:
-        fills: How often it was filled.
-        eager_runs: How often a step ran on it without a graph.
-        stream: The one that its last fill or step was on.
-        reading: An event behind the last step that copies from slots in host memory; None where none does.
-        neighbours: All with whom it shares a byte.
-        overwriters: The same by slot.
+    fills: how often it was filled. eager_runs: how often a step ran on it without a graph. stream: that of its last
+    fill or step. reading: an event behind the last step that copies from slots in host memory; None where none does.
+    neighbours: all with whom it shares a byte. overwriters: the same by slot.
     """
 
     fills: int = 0
@@ -147,9 +143,13 @@ class Buffer:
         """Where it begins: one address, unless its owner has moved the tensor that was handed in."""
         return {tensor.data_ptr() for tensor in (self.tensor, self.owner) if tensor is not None}
 
+    def reach(self, sizes: Sizes) -> tuple[int, ...]:
+        """A size along each varying dim."""
+        return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
+
     def view(self, sizes: Sizes) -> torch.Tensor:
         """The part that a bucket reads: the first rows along each varying dim."""
-        return self.box([(0, self.slot.shape[dim].at(sizes)) for dim in self.slot.varying])
+        return self.box([(0, rows) for rows in self.reach(sizes)])
 
     def box(self, ranges: Box) -> torch.Tensor:
         """The part between two bounds along each varying dim; no inference tensor, whatever mode is on."""
@@ -161,27 +161,17 @@ class Buffer:
             view = view.narrow(dim, start, stop - start)
         return view
 
-    def reach(self, sizes: Sizes) -> tuple[int, ...]:
-        """A size along each varying dim."""
-        return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
-
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole buffer."""
+        """Of the whole buffer."""
         return self.tensor.nbytes
 
 
 class Buffers:
-    """The buffers of one declaration.
+    """The buffers of one declaration, with the ledger and the turn of their memory."""
 
-    ledger: tells which fill came last, so that a repeated one finds tails clean. turn: what is to be known of others
-    in the same memory.
-    """
-
-    def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory | None = None) -> None:
-        self._buffers = dict(buffers)
-        self.capacity = dict(capacity)
-        shared = SharedMemory() if shared is None else shared
+    def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
+        self._buffers, self.capacity = dict(buffers), dict(capacity)
         self.ledger, self.turn = shared.ledger, shared.turn
 
     def __getitem__(self, name: str) -> Buffer:
@@ -191,10 +181,6 @@ class Buffers:
     def __iter__(self) -> Iterator[Buffer]:
         """All buffers, in the declaration's order."""
         return iter(self._buffers.values())
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._buffers)
 
     def distrust(self) -> None:
         """Forget what is known of tails: after a write that no plan made, or one that broke off."""
@@ -279,14 +265,7 @@ def allocate(
         slots = {name: slot for name, slot in declaration.slots.items() if name not in tensors}
         tensors |= _own(slots, capacity, capabilities, empty)
     made = {
-        name: Buffer(
-            name,
-            slot,
-            tensors[name],
-            owner=owners.get(name),
-            foreign=name in foreign,
-            pooled=name in shared.tensors,
-        )
+        name: Buffer(name, slot, tensors[name], owners.get(name), name in foreign, name in shared.tensors)
         for name, slot in declaration.slots.items()
     }
     buffers = Buffers(made, capacity, shared)
@@ -317,9 +296,12 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
     for buffer in buffers:
         if buffer.adopted and not adopted:
             continue
-        value = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities)
+        value, target = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities), buffer.tensor
         with torch.inference_mode(mode=False), torch.no_grad():
-            write_all(buffer.tensor, value, f"slot {buffer.name!r}")
+            if isinstance(value, bool | int | float):
+                target.fill_(value)
+            else:
+                write(target, value, f"slot {buffer.name!r}")
 
 
 @contextlib.contextmanager
@@ -338,11 +320,7 @@ def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
 
 
 def check_bindings(
-    declaration: Declaration,
-    capacity: Sizes,
-    capabilities: Capabilities,
-    empty: Allocate,
-    bind: Mapping[str, Bound],
+    declaration: Declaration, capacity: Sizes, capabilities: Capabilities, empty: Allocate, bind: Mapping[str, Bound]
 ) -> None:
     """Refuse tensors that cannot be adopted, all of them at once: BindError."""
     faults, spans = list[str](), list[tuple[tuple[int, int], str]]()

@@ -13,10 +13,10 @@ import torch
 from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
 from .errors import ComputeError, blame
-from .hostdata import HOST_KINDS, letter_of, tensor_of
+from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
 from .slots import Slot
-from .sources import OUT, STEP, Compute, look_up
+from .sources import OUT, Compute, look_up
 from .tails import holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
@@ -42,14 +42,6 @@ def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabili
             raise ComputeError(f"slot {name!r}: {number!r} does not fit {dtype_text(dtype)} on this backend")
         found.append(number)
     return found[0]
-
-
-def write_all(target: torch.Tensor, value: Any, what: str) -> None:
-    """Fill a whole buffer with one number, or write a value of its very shape; ComputeError begins with `what`."""
-    if isinstance(value, bool | int | float):
-        target.fill_(value)
-    else:
-        write(target, value, what)
 
 
 def write(target: torch.Tensor, value: Any, what: str) -> None:
@@ -117,8 +109,6 @@ class Computation:
     ) -> "Computation":
         """Give a function what is known by name; `fields` are the declaration's fields with their defaults."""
         given = {need: known[need] for need in compute.needs if need in known}
-        if STEP in given:
-            given[STEP] = given[STEP].of(slot)
         with torch.inference_mode(mode=False):
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
             if compute.writes_out:
@@ -204,7 +194,7 @@ class PackedValue:
         with torch.inference_mode(mode=False):
             room = torch.zeros(max(nbytes, UNIT), dtype=torch.uint8, device="cpu")
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
-        letter = letter_of(target.dtype) if target.numel() == 1 else None
+        letter = LETTERS.get(target.dtype) if target.numel() == 1 else None
         pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
         return cls(attrs.evolve(computation, target=scratch), nbytes, pack)
 

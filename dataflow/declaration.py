@@ -2,7 +2,7 @@
 
 import functools
 import graphlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -44,13 +44,18 @@ class Declaration:
 
     @functools.cached_property
     def order(self) -> tuple[str, ...]:
-        """Computed slots, each after all that it needs."""
-        return _order(self.slots)
+        """Computed slots, each after all that it needs; the same for any order of declaration.
+
+        Raises graphlib.CycleError, whose second argument is the path, where slots need each other in a circle.
+        """
+        slots = sorted(self.slots.items())
+        edges = {n: sorted(need for need in slot.needs if need in self.slots) for n, slot in slots if slot.computes()}
+        return tuple(name for name in graphlib.TopologicalSorter(edges).static_order() if name in edges)
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
         """Every axis in a shape or a pad value, sorted by name."""
-        return _axes(self.slots)
+        return tuple(sorted({axis for slot in self.slots.values() for axis in slot.axes}))
 
     @functools.cached_property
     def varying(self) -> tuple[Axis, ...]:
@@ -75,8 +80,9 @@ class Declaration:
         return MappingProxyType({slot.argument: name for name, slot in slots if slot.argument is not None})
 
     def side(self, name: str) -> Placement:
-        """Where a computed slot's function runs."""
-        return _side_of(self.slots[name], self.slots)
+        """Where a computed slot's function runs: on the device as soon as it needs a slot there, else on the host."""
+        slots = self.slots
+        return DEVICE if any(n in slots and slots[n].placement == DEVICE for n in slots[name].needs) else HOST
 
     def check_side(self, side: Mapping[str, Any]) -> None:
         """BatchError where a side argument is given that no slot of the class reads, enabled or not."""
@@ -142,20 +148,19 @@ def declare(
 
     Raises DeclarationErrors with every fault at once, those `found` by the caller first.
     """
-    faults = [*found]
-    faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(slots, fields)]
-    seen: dict[str, Axis] = {}
-    for axis in _axes(slots):
+    made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
+    faults, seen = [*found], dict[str, Axis]()
+    faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(made)]
+    for axis in made.axes:
         if seen.setdefault(axis.name, axis) != axis:
             faults.append(DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them"))
     try:
-        _order(slots)
+        _ = made.order
     except graphlib.CycleError as cycle:
         path = " -> ".join(reversed(cycle.args[1]))
         faults.append(CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them"))
     if faults:
         raise refused(name, faults)
-    made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
     read = made.sources.values()
     beside = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.beside)
     return attrs.evolve(made, arguments=beside if all(isinstance(one, Path | Call) for one in read) else None)
@@ -166,44 +171,26 @@ def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
     return DeclarationErrors(f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}", faults)
 
 
-def _side_of(slot: Slot, slots: Mapping[str, Slot]) -> Placement:
-    """Where a computed slot's function runs: on the device as soon as it needs a slot there, else on the host."""
-    on_device = any(name in slots and slots[name].placement == DEVICE for name in slot.needs)
-    return DEVICE if on_device else HOST
-
-
-def _order(slots: Mapping[str, Slot]) -> tuple[str, ...]:
-    """Computed slots, each after all that it needs; the same for any order of declaration.
-
-    Raises graphlib.CycleError, whose second argument is the path, where slots need each other in a circle.
-    """
-    edges = {
-        name: sorted(need for need in slot.needs if need in slots)
-        for name, slot in sorted(slots.items())
-        if slot.computes()
-    }
-    return tuple(name for name in graphlib.TopologicalSorter(edges).static_order() if name in edges)
-
-
-def _faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Faults:
+def _faults(made: Declaration) -> Faults:
     """What is wrong with each slot by itself, with what it needs of others, and with what it gives operators."""
     first: dict[str, str] = {}
-    for name, slot in slots.items():
+    for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
-        yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, slot, slots, fields))
+        yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
         if name in _RESERVED:
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if slot.computes() and slot.reads(name) is not None:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
-        if slot.placement == HOST and _side_of(slot, slots) == DEVICE:
+        if slot.placement == HOST and made.side(name) == DEVICE:
             yield name, "it needs slots on the device but is placed on the host: that would wait for the device"
         argument = slot.argument
         if argument is not None and first.setdefault(argument, name) != name:
             yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
 
 
-def _need_faults(need: str, slot: Slot, slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[str]:
+def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
     """Why a computed slot cannot have something that its function needs."""
+    slots, fields = made.slots, made.fields
     known = [*slots, *fields, *_GIVEN]
     if isinstance(slots.get(need), Output):
         yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
@@ -213,15 +200,11 @@ def _need_faults(need: str, slot: Slot, slots: Mapping[str, Slot], fields: Colle
         what = "neither slot nor field of the declaration, nor `step`, `settings` or `ranks`"
         yield f"it needs {need!r}, which is {what}{did_you_mean(need, known)}"
     on_host = need not in slots or slots[need].placement == HOST
-    if on_host and need != SETTINGS and _side_of(slot, slots) == DEVICE:  # settings never change
+    if on_host and need != SETTINGS and made.side(name) == DEVICE:  # settings never change
         yield (
             f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
             f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
         )
-
-
-def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:
-    return tuple(sorted({axis for slot in slots.values() for axis in slot.axes}))
 
 
 def _enabled(name: str, slot: Slot, settings: object) -> bool:

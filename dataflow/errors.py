@@ -112,9 +112,9 @@ def place_of(error: BaseException) -> str:
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}{source}"
 
 
-def hint(name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
+def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Ask for the known name that is nearest to an unknown one, or say something else where none is near."""
-    near = difflib.get_close_matches(name, [*known], n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(name, [*known], n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise
 
 
@@ -127,12 +127,14 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 def blame(slot: str, function: Callable[..., Any], error: Exception) -> NoReturn:
     """Raise what a slot's function raised, with the slot, the function and its line.
 
-    Raises ComputeError, or CaptureError where a capture refused what the function does. Other errors of this library,
-    and memory that ran out, are raised as they are.
+    Raises ComputeError, or CaptureError where a capture refused what the function does, or DeclarationError where it
+    asks for an unknown size. Other errors of this library, and memory that ran out, are raised as they are.
     """
     name, place = getattr(function, "__qualname__", repr(function)), place_of(error)
     if isinstance(error, CaptureError):
         raise CaptureError(f"slot {slot!r}, in its function {name}{place}: {error}") from error
+    if isinstance(error, DeclarationError):  # of `Step`
+        raise DeclarationError(f"slot {slot!r}, in its function {name}: {error}") from error
     if isinstance(error, SlotGraphError | torch.OutOfMemoryError):
         raise error
     raise ComputeError(f"slot {slot!r}: its function {name} raised {type(error).__name__}{place}: {error}") from error

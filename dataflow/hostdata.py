@@ -18,7 +18,7 @@ NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.
 """What a carrier raises for a source that it cannot make bytes of."""
 MOST_DIMS: Final = 64
 """Dims that a tensor may have."""
-_LETTERS: Final = {
+LETTERS: Final = {
     torch.int8: "b",
     torch.uint8: "B",
     torch.int16: "h",
@@ -29,17 +29,12 @@ _LETTERS: Final = {
     torch.float64: "d",
     torch.bool: "?",
 }
-"""The standard library's letters for dtypes that Python's own numbers turn into."""
+"""The letters under which `struct` packs Python's own numbers, by dtype."""
 _BOOLS: Final = frozenset({bool, np.bool_})
 _BITS: Final = frozenset({0, 1})
 """What bools are equal to: a list without these need not be asked for types, which takes twice as long."""
 _LISTS: Final = frozenset({list, tuple})
 _PAD_THEM: Final = "pad them to one length"
-
-
-def letter_of(dtype: torch.dtype) -> str | None:
-    """The letter under which `struct` packs numbers of a dtype, or None where it has none."""
-    return _LETTERS.get(dtype)
 
 
 def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Tensor:
@@ -59,9 +54,12 @@ def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Te
     numbers, shape = unnested(value, dims)
     if not numbers:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    made = _packed(numbers, dtype)
-    if made is None:
-        made = _converted(numbers, dtype)
+    carry = list_carrier(len(numbers), dtype)
+    try:  # of one list of numbers of the dtype's kind, at a tenth of torch's time
+        made = None if carry is None else torch.frombuffer(bytearray(carry(numbers)), dtype=dtype)
+    except NOT_CARRIED:
+        made = None
+    made = _converted(numbers, dtype) if made is None else made
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
 
 
@@ -82,19 +80,8 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
     return value, shape
 
 
-def _packed(numbers: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """A tensor of one list of numbers of the dtype's kind, at a tenth of torch's time; None where it is not that."""
-    carry = list_carrier(len(numbers), dtype)
-    if carry is None:
-        return None
-    try:
-        return torch.frombuffer(bytearray(carry(numbers)), dtype=dtype)
-    except NOT_CARRIED:
-        return None
-
-
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The same by NumPy, for every other dtype, and for numbers of another kind."""
+    """A tensor made by NumPy, for dtypes without a letter and numbers of another kind."""
     if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
         raise TypeError(
             f"a list of tensors: bring one tensor, such as torch.stack makes of them; if ragged, {_PAD_THEM}"
@@ -124,12 +111,8 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-Bytes = Any
-"""Bytes, or what holds them: anything that `bytes.join` takes."""
-
-Carrier = Callable[[Any], Bytes]
-"""Turns a host source into bytes, or into something that holds them; ValueError or struct.error where it cannot."""
-
+Carrier = Callable[[Any], Any]
+"""Turns a host source into bytes, or into what `bytes.join` takes; ValueError or struct.error where it cannot."""
 
 _ARRAY_FACTS: Final = operator.attrgetter("dtype", "shape", "strides")
 
@@ -160,18 +143,18 @@ def tensor_carrier(nbytes: int) -> Carrier:
 
 def list_carrier(rows: int, dtype: torch.dtype) -> Carrier | None:
     """For lists of so many numbers; None where Python has no bytes for the dtype."""
-    letter = letter_of(dtype)
+    letter = LETTERS.get(dtype)
     if letter is None:
         return None
     pack = struct.Struct(f"={rows}{letter}").pack  # C's own floats, without the "=", overflow to infinity
-    if dtype == torch.bool:
-        return lambda source: pack(*_only(source, bool))
-    return lambda source: pack(*_no_bools(source))
+    alike = _bools if dtype == torch.bool else _no_bools
+    return lambda source: pack(*alike(source))
 
 
-def _only(source: Any, kind: type) -> Any:
-    if type(source) not in _LISTS or any(type(value) is not kind for value in source):
-        raise ValueError(f"expected {kind.__name__} alone")
+def _bools(source: Any) -> Any:
+    """A list of bools."""
+    if type(source) not in _LISTS or any(type(value) is not bool for value in source):
+        raise ValueError("expected bools alone")
     return source
 
 

@@ -52,9 +52,7 @@ def _made_already(name: str) -> DeclarationErrors:
 
 
 @dataclass_transform(
-    kw_only_default=True,
-    eq_default=False,
-    field_specifiers=(copied, computed, constant, staged, output, slot),
+    kw_only_default=True, eq_default=False, field_specifiers=(copied, computed, constant, staged, output, slot)
 )
 class Inputs(metaclass=_Declaring):
     """Subclass it and declare slots; subclass that to add, override or `drop` some.

@@ -4,28 +4,13 @@ No handler is added to that logger. Where the user has set up no logging at all,
 warnings to stderr, and nothing below them: a step that falls back to eager is not to go unnoticed.
 """
 
+import functools
 import logging
-from collections.abc import Mapping
 from typing import Any, Final
 
 import structlog
 
 NAME: Final = "slotgraph"
-
-
-def debug(event: str, **keys: Any) -> None:
-    """Log an event of level debug."""
-    _log(logging.DEBUG, event, keys)
-
-
-def info(event: str, **keys: Any) -> None:
-    """Log an event of level info."""
-    _log(logging.INFO, event, keys)
-
-
-def warning(event: str, **keys: Any) -> None:
-    """Log an event of level warning."""
-    _log(logging.WARNING, event, keys)
 
 
 def _settings() -> dict[str, Any]:
@@ -43,11 +28,17 @@ def _is_structlog_configured() -> bool:
     return structlog.is_configured() and _settings() != _DEFAULTS
 
 
-def _log(level: int, event: str, keys: Mapping[str, Any]) -> None:
+def _log(level: int, event: str, /, **keys: Any) -> None:
+    """Log an event of one level."""
     if _is_structlog_configured():
         getattr(structlog.get_logger(NAME), logging.getLevelName(level).lower())(event, **keys)
         return
     logger = logging.getLogger(NAME)
     if logger.isEnabledFor(level):
         text = " ".join(f"{key}={value!r}" for key, value in keys.items())
-        logger.log(level, "%s: %s", event, text, extra={"event": event, **keys}, stacklevel=3)
+        logger.log(level, "%s: %s", event, text, extra={"event": event, **keys}, stacklevel=2)
+
+
+debug: Final = functools.partial(_log, logging.DEBUG)
+info: Final = functools.partial(_log, logging.INFO)
+warning: Final = functools.partial(_log, logging.WARNING)

@@ -49,7 +49,7 @@ def fill_slot_by_slot(
         compute = declaration.slots[name].computes()
         if compute is not None:
             target = buffers[name].view(step.padded_sizes)
-            known = {**declaration.given(step.of(name)), **views}
+            known = {**declaration.given(step), **views}
             Computation.bind(name, compute, known, declaration.fields, target).run(batch)
     return views
 

@@ -135,11 +135,6 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // UNIT) * UNIT
 
 
-def rest(nbytes: int) -> bytes:
-    """What fills up the last unit."""
-    return bytes(-nbytes % UNIT)
-
-
 def head_bytes(lanes: int) -> int:
     """Bytes of a packet before what it carries itself."""
     return WORD * (1 + 3 * lanes)

@@ -167,6 +167,12 @@ class Pattern:
     hosted: frozenset[str] = attrs.field(default=NONE, converter=_names)
     source_dtypes: frozenset[tuple[str, torch.dtype]] = frozenset()
 
+    def check(self, declaration: Declaration) -> None:
+        """ConfigError where an absent slot is not optional, or where another one that is named is not copied."""
+        declaration.check_names("absent", self.absent, "optional")
+        declaration.check_names("in_place", self.in_place, "copied")
+        declaration.check_names("hosted", self.hosted, "copied")
+
 
 PLAIN: Final = Pattern()
 

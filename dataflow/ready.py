@@ -16,7 +16,7 @@ from .buffers import Box, Buffers, Ledger
 from .capabilities import DEVICE, HOST
 from .computation import Computation, PackedValue
 from .declaration import Declaration
-from .errors import BatchError, DeclarationError
+from .errors import BatchError, DeclarationError, blame
 from .packet import Lane, meta
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from .sources import SETTINGS, STEP
@@ -40,8 +40,7 @@ class Ready:
     planned: the plan. live: rows on each varying axis. always: tails to reset in each step. early, late: copies to do
     before the upload, and after it. host, device: computed slots. packed: computed slots whose values ride in the
     upload. views: what the step sees, by slot; the fill's own tensors, of which `shown` gives aliases to steps and
-    callers. exact: whether the step sees live rows only, so that no tail is reset. notes: what a runner keeps beside
-    them.
+    callers. notes: what a runner keeps beside them.
     """
 
     planned: "Planned"
@@ -55,7 +54,6 @@ class Ready:
     packed: list[PackedValue]
     views: Views
     shown: Callable[[], Views]
-    exact: bool
     notes: dict[str, Any] = attrs.field(factory=dict)
 
     def compute_on_device(self, batch: Any = None) -> None:
@@ -99,19 +97,13 @@ def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
 class Planned:
     """One plan of a bucket, over its buffers; makes `Ready` for any live size.
 
-    padded: the bucket's sizes. exact: whether the step sees live rows only. owner: the number of the kernel's table.
-    lanes: what the kernel writes, in the order of `plan.fused`. uploads: whether each fill sends a packet.
+    padded: the bucket's sizes. exact: whether the step sees live rows only, so that no tail is reset. owner: the number
+    of the kernel's table. lanes: what the kernel writes, in the order of `plan.fused`. uploads: whether each fill sends
+    a packet.
     """
 
     def __init__(
-        self,
-        plan: FillPlan,
-        declaration: Declaration,
-        buffers: Buffers,
-        padded: Sizes,
-        *,
-        exact: bool,
-        owner: int = 0,
+        self, plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes, *, exact: bool, owner: int = 0
     ) -> None:
         self.plan = plan
         self.owner = owner
@@ -121,7 +113,7 @@ class Planned:
         self._declaration = declaration
         self._buffers = buffers
         self._padded = padded
-        self._exact = exact
+        self.exact = exact
         slots, pads = declaration.slots, {tail.slot: tail.value for tail in plan.tails}
         self.lanes = tuple(
             Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused
@@ -138,11 +130,11 @@ class Planned:
                 raise BatchError(
                     f"the batch has {rows} rows on {axis}, more than the {self._padded[axis]} of this bucket"
                 )
-        step = self._declaration.step(live, self._padded, exact=self._exact)
+        step = self._declaration.step(live, self._padded, exact=self.exact)
         if not self._asked:
             self._ask(step)
         sizes, plan = step.live_sizes, self.plan
-        views = self._views(sizes) if self._exact else self._bucket_views
+        views = self._views(sizes) if self.exact else self._bucket_views
         early = [group for group in plan.copies if not self.uploads or group.placement == HOST]
         packed = [self._computation(one, step, views) for one in plan.computed if one.packed]
         others = [(one.on, self._computation(one, step, views)) for one in plan.computed if not one.packed]
@@ -150,15 +142,14 @@ class Planned:
             planned=self,
             step=step,
             live=live,
-            always=[] if self._exact else [*self.tails(sizes, always=True)],
+            always=[] if self.exact else [*self.tails(sizes, always=True)],
             early=self._copies(early, sizes),
             late=self._copies((group for group in plan.copies if group not in early), sizes),
             host=[computation for on, computation in others if on == HOST],
             device=[computation for on, computation in others if on == DEVICE],
             packed=[*map(PackedValue.of, packed)],
             views=views,
-            shown=Aliases(views) if self._exact else self._bucket_shown,
-            exact=self._exact,
+            shown=Aliases(views) if self.exact else self._bucket_shown,
         )
 
     def words(self, kinds: Mapping[str, Kind], values: frozenset[str], live: Sizes) -> bytes:
@@ -188,11 +179,11 @@ class Planned:
         for planned in self.plan.computed:
             compute = self._computes[planned.slot]
             if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
-                given = self._declaration.given(step.of(planned.slot))
+                given = self._declaration.given(step)
                 try:
                     compute.function(**{need: given[need] for need in compute.needs})
-                except DeclarationError:
-                    raise
+                except DeclarationError as error:
+                    blame(planned.slot, compute.function, error)
                 except Exception:  # noqa: BLE001, S112 - see above
                     continue
         self._asked = True
@@ -204,7 +195,7 @@ class Planned:
 
     def _copies(self, groups: Iterable[CopyGroup], sizes: Sizes) -> list[Targets]:
         """Where copies go. What the host computed has every padded row."""
-        padded = sizes if self._exact else self._padded
+        padded = sizes if self.exact else self._padded
         together: list[dict[str, torch.Tensor]] = []
         alone: list[Targets] = []
         for group in groups:

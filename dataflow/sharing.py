@@ -4,9 +4,8 @@ A lifetime is made of the phases of a loop in which a slot's bytes must hold. A 
 runners are.
 """
 
-import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -254,18 +253,14 @@ class Layout:
         """Bytes saved by sharing."""
         return self.apart - self.nbytes
 
-    @functools.cached_property
-    def _found(self) -> Mapping[Key, Place]:
-        return {(place.member, place.slot): place for place in self.places}
-
     def place(self, member: str, slot: str) -> Place:
         """Where a slot lies. ConfigError where it has no place here."""
-        place = self._found.get((member, slot))
-        if place is None:
-            raise ConfigError(
-                f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
-            )
-        return place
+        for place in self.places:
+            if (place.member, place.slot) == (member, slot):
+                return place
+        raise ConfigError(
+            f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
+        )
 
     def shared_with(self, member: str, slot: str) -> tuple[Place, ...]:
         """The places that have a byte in common with a slot's."""

@@ -18,6 +18,7 @@ from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
 from .hostdata import HOST_KINDS, unnested
+from .slots import Slot
 from .sources import NO_SIDE, Side, Source
 
 Relations = Mapping[Axis, Dim]
@@ -150,18 +151,15 @@ _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
 
 @attrs.frozen
 class Limit:
-    """The largest value of one slot's host data, as it was declared and as a number.
+    """The largest value of one slot's host data.
 
-    dims: of the slot. on_host: whether a tensor is host data for this slot. One for a slot on the device is not looked
-    into, wherever it lies: that would wait for the device.
+    A tensor for a slot on the device is not looked into, wherever it lies: that would wait for the device.
     """
 
-    slot: str
+    name: str
+    slot: Slot
     source: Source
-    declared: Dim
     most: int
-    on_host: bool
-    dims: int
 
     def allow(self, batch: Any, side: Side) -> bool:
         """Whether a batch keeps to it."""
@@ -171,9 +169,9 @@ class Limit:
         """Refuse a batch whose host data holds more than the slot takes: BatchError. Writes nothing."""
         found = self._over(self.source.read(batch, side))
         if found is not None:
-            said = f"{self.declared} = {self.most}" if self.declared.axes else self.most
+            said = self.most if self.slot.limit == Dim.of(self.most) else f"{self.slot.limit} = {self.most}"
             raise BatchError(
-                f"slot {self.slot!r}: row {found[0]} is {found[1]}, over the limit of {said}: split or refuse what is "
+                f"slot {self.name!r}: row {found[0]} is {found[1]}, over the limit of {said}: split or refuse what is "
                 "that long before it is batched"
             )
 
@@ -181,11 +179,11 @@ class Limit:
         """The first row of host data that is over the limit, and what it is; None where there is none."""
         try:
             if isinstance(value, list | tuple):
-                numbers, _ = unnested(value, self.dims)
+                numbers, _ = unnested(value, len(self.slot.shape))
                 if not numbers or _most_of(numbers) <= self.most:  # without an array made of them
                     return None
             elif isinstance(value, torch.Tensor):
-                if not (self.on_host and value.is_cpu and has_memory(value)):
+                if not (self.slot.placement == HOST and value.is_cpu and has_memory(value)):
                     return None
             elif not isinstance(value, HOST_KINDS):
                 return None
@@ -201,12 +199,8 @@ class Limit:
 
 def limits_of(declaration: Declaration, sizes: Sizes) -> list[Limit]:
     """The limits of a declaration's slots at the sizes of the fixed axes."""
-    slots = ((name, source, declaration.slots[name]) for name, source in declaration.sources.items())
-    return [
-        Limit(name, source, slot.limit, slot.limit.at(sizes), slot.placement == HOST, len(slot.shape))
-        for name, source, slot in slots
-        if slot.limit is not None
-    ]
+    slots = ((name, declaration.slots[name], source) for name, source in declaration.sources.items())
+    return [Limit(*each, each[1].limit.at(sizes)) for each in slots if each[1].limit is not None]
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:

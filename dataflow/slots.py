@@ -407,11 +407,7 @@ def staged(
 
 
 def output(
-    *shape: Size,
-    dtype: Dtype,
-    placement: Placement = DEVICE,
-    when: When | None = None,
-    init: Literal[False] = False,
+    *shape: Size, dtype: Dtype, placement: Placement = DEVICE, when: When | None = None, init: Literal[False] = False
 ) -> Any:
     """A buffer at a fixed address that the step writes its result to."""
     return _declared(Output, locals())

@@ -18,7 +18,7 @@ from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, own_guard
 from .hostdata import NOT_CARRIED
-from .packet import UNIT, WORD, Feed, head_bytes, rest, rounded
+from .packet import UNIT, WORD, Feed, head_bytes, rounded
 from .plan import FUSED
 from .ready import Planned, Targets
 from .sizing import Sizer
@@ -141,7 +141,7 @@ class Specialization:
         kinds, known, anew = [(place, kind) for place, (_, kind) in self._kinds.items()], self._known.get, self._anew
         tensors = [place for place, kind in kinds if isinstance(like[place], torch.Tensor) and not kind.loose]
         prepared = [(place, kind.prepare) for place, kind in kinds if kind.prepare is not None]
-        carried = [(p, kind.carrier, rest(kind.nbytes)) for p, kind in kinds if kind.carrier is not None]
+        carried = [(p, kind.carrier, bytes(-kind.nbytes % UNIT)) for p, kind in kinds if kind.carrier is not None]
         guarded, addressed = _some(tensors, len(like)), _some(self._by_address, len(like))
         check = own_guard(like if guarded is None else guarded(like))
 
@@ -257,10 +257,6 @@ class Specializations:
         self._arguments = declaration.arguments
         self._key = None if size is None else _key_of(size, self.names, [name for name, _ in declaration.optional])
         self._known: dict[Hashable, list[Specialization]] = {}
-
-    def __len__(self) -> int:
-        """How many live sizes and patterns there are specializations for."""
-        return len(self._known)
 
     def run(self, batch: Any, side: Side, whole: bool = True) -> Any:  # noqa: FBT001, FBT002 - a keyword takes longer
         """Run a bound step, or a fill where it is not `whole`. MISS where no step or fill like it came before."""

@@ -29,14 +29,12 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 class Aliases:
     """Aliases of some tensors, by name, for code that is not ours.
 
-    They are the same ones at each call, until somebody has changed one in place (`unsqueeze_`, `resize_`, `set_`,
-    `.data =`): then all are made anew.
+    They are the same ones at each call, until one was changed in place (`unsqueeze_`, `set_`, `.data =`).
     """
 
     def __init__(self, tensors: Views) -> None:
         self._tensors = tensors
         self._made: Views = {}
-        self._addresses: Mapping[str, int] = {}
         self._own: tuple[torch.Tensor, ...] = ()
         self._pointers: list[int] = []
         self._guard: Guard | None = None
@@ -50,17 +48,16 @@ class Aliases:
 
     def _make(self) -> None:
         present = {name: one for name, one in self._tensors.items() if one is not None}
-        now = {name: one.data_ptr() for name, one in present.items()}
-        moved = [name for name, address in self._addresses.items() if now[name] != address]
+        now = [*map(POINTER, present.values())]
+        moved = [n for n, address, before in zip(present, now, self._pointers, strict=False) if address != before]
         if moved:
             raise ReplayError(
                 f"the memory of {', '.join(map(repr, moved))} was resized in place, and graphs go on reading what it "
                 "was: do not resize tensors of a view, and make a new runner"
             )
         self._made = {**self._tensors, **{name: alias(one) for name, one in present.items()}}
-        self._addresses = now
         self._own = tuple(one for one in self._made.values() if one is not None)
-        self._pointers = [*map(POINTER, self._own)]
+        self._pointers = now
         self._guard = own_guard(self._own)
 
 
@@ -82,15 +79,7 @@ class ViewInfo:
 
 
 def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Any], info: ViewInfo) -> Callable[[Any], T]:
-    """Make a call that makes the view of one batch.
-
-    Args:
-        cls: The declaration class.
-        shown: Gives the slots' tensors.
-        fields: The declaration's fields that are no slots, with their defaults.
-        info: What each view remembers.
-
-    """
+    """Make a call that makes the view of one batch. shown: gives the slots' tensors. info: what a view remembers."""
 
     def view(batch: Any) -> T:
         made = new(cls)
@@ -102,13 +91,6 @@ def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Any], 
         return made
 
     new: Callable[[type[T]], T] = cls.__new__
-    return view
-
-
-def make_view(cls: type[T], values: Mapping[str, Any], info: ViewInfo) -> T:
-    """An instance of the declaration with given values, without running its constructor."""
-    view = cls.__new__(cls)
-    view.__dict__.update(values, _slotgraph_view=info)
     return view
 
 
@@ -145,7 +127,9 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     live = {axis: min(max(info.step.live_sizes[axis] - a, 0), b - a) for axis, (a, b) in every.items()}
     padded = {axis: stop - start for axis, (start, stop) in every.items()}
     step = Step({**info.step.live_sizes, **live}, {**sizes, **padded})
-    return make_view(type(view), _cut(view.__dict__, declared, info, every, step), attrs.evolve(info, step=step))
+    made, values = type(view).__new__(type(view)), _cut(view.__dict__, declared, info, every, step)
+    made.__dict__.update(values, _slotgraph_view=attrs.evolve(info, step=step))
+    return made
 
 
 def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:

@@ -18,6 +18,10 @@ exclude_patterns = ["_build", "examples"]
 default_role = "code"  # docstrings have Markdown's single backticks
 autodoc_typehints = "none"  # signatures on one line; types are in the docstrings and in the source
 autodoc_member_order = "bysource"
+nitpick_ignore_regex = [  # types of attributes that the reference has no entry for
+    ("py:class", r"(collections|torch)\..*"),
+    ("py:class", r"slotgraph\.runners\.(eagerly|graphs|pool|stage)\..*"),
+]
 
 html_theme = "furo"
 html_title = f"{project} {version}"

@@ -5,6 +5,8 @@ from typing import Final
 import numpy as np
 import torch
 
+from ..dataflow.capabilities import dtype_text
+
 NAMED: Final = 4
 """Rows that `unequal_rows` names."""
 
@@ -13,6 +15,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, in a row of their own."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # one row may have any stride, and its last dim may not
+
+
+def text_of(value: object) -> str:
+    """A value in a sentence; of a tensor its kind, such as `float32 of shape [2, 3]`."""
+    return f"{dtype_text(value.dtype)} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def first_unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:

@@ -17,16 +17,15 @@ from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.errors import CaptureError, CheckError, ComputeError
 from ..dataflow.ready import Ready
 from ..dataflow.views import alias
-from .outputs import live_rows, map_tensors
+from .outputs import map_tensors
 from .statistics import human_bytes
 
 
 @attrs.define(eq=False)
 class Filling:
-    """One bucket's fills for one pattern of absent slots.
+    """One bucket's fills for one pattern of absent slots. kernel: launches the kernel, which reads `table`.
 
-    kernel: what launches the kernel, `table` what it reads. alone: a graph of the kernel by itself, to be replayed
-    where a fill must be done before the step's graph.
+    alone: a graph of the kernel by itself, for fills that must be done before the step's graph.
     """
 
     bucket: Bucket
@@ -52,8 +51,7 @@ class Captured:
 
     def live(self, rows: int | None) -> Any:
         """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change."""
-        outputs = self.graph.outputs
-        return map_tensors(outputs, alias) if rows is None else live_rows(outputs, rows)
+        return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
 @attrs.define(eq=False)
@@ -69,10 +67,7 @@ os.register_at_fork(after_in_child=lambda: setattr(FORKS, "count", FORKS.count +
 
 @attrs.define(eq=False)
 class Clock:
-    """Replays so far in one pool of graph memory: each may overwrite what another graph of the pool handed out.
-
-    stream: the one that the last of them was on.
-    """
+    """Replays so far in a pool of graph memory, each of which may overwrite outputs; the stream of the last one."""
 
     replays: int = 0
     stream: int | None = None
@@ -92,10 +87,7 @@ _FROZEN_BY_PYTHON: Final = 1000
 
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Keep the garbage collector from walking over all objects at each capture: 2.3 to 3.7 times faster, it is said.
-
-    A program that froze objects of its own has few others, and Python melts all or none: there nothing is done.
-    """
+    """Keep the garbage collector from walking over all objects at each capture; not where a program froze its own."""
     if gc.get_freeze_count() >= _FROZEN_BY_PYTHON:
         yield
         return
@@ -122,10 +114,7 @@ def capture_step(
     error_mode: str | None = None,
     parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Graph:
-    """Capture one step on the backend's stream. CaptureError, chained to whatever was raised.
-
-    parameters: host slots, by the operator's argument that takes their value at each replay.
-    """
+    """Capture one step on the backend's stream. parameters: host slots, by the operator's argument that takes them."""
     with told_as_capture_error(), backend.stream(), _own_casts():
         backend.synchronize()
         return backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
@@ -133,11 +122,7 @@ def capture_step(
 
 @contextlib.contextmanager
 def _own_casts() -> Iterator[None]:
-    """Have a graph cast weights itself, and share no cast with anything else.
-
-    Under torch.autocast the casts of weights are kept until its outermost block ends. A graph that read one of these
-    would read freed memory afterwards, or memory that another graph alone writes.
-    """
+    """Have a graph cast weights itself: the casts that torch.autocast keeps are freed when its outermost block ends."""
     is_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()

@@ -3,19 +3,18 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import attrs
 import torch
 from torch.nn import Module
 
 from ..dataflow.axes import BATCH, Step
-from ..dataflow.bucket import Absent
 from ..dataflow.buffers import span
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
-from .bits import bits
+from .bits import bits, text_of
 from .capture import Captured
 from .runner import Runner
 from .running import Running, under_way
@@ -23,9 +22,9 @@ from .state import State
 
 DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""
-Leaves: TypeAlias = Mapping[str, Any]
+Leaves = Mapping[str, Any]
 """Tensors and values by where they stand in what a step returns, or by slot."""
-Tolerances: TypeAlias = Mapping[torch.dtype, tuple[float, float]]
+Tolerances = Mapping[torch.dtype, tuple[float, float]]
 """By dtype how far numbers may lie apart: by a share of the second one, and by so much. Others must be equal.
 
 Complex numbers have the tolerance of their parts."""
@@ -38,15 +37,13 @@ USUAL: Final[Tolerances] = {
     torch.float64: (1e-7, 1e-7),
 }
 """As `torch.testing.assert_close` documents its defaults."""
-GRAPH_AND_EAGER: Final = ("graph", "eager")
 
 
 @attrs.frozen(eq=False)
 class Seen:
     """One run of a step: its sizes, live rows of its slots, and what came out, in memory of their own.
 
-    Slots are named as in `slot 'ids'`. Those that the step writes itself are left out of `copied`. `outputs` has what
-    the step returned and its output slots.
+    Slots that the step writes are left out of `copied`. `outputs` has what the step returned and its output slots.
     """
 
     step: Step
@@ -62,7 +59,7 @@ class Mismatch:
     where: str  # the slot, or the place in what the step returned
     index: tuple[int, ...] | None  # of the first element that differs; None if shapes or values differ
     values: tuple[Any, Any]
-    names: tuple[str, str] = GRAPH_AND_EAGER  # of the two runs
+    names: tuple[str, str]  # of the two runs
     count: int = 1  # elements that differ
 
     @property
@@ -110,8 +107,7 @@ def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Ten
 
 def seen(view: Inputs, outputs: Any) -> Seen:
     """Keep what a run saw in its slots' live rows, and what came out."""
-    info = info_of(view)
-    copied, computed, written = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    info, copied, computed, written = info_of(view), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, slot in info.declaration.slots.items():
         tensor, text = vars(view)[name], f"slot {name!r}"
         held = None if tensor is None else _copied(live_part(slot, tensor, info.step))
@@ -137,52 +133,41 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
 
 
-def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of what a step returned, each with where it stands in it, as one writes it."""
-    yield from _named(outputs, "", DEPTH, set())
-
-
-def _named(value: Any, place: str, depth: int, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same further in. known: objects that were looked into, some of which may hold themselves."""
+def named(
+    value: Any, place: str = "", depth: int = DEPTH, known: set[int] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of what a step returned, each with where it stands in it. known: objects that were looked into."""
+    known = set() if known is None else known
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _named(inner, f"{place}[{key!r}]", depth, known)
+            yield from named(inner, f"{place}[{key!r}]", depth, known)
     elif isinstance(value, list | tuple):
         fields = getattr(value, "_fields", None)
         for index, inner in enumerate(value):
             where = f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}"
-            yield from _named(inner, where, depth, known)
+            yield from named(inner, where, depth, known)
     elif depth and id(value) not in known and not isinstance(value, Inputs | type | Module):
         known.add(id(value))
-        for name in _fields_of(value):
-            yield from _named(getattr(value, name), f"{place}.{name}", depth - 1, known)
+        kind, told = type(value), list[Any]()
+        if attrs.has(kind):
+            told += attrs.fields(kind)
+        elif dataclasses.is_dataclass(kind):
+            told += dataclasses.fields(kind)
+        for name in [field.name for field in told] or list(getattr(value, "__dict__", ())):
+            yield from named(getattr(value, name), f"{place}.{name}", depth - 1, known)
 
 
-def _fields_of(value: Any) -> list[str]:
-    """The fields of an attrs or data class, and the attributes of any other object that keeps them."""
-    kind = type(value)
-    fields = (
-        attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    )
-    return [field.name for field in fields] or list(getattr(value, "__dict__", ()))
+def differences(one: Seen, other: Seen, tolerance: Tolerances) -> Iterator[Mismatch]:
+    """Where two runs differ, maybe with other padding: copied slots bit for bit, then outputs; not computed slots."""
+    yield from mismatches(*_shared(one.copied, other.copied))
+    yield from mismatches(one.outputs, other.outputs, tolerance, step=one.step)
 
 
-def differences(
-    one: Seen, other: Seen, tolerance: Tolerances, names: tuple[str, str] = GRAPH_AND_EAGER
-) -> Iterator[Mismatch]:
-    """Where two runs of one batch differ, maybe with other padding: copied slots, bit for bit, then what came out.
-
-    Computed slots may differ with the padding: `computed_apart` tells of them.
-    """
-    yield from mismatches(*_shared(one.copied, other.copied), BITWISE, names)
-    yield from mismatches(one.outputs, other.outputs, tolerance, names, one.step)
-
-
-def computed_apart(one: Seen, other: Seen, names: tuple[str, str] = GRAPH_AND_EAGER) -> list[Mismatch]:
+def computed_apart(one: Seen, other: Seen) -> list[Mismatch]:
     """Computed slots of which both runs saw other values."""
-    return list(mismatches(*_shared(one.computed, other.computed), BITWISE, names, one.step))
+    return list(mismatches(*_shared(one.computed, other.computed), step=one.step))
 
 
 def _shared(one: Leaves, other: Leaves) -> tuple[Leaves, Leaves]:
@@ -194,7 +179,7 @@ def mismatches(
     one: Leaves,
     other: Leaves,
     tolerance: Tolerances = BITWISE,
-    names: tuple[str, str] = GRAPH_AND_EAGER,
+    names: tuple[str, str] = ("graph", "eager"),
     step: Step | None = None,
 ) -> Iterator[Mismatch]:
     """The first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may at all."""
@@ -209,15 +194,13 @@ def mismatches(
             if count:
                 yield Mismatch(where, index, (mine[index].item(), others[index].item()), names, count)
         elif any(are) or not _same(mine, others):
-            yield Mismatch(where, None, (_told(mine), _told(others)), names)
+            yield Mismatch(where, None, (text_of(mine), text_of(others)), names)
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values that are no tensors are equal, if their type can tell. NaN equals itself."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if getattr(type(one), "__eq__", None) is object.__eq__:  # what tensors they hold is compared by itself
-        return True
+    if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
+        return type(one) is type(other)
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
 
 
@@ -245,12 +228,6 @@ def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tup
     return tuple(int(at) for at in first), len(found)
 
 
-def _told(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-    return repr(value)
-
-
 def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
     """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
     info, graphs, declaration = view._slotgraph_view, runner.graphs, runner.stage.declaration  # noqa: SLF001 - for runners
@@ -258,11 +235,7 @@ def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
         return None
     told = [axis for axis in declaration.varying if axis != BATCH or runner.tally.path == "graph"]
     fitting = (rows for rows, sizes in runner.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
-    return graphs.captured.get((next(fitting, 0), _absent_in(runner, view)))
-
-
-def _absent_in(runner: Runner[Any], view: Inputs) -> Absent:
-    return frozenset(name for name, _ in runner.stage.declaration.optional if vars(view)[name] is None)
+    return graphs.captured.get((next(fitting, 0), runner.stage.absent_in(view)))
 
 
 def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
@@ -270,7 +243,7 @@ def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
     captured = graph_of(runner, view)
     with torch.no_grad():
         if captured is not None and runner.tally.path == "graph":  # of which the graph alone computes on the device
-            captured.filling.whole(_absent_in(runner, view)).compute_on_device()
+            captured.filling.whole(runner.stage.absent_in(view)).compute_on_device()
         return under_way(Running(view), runner.stage.run, view)
 
 

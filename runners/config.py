@@ -101,11 +101,7 @@ def check_seconds(argument: str, seconds: Any) -> None:
 
 
 def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
-    """Patterns of absent slots to capture: none absent, and those declared.
-
-    A slot that the settings switch off is absent from every batch, so its name adds nothing to a pattern. ConfigError
-    where a pattern is no collection of names, or names what is no optional slot.
-    """
+    """Patterns of absent slots to capture: none absent, and those given, without slots that settings switch off."""
     expected = "a list of patterns, each a collection of slots' names, such as [{'embeds'}, {'embeds', 'mask'}]"
     if not is_collection(absent) or not all(map(is_collection, absent)):
         refuse("absent", expected, absent)
@@ -133,10 +129,7 @@ _WORDS: Final = {"0": OFF, "false": OFF, "off": OFF, "1": CHEAP, "true": CHEAP, 
 
 
 def modes_of(wanted: Wanted) -> frozenset[str]:
-    """The debug modes that are on: of a bool, of names, of one text with commas, or, for None, of the environment.
-
-    ConfigError names the nearest mode to one that is unknown.
-    """
+    """The debug modes that are on: of a bool, of names, of one text with commas, or, for None, of the environment."""
     said = "option 'debug'"
     if wanted is None:
         said, wanted = VARIABLE, os.environ.get(VARIABLE, "").strip()
@@ -318,10 +311,7 @@ class RunnerConfig:
 
 
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
-    """The configuration of a runner of this class from all its keywords, with every option that the class uses.
-
-    Raises ConfigError for an option that it does not use, with the nearest name, and for a value of the wrong kind.
-    """
+    """The configuration of a runner of this class from all its keywords, with every option that the class uses."""
     used, every = keywords_of(kind), RunnerConfig.options()
     for name in options:
         if name not in used and name in every:

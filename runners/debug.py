@@ -11,7 +11,6 @@ import torch
 from ..dataflow import log
 from ..dataflow.errors import CheckError, ConfigError
 from ..dataflow.inputs import Inputs
-from ..dataflow.sampling import Sample
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
 from .bits import first_unequal
@@ -24,6 +23,7 @@ from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .graphs import GraphSet
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
+from .sampling import Sample
 from .state import Change, State
 
 
@@ -32,14 +32,8 @@ class Prover(Watcher):
     """Looks at each step that a graph takes, and keeps what the step changes outside of its slots.
 
     If there is no room for copies of the state, the mode is off, and one event says so. A step that cannot be run under
-    watch is passed over, with an event for each reason.
-
-    Args:
-        mode: Of debugging.
-        look: Says what is wrong with a step that is about to run; nothing, if it is sound.
-        copies: Copies of the state that a look needs at once.
-        runner: The runner.
-        given: The state, what its steps change. By default it is found on the first step of each bucket.
+    watch is passed over, with an event for each reason. look: says what is wrong with a step that is about to run, if
+    anything. copies: of the state that a look needs at once. given: the state; by default each bucket's is found.
     """
 
     mode: str
@@ -158,12 +152,10 @@ class AddressProver(Prover):
 
 
 def _poisoned(_: Prover, trial: Trial[Any]) -> str:
-    """The slot through whose tail live rows changed, if it is replayed with other values there."""
     return next((one.message for one in Poisoning(trial).findings()), "")
 
 
 def _unlike(_: Prover, trial: Trial[Any]) -> str:
-    """What a replay did otherwise than the step as it is written, bit by bit."""
     fault = parity_fault(trial)
     return "" if fault is None else fault.message
 

@@ -14,10 +14,9 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound, Buffers
-from ..dataflow.capabilities import Lowering
+from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.computation import field_of
 from ..dataflow.errors import ConfigError, RankError, ReplayError
-from ..dataflow.explain import check_named
 from ..dataflow.guard import own_guard
 from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
@@ -94,14 +93,10 @@ def _differing(seen: Mapping[str, Any], batch: Any) -> str:
     """The first field whose value in the batch is not the one that graphs saw, or nothing."""
     for name, captured in seen.items():
         value = look_up(batch, name)
-        if value is not None and not _same(value, captured):
+        # a tensor or an array, of which `!=` makes another, is never the same
+        if value is not None and value is not captured and (hasattr(value, "shape") or value != captured):
             return name
     return ""
-
-
-def _same(value: Any, captured: Any) -> bool:
-    """Whether two field values are one; a tensor or an array, of which `==` makes another, is never the same."""
-    return value is captured or (not hasattr(value, "shape") and bool(value == captured))
 
 
 def _brief(value: Any) -> str:
@@ -129,10 +124,9 @@ class GraphRunner(Runner[V]):
     ) -> None:
         """Size the buckets, and take a seat in the pool.
 
-        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. given: the arguments, of which those
-        about captures are used here. said: the options that decide padded sizes, for an error. leading: the axes that
-        the bucket decides; buckets are rows on the first. path: of a batch that fits a bucket. rows_each: output rows
-        for each row of the leading axis; None where outputs are handed out whole.
+        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. given: all arguments. said: the options
+        that decide padded sizes, for an error. leading: the axes that the bucket decides, that of its rows first. path:
+        of a batch that fits a bucket. rows_each: output rows for each of its rows; None where outputs are whole.
         """
         lead, *_ = leading
         self.buckets = buckets
@@ -174,16 +168,14 @@ class GraphRunner(Runner[V]):
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
         """Make what follows the writes of a step like this one, and counts it."""
 
-    @property
-    def _lowering(self) -> str:
-        """How fills are run, as the options have it."""
-        return self.config.lowering
-
     @functools.cached_property
     def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
         config, stage, buffers = self.config, self.stage, self.seat.buffers()
-        filler = Filler(stage, buffers, self._lowering, [*self.sizes.values()], config.error_mode, self._table)
+        lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
+        if lowering == "in_graph" and not self.is_whole:
+            lowering = "fused"  # what runs before the graphs reads the slots, too
+        filler = Filler(stage, buffers, lowering, [*self.sizes.values()], config.error_mode, self._table)
         return GraphSet(
             stage,
             buffers,
@@ -231,18 +223,14 @@ class GraphRunner(Runner[V]):
         return self.graphs.filler.lowering
 
     def plan(
-        self,
-        bucket: int,
-        absent: Collection[str] = (),
-        in_place: Collection[str] = (),
-        hosted: Collection[str] = (),
+        self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = (), hosted: Collection[str] = ()
     ) -> FillPlan:
         """How one bucket is filled, for batches without some optional slots, or with some in place or on the host.
 
         ConfigError where there is no such bucket or slot.
         """
         declaration, sizes, pattern = self.stage.declaration, self.sizes.get(bucket), Pattern(absent, in_place, hosted)
-        check_named(declaration, pattern)
+        pattern.check(declaration)
         if sizes is None:
             known = ", ".join(map(str, sorted(self.sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
@@ -366,10 +354,9 @@ class RequestRunner(GraphRunner[V]):
         known: Sizes = NO_SIZES,
         width: int | None = None,
     ) -> None:
-        """Take the arguments of `DecodeRunner`.
+        """Take the arguments of `DecodeRunner`. known: sizes that the runner knows.
 
-        output_rows: the axis that the rows of outputs follow, where `given` does not say so. known: sizes that the
-        runner knows. width: the one that the step stands for, in place of an option.
+        output_rows: followed by outputs where `given` does not say so. width: that of the step, in place of an option.
         """
         config = config_of(type(self), given)
         if width is not None:
@@ -435,7 +422,8 @@ class RequestRunner(GraphRunner[V]):
             raise ConfigError(
                 f"there is no graph of bucket {bucket}{without}: buckets are {self.buckets.sizes}, after capture()"
             )
-        return self.graphs.view(captured, pattern)
+        self.graphs.buffers.ledger.handed_out = True
+        return self.stage.view(captured.filling.whole(pattern), None)
 
 
 @final

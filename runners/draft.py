@@ -62,13 +62,7 @@ class DraftRunner(RequestRunner[V]):
     """
 
     def __init__(
-        self,
-        inputs: type[V],
-        forward: Forward[V],
-        *,
-        topk: int,
-        steps: int,
-        **options: Unpack[DraftArguments],
+        self, inputs: type[V], forward: Forward[V], *, topk: int, steps: int, **options: Unpack[DraftArguments]
     ) -> None:
         for name, count in (("topk", topk), ("steps", steps)):
             if type(count) is not int or count < 1:

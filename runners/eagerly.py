@@ -21,8 +21,7 @@ from .traffic import HostReads
 class Eagerly(Generic[V]):
     """Fills exact views and runs the step on them. Each axis grows to the next power of two when a batch asks for more.
 
-    held: the exact bucket at its present capacity, and what steps read of its slots in host memory; None before the
-    first batch. no_copy: whether views are of the batch's own tensors.
+    held: the exact bucket, and what steps read of its slots in host memory. no_copy: views are of the batch's tensors.
     """
 
     def __init__(
@@ -73,14 +72,10 @@ class Eagerly(Generic[V]):
         self._bucket(live).admit(batch, live, self.stage.absent(batch, side), side)
 
     def run(self, view: V) -> Any:
-        """Run the step on the view that was filled last.
-
-        The first run without some slots finds which slots in host memory the step's operators read.
-        """
+        """Run the step on the view filled last; the first without some slots finds what it reads in host memory."""
         hosts, run = self.hosts, self.repeated()
         if hosts.possible:
-            values = view.__dict__
-            absent = frozenset(name for name, _ in self.stage.declaration.optional if values[name] is None)
+            absent = self.stage.absent_in(view)
             if hosts.wants(absent):
                 return hosts.look(lambda: run(view), absent)
         return run(view)

@@ -49,9 +49,8 @@ from .traffic import HostReads
 class Filler(Generic[V]):
     """Fills a runner's buckets by one lowering.
 
-    buckets: padded sizes, by which the packet is sized. table: where buckets keep their specializations. lowered: fills
-    by each lowering. late: when something was last captured in the middle of a fill, whose time then says nothing of
-    fills, by `perf_counter_ns`.
+    buckets: padded sizes, by which the packet is sized. late: when something was last captured in the middle of a fill,
+    by `perf_counter_ns`. lowered: fills by each lowering.
     """
 
     stage: Stage[V]
@@ -147,10 +146,7 @@ class Filler(Generic[V]):
     def fill(
         self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool
     ) -> Ready:
-        """Fill a bucket. whole: the step's graph is replayed at once, and may do what is its own part of the fill.
-
-        Raises MissingSourceError and BatchError before anything is written.
-        """
+        """Fill a bucket. whole: the step's graph is replayed at once, and may do its own part of the fill."""
         if self.hosts.possible:
             self.hosts.wait()
         fill = filling.bucket.fill_slot_by_slot if self.lowering == "slot_by_slot" else filling.bucket.fill
@@ -188,9 +184,8 @@ class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
     sizes: of the buckets that are captured. patterns: of absent slots. runner: its name. rows_each: output rows for
-    each row of the leading axis, or None where outputs are handed out whole. recipe: makes what is captured of a
-    bucket; the whole step, where it is None. holder: what reaches the tensors that graphs read beside slots.
-    parameters: slots whose values each replay hands to its graph, by the operator's argument.
+    each of a bucket's, None where outputs are whole. recipe: None for the whole step. holder: reaches the tensors that
+    graphs read beside slots. parameters: slots that each replay hands to its graph, by the operator's argument.
     """
 
     stage: Stage[V]
@@ -202,7 +197,7 @@ class GraphSet(Generic[V]):
     runner: str
     coordinator: Coordinator
     rows_each: int | None
-    recipe: "Recipe | None"
+    recipe: Recipe | None
     holder: Callable[..., Any] | None
     parameters: Mapping[str, str]
     report: CaptureReport | None = None
@@ -235,10 +230,7 @@ class GraphSet(Generic[V]):
         return self._captured.get((bucket, absent))
 
     def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first, for every pattern. CaptureError at the end if some failed.
-
-        A bucket that fails is left out and the others stay usable. With the option `lazy` nothing is captured yet.
-        """
+        """Capture every bucket, the largest first, but not if `lazy`. CaptureError at the end if some failed."""
         if self.report is not None:
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
@@ -336,10 +328,9 @@ class GraphSet(Generic[V]):
         return Captured(rows, filling, graph, step)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
-        """Run the whole step once: its first warm-up. What it changes beside its slots, which is put back.
+        """Run the whole step once, its first warm-up; its state, which is put back.
 
-        Watched, too: which host slots its operators read, once for each pattern, and that it writes no slot which it
-        may only read. CaptureError where it does, where the step raises, and where its state is too large to be kept.
+        Its reads of host slots are noted. CaptureError where it writes a slot that it may only read.
         """
         stage, hosts, found = self.stage, self.filler.hosts, list[State]()
         seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
@@ -368,11 +359,6 @@ class GraphSet(Generic[V]):
                 return under_way(Running(view), stage.run, view)
 
         return step, look(step)
-
-    def view(self, captured: Captured, absent: Absent) -> V:
-        """A bucket's slots at their padded size, for producers who write them."""
-        self.buffers.ledger.handed_out = True
-        return self.stage.view(captured.filling.whole(absent), None)
 
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""

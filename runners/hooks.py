@@ -9,8 +9,8 @@ import torch
 from ..backends.base import Backend, Event
 from ..dataflow.axes import Axis
 from ..dataflow.inputs import Inputs
-from ..dataflow.sampling import Sample
 from ..dataflow.sources import Side
+from .sampling import Sample
 from .statistics import Decision, RanksData
 
 V = TypeVar("V", bound=Inputs)

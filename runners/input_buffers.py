@@ -59,7 +59,6 @@ class InputBuffers(Generic[V]):
         Raises:
             ConfigError: A size is missing, or an argument does not fit.
             BindError: A tensor cannot be adopted.
-
         """
         sizes = checked_sizes(sizes)
         self._stage = stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
@@ -92,9 +91,7 @@ class InputBuffers(Generic[V]):
     def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> None:
         """Make what fills of these padded sizes need. A first `fill` does it, too; inside a capture it is too late.
 
-        Raises:
-            ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
-
+        Raises ConfigError where a size is larger than the capacity, or an axis or a slot is unknown.
         """
         with self._gate.open():
             self._filling(self._key(padded, absent))
@@ -126,7 +123,6 @@ class InputBuffers(Generic[V]):
         Raises:
             BatchError: The batch does not fit; nothing was written.
             ConfigError: A size is larger than the capacity, or an axis is unknown.
-
         """
         with self._gate.open():
             pattern = self._stage.absent(batch, side) if absent is None else absent
@@ -153,11 +149,8 @@ class InputBuffers(Generic[V]):
         """Record the device's part of a fill; call it first inside of your capture.
 
         With the lowering `in_graph` that is the fused kernel and the slots that are computed on the device, else the
-        latter alone. From then on `fill` leaves it to the replay.
-
-        Raises:
-            CaptureError: Nothing was filled or prepared with these sizes yet, which takes memory and uploads.
-
+        latter alone. From then on `fill` leaves it to the replay. Raises CaptureError where nothing was filled or
+        prepared with these sizes yet, which takes memory and uploads.
         """
         with self._gate.open():
             key = self._key(padded, absent)
@@ -181,7 +174,6 @@ class InputBuffers(Generic[V]):
 
         Raises:
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
-
         """
         with self._gate.open():
             key = self._key(padded, absent)

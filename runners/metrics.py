@@ -98,10 +98,7 @@ def _metrics(books: Mapping[str, Statistics]) -> "Iterable[Metric]":
 
 
 def _samples(stats: Statistics) -> Iterator[tuple[Any, ...]]:
-    """The name of a metric, the values of its labels, and its numbers.
-
-    Every bucket that was captured, every reason and every lowering is there, so that counts begin at zero.
-    """
+    """The name of a metric, the values of its labels, and its numbers; also those whose count is zero."""
     path, fills, capture, ranks = next(iter(stats["steps"])), stats["fills"], stats["capture"], stats["ranks"]
     counted: dict[Any, Any] = {**stats["buckets"], **stats["eager"]}
     keys: list[Any] = [*sorted({*capture["buckets"], *stats["buckets"]}), *_EAGER]

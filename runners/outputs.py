@@ -83,11 +83,6 @@ def _check_leaf(leaf: Any) -> Any:
     )
 
 
-def live_rows(outputs: Any, rows: int) -> Any:
-    """Views of the first `rows` rows of every tensor."""
-    return map_tensors(outputs, lambda tensor: tensor[:rows])
-
-
 def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
     """Bytes of all tensors in several structures, shared memory counted once; but: storages that are no part of it."""
     sizes: dict[int, int] = {}

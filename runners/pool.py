@@ -35,10 +35,9 @@ class Phase:
 
 @attrs.define(eq=False)
 class Seat(Generic[V]):
-    """Where a runner's buffers come from: memory of its own, or its pool's.
+    """Where a runner's buffers come from: memory of its own, or its pool's. name: the runner's among the members.
 
-    runner: the runner's name. sharing: whether they may come from the pool; None for what the backend says. name: the
-    runner's among the members. layout: of the memory that it shares; None where it has its own.
+    sharing: whether they may come from the pool; None for what the backend says. layout: of memory that it shares.
     """
 
     runner: str

@@ -9,7 +9,6 @@ from torch import nn
 
 from ..dataflow.axes import BATCH, TOKENS
 from ..dataflow.buffers import Buffers
-from ..dataflow.capabilities import chosen_lowering
 from ..dataflow.errors import ConfigError
 from ..dataflow.ready import Ready
 from .capture import Captured
@@ -26,30 +25,15 @@ class StackRunner(GraphRunner[V]):
     """A runner whose graphs are those of a stack. Subclasses are final, and say where its breaks are.
 
     A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, and its graphs hold
-    for any number of requests. No fill is inside a graph, because what runs before it reads the slots, too.
-
-    Attributes:
-        output_rows: The axis that the rows of outputs follow; None where outputs are handed out whole.
+    for any number of requests. output_rows: the axis that the rows of outputs follow; None where these are whole.
     """
 
     is_whole = False
 
     def __init__(
-        self,
-        inputs: type[V],
-        step: Callable[[V], Any],
-        given: Mapping[str, Any],
-        splitter: Splitter | None = None,
+        self, inputs: type[V], step: Callable[[V], Any], given: Mapping[str, Any], splitter: Splitter | None = None
     ) -> None:
-        """Check what is given; `capture` makes the graphs.
-
-        Args:
-            inputs: The declaration class.
-            step: Called with its view.
-            given: The other arguments.
-            splitter: What marks its breaks, if not its code.
-
-        """
+        """Take the arguments of its subclasses. splitter: what marks its breaks, if not its code."""
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
         axes, self._splitter, self._stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
         self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
@@ -68,11 +52,6 @@ class StackRunner(GraphRunner[V]):
             raise ConfigError(
                 f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"
             )
-
-    @property
-    def _lowering(self) -> str:
-        lowering = chosen_lowering(self.stage.backend.capabilities, self.config.lowering)
-        return "fused" if lowering == "in_graph" else lowering  # what runs before the graphs reads the slots, too
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
         stage, slots = self.stage, self.stage.declaration.slots
@@ -155,10 +134,7 @@ class BreakableRunner(StackRunner[V]):
 
 
 def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack:
-    """The module that was given, or the one at a dotted path under the step; the whole step where there is none.
-
-    Raises ConfigError where a path leads nowhere or to no module; it says how far it leads and what is there.
-    """
+    """The module that was given, or the one at a dotted path under the step; the whole step where there is none."""
     if stack is None:
         return Stack()
     found, name = stack, stack if isinstance(stack, str) else type(stack).__name__

@@ -16,7 +16,6 @@ from ..dataflow.buffers import BufferTurn
 from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
-from ..dataflow.sampling import sample_batch
 from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
@@ -27,6 +26,7 @@ from .graphs import GraphSet
 from .hooks import Coordinator, Live, Watch
 from .pool import Seat
 from .running import Gate, Unique, opaque
+from .sampling import sample_batch
 from .stage import Stage, V
 from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally
 from .traffic import HostReads
@@ -133,7 +133,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
         Raises:
             BatchError: The batch does not fit its declaration. Nothing was written.
             ReplayError: Nothing is captured yet, or the runner is in the middle of a step.
-
         """
         if self.watch.watchers:
             return self.replay(self.fill(batch, **side))
@@ -405,10 +404,8 @@ def bind(
 ) -> Run:
     """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
 
-    found: what fills the slots. finish: does the rest with the batch. counts: takes the time of some fills. hosts: what
-    device work reads of host slots. holds: what must be true of a batch beside its sources. graphs: those whose streams
-    a fill waits for. launch: what follows the writes, such as a launch of the kernel. device: what is computed there
-    then, where the graph does not do it.
+    finish: does the rest with the batch. counts: takes the time of some fills. holds: what must be true of a batch
+    beside its sources. graphs: those whose streams a fill waits for. launch: follows the writes, and `device` it.
     """
     take, write, turn, forks = found.take, found.write, hosts.turn, FORKS.count
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)

@@ -20,10 +20,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def opaque(kind: Kind) -> Kind:
-    """Have a compiled function call the public methods of a class as `torch.compiler.disable` would.
-
-    The compiled function is split there. This marks the methods' code, and so a call costs what it did.
-    """
+    """Have a compiled function call a class's public methods as `torch.compiler.disable` would, at no cost a call."""
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
             method._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
@@ -51,9 +48,8 @@ class Unique:
 class Gate:
     """Lets one step or capture in, and refuses every call meanwhile: another thread's, or one of the step itself.
 
-    lock: to be held by the step, after a look whether someone holds it. Who looks at the same moment as another waits
-    for that one's step instead, which is as safe. A lock of C, because a signal that comes between a function's return
-    from taking something and the statement that sees to its return would leave it taken for good.
+    lock: to be held by the step, after a look whether someone holds it. It is a lock of C, because a signal that comes
+    between taking one in Python and the statement that sees to its return would leave it taken for good.
     """
 
     __slots__ = ("_runner", "lock")
@@ -92,7 +88,7 @@ class Running:
     phase: what it is run for. now: by identity of something that the captured step was given, what stands for it in
     this step. backend: what a break asks to be called between two graphs; None where nothing is being recorded.
     shown: what graphs see in the view's place while their code runs. inside: the break that is being run.
-    operator: the operator that is being run in a graph that is looked at.
+    operator: the operator that is being run in a graph that is looked at. calls: of the stack so far, in a replay.
     """
 
     view: Inputs
@@ -102,6 +98,7 @@ class Running:
     shown: Inputs | None = None
     inside: str | None = None
     operator: str | None = None
+    calls: int = 0
 
 
 def running() -> Running | None:

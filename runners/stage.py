@@ -26,10 +26,7 @@ NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 
 
 def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
-    """Sizes, and of those that a runner knows the ones that a declaration asks for.
-
-    ConfigError where another size was given for one that is known.
-    """
+    """Sizes, and of those that a runner knows the ones that a declaration asks for. ConfigError where they differ."""
     axes, sizes = declaration_of(inputs).axes, checked_sizes(sizes)
     for axis, size in known.items():
         if sizes.get(axis, size) != size:
@@ -42,9 +39,8 @@ def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
 class Stage(Generic[V]):
     """A declaration class made ready to run: what its settings enable, where it runs, and what runs on its views.
 
-    sizes: sizes of the fixed axes, and capacities of further varying ones. relations: axes that follow from others.
-    restored: slots that the step writes, to be put back.
-    state: the tensors beside slots that are put back after warm-ups, captures and checks; None to find them.
+    sizes: of the fixed axes, and capacities of further varying ones. relations: axes that follow from others.
+    restored: slots that are put back after a step. state: tensors beside them, after runs for the library, or None.
     """
 
     inputs: type[V]
@@ -70,10 +66,7 @@ class Stage(Generic[V]):
         state: Iterable[torch.Tensor] | None = None,
         **_: Any,
     ) -> "Stage[V]":
-        """Check what a runner is given, whose other arguments are passed over.
-
-        Raises DeclarationError, ConfigError or BackendUnavailableError, which say what does not fit.
-        """
+        """Check what a runner is given. DeclarationError, ConfigError or BackendUnavailableError where it is wrong."""
         whole, sizes, follow = declaration_of(inputs), checked_sizes(sizes), checked_relations(relations)
         check_step("step", step)
         declaration = whole.under(settings, ranks).related(follow)
@@ -109,6 +102,10 @@ class Stage(Generic[V]):
         """Optional slots that a batch comes without."""
         return absent_from(self.declaration, batch, side) if self.declaration.optional else frozenset()
 
+    def absent_in(self, view: V) -> frozenset[str]:
+        """Optional slots that a view has not."""
+        return frozenset(name for name, _ in self.declaration.optional if view.__dict__[name] is None)
+
     def view(self, ready: Ready, batch: Any) -> V:
         """The view of a fill."""
         return self.viewer(ready)(batch)
@@ -117,16 +114,15 @@ class Stage(Generic[V]):
         """A call that makes the view of a batch that was filled."""
         made: Callable[[Any], V] | None = ready.notes.get("viewer")
         if made is None:
-            info = ViewInfo(ready.step, self.relations, self.declaration, exact=ready.exact)
+            info = ViewInfo(ready.step, self.relations, self.declaration, exact=ready.planned.exact)
             made = ready.notes["viewer"] = viewer(self.inputs, ready.shown, self.declaration.fields, info)
         return made
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another in its place.
 
-        Slots that it writes on the way are put back. What it returns of these is a copy, made before they are, as far
-        as `map_tensors` finds it: inside of the view, or of an object that is no container, stands the slot itself. If
-        the step raises they stay as they are, so a caller that runs it on a padded view must distrust the buffers.
+        Slots that it writes on the way are put back; what it returns of these, as far as `map_tensors` finds it, is a
+        copy. If the step raises they stay as they are: a caller that runs it on a padded view distrusts the buffers.
         """
         step = self.step if step is None else step
         slots = view.__dict__

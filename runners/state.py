@@ -6,6 +6,7 @@ dispatcher, and objects of Python, are not seen: give `state=` for those.
 """
 
 import contextlib
+import copyreg
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Output
-from .bits import bits, first_unequal
+from .bits import bits, first_unequal, text_of
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
@@ -71,16 +72,17 @@ class Piece:
         return self.memory[self.index].nbytes
 
     def copy(self) -> torch.Tensor:
-        """What it holds now. Raises CheckError if someone has made its memory smaller."""
+        """What it holds now."""
         self._check_size()
         return self.memory[self.index].clone()
 
     def restore(self, before: torch.Tensor) -> None:
-        """Write what it held. Raises CheckError if someone has made its memory smaller."""
+        """Write what it held."""
         self._check_size()
         self.memory[self.index] = before
 
     def _check_size(self) -> None:
+        """CheckError if someone has made its memory smaller."""
         end = self.memory.storage_offset() * self.memory.itemsize + span(self.memory)[1] - self.memory.data_ptr()
         if self.memory.untyped_storage().nbytes() < end:
             raise CheckError(
@@ -112,8 +114,7 @@ class State:
     ) -> "State":
         """Run a step once, note what it changes, and put that back. CheckError if copies would take too much memory.
 
-        slots: addresses that are no state. exact: keep the elements that this very run writes, for runs that write the
-        same; otherwise whole storages. holder: reaches the state's tensors, for their names in an error.
+        slots: no state. exact: keep the elements that this run writes, not whole storages. holder: for names in errors.
         """
         pieces, copies, known, refused = list[Piece](), list[torch.Tensor](), set[Hashable](), list[CheckError]()
         free = functools.cache(functools.partial(_free_on, backend))
@@ -254,11 +255,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves would end it late, inside of others
-    """Make and write ordinary tensors, whatever modes are on.
-
-    torch's own guard, in C, ends where it should. A guard in Python that an interrupt leaves is undone when the error
-    is forgotten, and then brings back the dispatch keys of modes that are gone.
-    """
+    """Make and write ordinary tensors, whatever modes are on. torch's guard in C ends where it should."""
 
     def __enter__(self) -> None:
         self._gradients = torch.is_grad_enabled()
@@ -272,11 +269,7 @@ class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves
 
 
 def _check_room(
-    pieces: Sequence[Piece],
-    device: torch.device,
-    free: int,
-    copies: int = 1,
-    holder: Callable[..., Any] | None = None,
+    pieces: Sequence[Piece], device: torch.device, free: int, copies: int = 1, holder: Callable[..., Any] | None = None
 ) -> None:
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
@@ -303,15 +296,14 @@ def _random_kept(backend: Backend) -> contextlib.AbstractContextManager[None]:
 
 
 def _text(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
+    return text_of(tensor).replace(" ", " tensor ", 1)
 
 
 @attrs.frozen(eq=False)
 class Holding:
     """One tensor that a step reaches without its view, and the storage that it had, which is not kept alive.
 
-    name: what the step's author calls it. leads: the calls that lead to it. same: its identity and address, by which
-    most are found unchanged at once. place: of its storage.
+    name: what the step's author calls it. leads: the calls that lead to it. same: its identity and address.
     """
 
     name: str
@@ -394,10 +386,9 @@ def _holdings(step: Any) -> Iterator[Holding]:
         if isinstance(one, torch.Tensor):
             if address := _address(one):
                 storage = one.untyped_storage()
-                text = f"{str(one.dtype).removeprefix('torch.')} of shape {list(one.shape)}"
                 kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
-                same = id(one), address
-                yield Holding(name.removeprefix("."), leads, same, kept_by_others, _place(storage), text)
+                same, place = (id(one), address), _place(storage)
+                yield Holding(name.removeprefix("."), leads, same, kept_by_others, place, text_of(one))
         elif len(leads) < DEPTH:
             for said, lead in _leads(one):
                 with contextlib.suppress(*_LOST):  # such as a closure's variable that is not bound yet
@@ -421,10 +412,8 @@ def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         keys = list(one) if isinstance(one, Mapping) else range(len(one))
         yield from ((f"[{key!r}]", itemgetter(key)) for key in keys if isinstance(key, str | int))
     else:
-        names, is_module = list[str](), isinstance(one, nn.Module)
-        for kind in type(one).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            names += [slots] if isinstance(slots, str) else slots
+        slots = copyreg._slotnames(type(one))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
+        names, is_module = list[str](slots), isinstance(one, nn.Module)
         for name, held in getattr(one, "__dict__", {}).items():
             names += held if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
         yield from ((f".{name}", attrgetter(name)) for name in names)

@@ -24,16 +24,7 @@ class FillTimesData(TypedDict):
 
 
 Path = Literal["graph", "piecewise", "breakable", "eager"]
-Why = Literal[
-    "fits",
-    "too_large",
-    "waste",
-    "not_captured",
-    "absent",
-    "field_differs",
-    "disabled",
-    "always_eager",
-]
+Why = Literal["fits", "too_large", "waste", "not_captured", "absent", "field_differs", "disabled", "always_eager"]
 
 
 @attrs.frozen
@@ -107,9 +98,8 @@ class Counts:
 class Tally:
     """Counts steps once they are done. Any thread may read it, and no step waits for that.
 
-    path: the one that batches take which fit a bucket. buckets: steps by bucket, but for those of shortcuts. repeated:
-    these, by bucket and live rows: of them nothing but steps is counted. reasons: eager steps by reason. turns: for
-    each fill that begins, whether it is to be timed; to ask costs less than to count.
+    buckets: steps by bucket, but for those of shortcuts. repeated: these, by bucket and live rows: of them nothing but
+    steps is counted. reasons: eager steps by reason. turns: for each fill that begins, whether it is to be timed.
     """
 
     def __init__(self, path: Path = "graph") -> None:
@@ -131,15 +121,9 @@ class Tally:
         counts.live += rows
 
     def filled(self, route: int | Decision, start: int, runner: str) -> None:
-        """A fill is done.
+        """A fill is done. The first without a graph for a reason, and for a rank that forces it, sends one event.
 
-        The first fill without a graph for a reason, and for a rank that forces it, sends one event.
-
-        Args:
-            route: The bucket, or why there is no graph.
-            start: When a fill that is timed began, by `perf_counter_ns`; 0 for another.
-            runner: Its name, for the event.
-
+        route: the bucket, or why there is no graph. start: of a fill that is timed, by `perf_counter_ns`; 0 for others.
         """
         if start:
             self.of(route).time(time.perf_counter_ns() - start)
@@ -189,10 +173,9 @@ class Tally:
 
 @attrs.frozen
 class MemoryAccount:
-    """Bytes that a runner holds: buffers, graphs beside them, other outputs, and what feeds the fused kernel.
+    """Bytes that a runner holds: buffers, graphs beside them, other outputs, and uploads, which feed the fused kernel.
 
-    uploads: tables and packet on the device, and the host memory that uploads start from. shared: of its slots in a
-    pool's memory, which is no runner's own.
+    shared: of its slots in a pool's memory, which is no runner's own.
     """
 
     inputs: int

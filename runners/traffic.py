@@ -34,9 +34,8 @@ Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 class Traffic(OperatorWatch):
     """Tells of each operator that is run. Kernels beside torch's dispatcher, such as Triton's, are not seen.
 
-    writes: called before an operator writes memory that was there before the run, with the tensor, the operator's name,
-    and its positional arguments. done: called after an operator that is no mere view, with its name, the tensors that
-    it took, and those that it returned.
+    writes: called before an operator writes memory that was there before the run. done: called after one that is no
+    mere view, with the tensors that it took and returned.
     """
 
     def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:
@@ -131,10 +130,7 @@ class HostReads:
                         self.slots.setdefault(name, operator)
 
     def wait(self) -> None:
-        """Before host slots are written: until the device has read what steps so far read there.
-
-        No other runner's: of a pool's runners, each has its host slots for itself.
-        """
+        """Before host slots, which no other runner shares, are written: until the device has read them."""
         event = self.turn.reading
         if event is not None:
             event.synchronize()

@@ -50,26 +50,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _chosen(config: pytest.Config, marker: pytest.Mark | None) -> list[str]:
     """The backends of one test: of the marker's, or of the project's, those that the run names, if it names any."""
     run = _names(config.getoption(BACKENDS) or os.environ.get(VARIABLE) or "")
+    if marker is None and (named := run or _names(" ".join(config.getini(BACKENDS)))):
+        return named
+    from slotgraph.backends import load, names  # noqa: PLC0415 - a test has asked for it
+
     if marker is None:
-        return run or _names(" ".join(config.getini(BACKENDS))) or _available()
-    own = _every() if marker.args == (EVERY,) else list(marker.args)
+        return [name for name in names() if load(name).is_available()]
+    own = names() if marker.args == (EVERY,) else marker.args
     return [name for name in own if name in run or not run]
 
 
 def _names(text: str) -> list[str]:
     return text.replace(",", " ").split()
-
-
-def _every() -> list[str]:
-    from slotgraph.backends import names  # noqa: PLC0415 - a test has asked for it
-
-    return list(names())
-
-
-def _available() -> list[str]:
-    from slotgraph.backends import load  # noqa: PLC0415 - as above
-
-    return [name for name in _every() if load(name).is_available()]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ Kernel = Callable[[], None]
 def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Feed:
     """What gives a packet that is large enough for every bucket over some buffers."""
     bodies = sum(WORD * one.tensor.numel() + UNIT for one in buffers)
-    return Feed(upload, head_bytes(len(buffers)) + UNIT + bodies)
+    return Feed(upload, head_bytes(len([*buffers])) + UNIT + bodies)
 
 
 def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:

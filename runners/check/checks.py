@@ -5,8 +5,8 @@ import functools
 import itertools
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import attrs
 import rich.console
@@ -17,17 +17,16 @@ from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
-from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ..comparison import state_on
 from ..runner import Runner
+from ..sampling import NO_VALUES, Sample, Values, sample_batch
 from ..state import State
 from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .trial import Finding, Subject, unwatched
 
-Check: TypeAlias = Callable[[Subject[Any], Iterable[Sample]], Iterator[Finding]]
-CHECKS: Final[Mapping[str, Check]] = {
+CHECKS: Final = {
     "poison": check_poison,
     "parity": check_parity,
     "addresses": check_moves,
@@ -35,9 +34,9 @@ CHECKS: Final[Mapping[str, Check]] = {
     "races": check_races,
 }
 """Every check, in the order in which they are run."""
-Batches: TypeAlias = Callable[[int, torch.Generator], Any] | Iterable[Any]
+Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches to check with, or a function that makes one of so many rows. Each may be a pair with side arguments."""
-Makers: TypeAlias = Sequence[Callable[[], Sample]]
+Makers = Sequence[Callable[[], Sample]]
 """Each makes one batch anew whenever it is needed: there may be many, and large ones."""
 
 
@@ -135,10 +134,7 @@ def check(
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
-    """Given batches; or, made or drawn, some that fill each bucket, leave the longest tail, the shortest, and others.
-
-    ConfigError if there are none, or the declaration does not tell how to draw them.
-    """
+    """Given batches, or some that fill each bucket, leave the longest tail, the shortest, and others."""
     patterns = [frozenset[str]()]
     if batches is not None and not callable(batches):
         given = [functools.partial(_paired, one) for one in batches]

@@ -1,12 +1,7 @@
-"""Addresses, coverage and races: what graphs read lies where it was, is written and read, and is not written early.
-
-Races run steps in flight one behind the other, their sources overwritten right after the call, against each alone.
-"""
+"""Addresses, coverage and races: what graphs read lies where it was, is written and read, and is not written early."""
 
 import copy
 import itertools
-import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,14 +9,12 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...backends.base import Backend
 from ...backends.operators import run_under, storage_key
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import RecordingError, ReplayError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
@@ -29,7 +22,9 @@ from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..runner import Runner
 from ..running import running
+from ..sampling import Sample
 from ..state import Change
+from ..testing.timing import occupier
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial, rebuilt
 
@@ -37,20 +32,11 @@ STEPS: Final = ENTRIES + SEGMENT
 """Steps in flight: more than a ring has entries."""
 SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
-_FILL_ALL: Final = "a function that takes `out` must fill all of it, padded rows too"
-_WRITE_ALL: Final = "write every live row in each step, or leave the slot out of the declaration"
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
-_BUSY, _PRODUCTS, _WIDTH = 0.03, 500, 1024
-"""Seconds of products of square matrices that a device is given first, so that the host runs ahead; how many at most
-(a queue has an end, too), and their rows."""
 
 
 def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Slots whose buffer has moved, and other memory that graphs read and that has moved.
-
-    Of what the step holds (closures, globals, attributes, a model's weights) only what it reads on one of the batches
-    is told, with the operator that reads it.
-    """
+    """Slots whose buffer has moved, and other memory that has moved and that the step reads on one of the batches."""
     for name in subject.graphs.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
@@ -138,10 +124,12 @@ def _unwritten(subject: Subject[Any], one: Sample, number: int) -> Iterator[Find
         ran.append(held)
     for name in names:
         slot, pair = subject.slots[name], [held[name] for held in ran]
-        what, must = f"slot {name!r} is not written by its function", _FILL_ALL
+        what = f"slot {name!r} is not written by its function"
+        must = "a function that takes `out` must fill all of it, padded rows too"
         if isinstance(slot, Output):
             pair = [live_part(slot, tensor, trial.step) for tensor in pair]
-            what, must = f"output slot {name!r} is not written by the step", _WRITE_ALL
+            what = f"output slot {name!r} is not written by the step"
+            must = "write every live row in each step, or leave the slot out of the declaration"
         if rows := unequal_rows(*pair):
             yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
 
@@ -159,10 +147,7 @@ def may_be_read(slot: Slot, device: torch.device) -> str | None:
 
 
 def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
-    """Run the step without its graph, and name the slots that its operators, and functions of computed slots, take.
-
-    A mere view reads nothing; a kernel that is launched without an operator is not seen.
-    """
+    """The slots that operators of an eager run, and functions of computed slots, take. A view reads nothing."""
     slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
     computes = (slot.computes() for slot in slots.values())
@@ -193,9 +178,8 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
 def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
 
-    Host sources are overwritten as soon as the call returns, device sources in stream order. Outputs and slots are
-    copied in stream order. The slots of the first step whose outputs differ tell through which it came: one whose
-    values differ, or one that the device reads late.
+    Sources are overwritten as soon as the call returns. The slot through which it came is one whose values differ, or
+    one that the device reads late.
     """
     wanted = _sequence(subject, list(batches))
     try:
@@ -247,8 +231,8 @@ def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) ->
     """What each step gives, and its slots: alone, or in flight, where sources are overwritten right after the call."""
     backend, runs = subject.runner.stage.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
-        if flight:
-            _keep_busy(backend)
+        if flight and backend.device.type != "cpu":
+            occupier(backend)(30_000)  # microseconds of work, so that the host runs ahead
         for one in batches:
             values = subject.sources(one)
             runs.append(_run(subject, one))
@@ -278,17 +262,3 @@ def _overwrite(values: Iterable[Any]) -> None:
             value[...] = 0
         elif isinstance(value, list):
             value[:] = [[0] * len(one) if isinstance(one, list) else 0 for one in value]
-
-
-def _keep_busy(backend: Backend) -> None:
-    """Give the device something to do first, so that steps stand in a queue behind it."""
-    if backend.device.type == "cpu":
-        return
-    block = torch.full((_WIDTH, _WIDTH), 1 / _WIDTH, device=backend.device)  # no random numbers, which steps may draw
-    block = block @ block  # the first may load a library
-    backend.synchronize()
-    begun = time.perf_counter()
-    block = block @ block
-    backend.synchronize()
-    for _ in range(min(_PRODUCTS, math.ceil(_BUSY / (time.perf_counter() - begun)))):
-        block = block @ block

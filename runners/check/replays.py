@@ -1,24 +1,18 @@
-"""Poison and parity: a filled step replayed with other tails, and beside the step as it is written.
-
-Poison: whatever lies in tails, live rows come out the same, bit by bit, and every fill leaves the bytes of the oracle.
-Of several ranks all poison their tails at once, and look at the live rows of all. So padding of one rank that reaches
-another through a collective is found, too. Parity: a graph does what its step does.
-"""
+"""Poison and parity: whatever lies in tails, live rows come out the same, and a graph does what its step does."""
 
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import attrs
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS, Step
-from ...dataflow.buffers import Buffers
+from ...dataflow.buffers import Buffers, SharedMemory
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.sampling import Sample, is_location
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
 from ..bits import first_unequal, unequal_rows
@@ -38,6 +32,7 @@ from ..comparison import (
     slots_kept,
     tails_of,
 )
+from ..sampling import Sample, is_location
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
 from .trial import NOTHING, Finding, Subject, Tensors, Trial
@@ -56,7 +51,7 @@ OTHER_SHAPES: Final[Tolerances] = {
 }
 """How far a model's outputs for a padded batch may be from those for the batch alone: kernels for other shapes add in
 another order, layer after layer. What padded rows do to live ones is for poison to find, which asks for equal bits."""
-Poison: TypeAlias = tuple[tuple[Number, ...], tuple[Number, ...]]
+Poison = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values for a tail, to be drawn from, in one run and in another."""
 
 
@@ -99,16 +94,13 @@ def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Find
 
 
 def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Finding]:
-    """Fill, and compare with the oracle in other memory that held the same before.
-
-    seed: of the garbage there. The oracle then fills over its opposite, too, which shows what is not written at all.
-    """
+    """Fill, and compare with the oracle over the same bytes. seed: of garbage, over whose opposite it fills, too."""
     stage, buffers, step, found = subject.runner.stage, subject.graphs.buffers, subject.step_of(one), list[Finding]()
 
     def oracle(opposite: int | None) -> Buffers:
         with torch.inference_mode(mode=False), torch.no_grad():
             copied = {b.name: attrs.evolve(b, tensor=b.tensor.clone(), owner=None) for b in buffers}
-            other = Buffers(copied, buffers.capacity)
+            other = Buffers(copied, buffers.capacity, SharedMemory())
             if opposite is not None:
                 spoil(other, step.padded_sizes, opposite, flipped=True)
         fill_slot_by_slot(stage.declaration, other, stage.backend.capabilities, step, one.batch, one.side)
@@ -140,9 +132,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
     """What a slot's tail must bear, by what it declares. None if it must hold what its rule says.
 
-    The step executes padded rows. So whole numbers are those of live rows, and floats are whatever a float can be.
-    A tail that no one reads (`keep`) bears any number. A tail that is set once bears what live rows had. An output's
-    buffer may hold anything, live rows and all.
+    Padded rows run, too: whole numbers are those of live rows, floats any. A kept tail or an output holds anything.
     """
     rule, said, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
@@ -190,10 +180,7 @@ def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared
 
 
 class Poisoning:
-    """Poisons the tails of one filled step, and looks for the slot through which a difference comes.
-
-    Ranks go through it together, slot by slot, whether they have poison there or not. spared: held to their rules.
-    """
+    """Poisons tails of one filled step on all ranks, and looks for the slot at fault. spared: left alone."""
 
     def __init__(self, trial: Trial[Any], seed: int = 0, spared: Collection[str] = ()) -> None:
         self._trial, self._together, self._spared = trial, trial.together, spared
@@ -381,10 +368,8 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     for turn in (0, 1) if together.any(is_left) else ():
         other = trial.run(look, _bearable_tails(trial, turn), by=trial.eagerly)
         besides += [] if isinstance(other, Exception) else [other[1]]
-    tolerance = (
-        USUAL if any(mismatches(expected, again[0], step=trial.step)) else BITWISE
-    )  # no more can be asked than of the step
-    every = mismatches(graph[0], expected, tolerance, step=trial.step)
+    differs = any(mismatches(expected, again[0], step=trial.step))  # no more can be asked than of the step
+    every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
     found = min(every, key=lambda one: one.slot is None, default=None)  # a slot tells more than what was returned
     if found is not None:
         captured = graph_of(trial.runner, trial.view)
@@ -400,10 +385,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
 
 
 def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
-    """Slots with other values that their tails bear. What a step then leaves otherwise belongs to padded rows.
-
-    They all write one reserved row, and which of them comes last differs from run to run.
-    """
+    """Slots with other values that tails bear: padded rows write one reserved row, and any may come last."""
     spared = set[str]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]

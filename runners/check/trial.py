@@ -11,13 +11,13 @@ from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import RankError, RecordingError
-from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Answering, Call, Path, Source
 from ..comparison import info_of, ran_eagerly
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
 from ..runner import Runner
+from ..sampling import Sample
 from ..stage import V
 from ..state import State
 
@@ -28,11 +28,7 @@ NOTHING: Final[Tensors] = {}
 
 @attrs.frozen
 class Together:
-    """What the ranks of one runner tell each other, so that all of them run the same.
-
-    Collectives of a step wait for every rank. So what a rank runs next may not depend on what it alone has found.
-    Raises RankError, which names them, if ranks do something else, or do not come.
-    """
+    """What ranks tell each other, so that all run the same. RankError names ranks that do something else."""
 
     ranks: Coordinator
 
@@ -152,10 +148,7 @@ class Finding:
 
 @attrs.frozen(eq=False)
 class Subject(Generic[V]):
-    """A captured runner that is checked.
-
-    produce: writes into a filled view what producers do. notes: what was left out, and why.
-    """
+    """A captured runner that is checked. produce: writes what producers write. notes: what was left out, and why."""
 
     runner: Runner[V]
     graphs: GraphSet[V]
@@ -217,10 +210,7 @@ class RecordedBatch(dict[str, Any], Answering):
 
 
 def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
-    """The batch and the side arguments that bring given values for slots and fields.
-
-    RecordingError if a slot's source is of a class of its own, or the sources of two slots exclude one another.
-    """
+    """A batch and side arguments that bring given values. RecordingError if a source cannot be stood in for."""
     batch, side = RecordedBatch(fields), dict[str, Any]()
     for name, value in slots.items():
         slot = declaration.slots.get(name)

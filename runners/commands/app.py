@@ -18,11 +18,11 @@ from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
 from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError, RecordingError, did_you_mean
-from ...dataflow.explain import Explanation, Extents, explain_declaration, mermaid
 from ...dataflow.plan import Pattern
 from ...dataflow.serial import to_data
 from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
+from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
 from ..explained.pages import Table, html, printable, tables
@@ -34,6 +34,7 @@ from .bench import FULL, QUICK, measured_rows, show_rows
 from .shared import (
     FAILED,
     FormOption,
+    OutputOption,
     are_batches,
     as_json,
     captured,
@@ -45,7 +46,6 @@ from .shared import (
     show,
 )
 
-_WIDTH: Final = 110
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 app = typer.Typer(
@@ -126,6 +126,7 @@ def explain(
     lowering: _Lowering = AUTO,
     capture: _Capture = False,
     form: _Format = "table",
+    output: OutputOption = None,
 ) -> None:
     """Show a declaration's slots, dependencies and plan; or a runner's, with its buckets, graphs, memory and decisions.
 
@@ -136,21 +137,16 @@ def explain(
       slotgraph explain my_engine.inputs:DecodeInputs
       slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --size hidden=64 --lowering slot_by_slot
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
-      slotgraph explain my_engine.serving:decode --capture --format html > decode.html
+      slotgraph explain my_engine.serving:decode --capture --format html --output decode.html
     """  # noqa: D301 - as above
-    of_a_step = {
-        "size": size,
-        "set": setting,
-        "absent": absent,
-        "backend": backend != AUTO,
-        "lowering": lowering != AUTO,
-    }
+    of_a_step: dict[str, object] = {"--size": size, "--set": setting, "--absent": absent}
+    of_a_step |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
     found: Explanation | RunnerExplanation
     with reported():
         named = find(target, is_explained, "no subclass of slotgraph.Inputs, nor a runner")
         if isinstance(named, Runner):
             for option in (name for name, given in of_a_step.items() if given):
-                refuse("is for a declaration; a runner has its own: leave it out", f"--{option}")
+                refuse("is for a declaration; a runner has its own: leave it out", option)
             if capture:
                 try:
                     captured(named)
@@ -163,15 +159,15 @@ def explain(
             extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
             found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
     if form == "table":
-        screen().print(tables(found))
+        screen(output=output).print(tables(found))
     elif form == "json":
-        typer.echo(as_json(found), nl=False)
+        typer.echo(as_json(found), output, nl=False)
     elif form == "mermaid":
-        typer.echo(mermaid(found if isinstance(found, Explanation) else found.declaration), nl=False)
+        typer.echo(mermaid(found if isinstance(found, Explanation) else found.declaration), output, nl=False)
     elif isinstance(found, Explanation):
         refuse("a page is made of a runner: name one, or take --format table, mermaid or json", "--format")
     else:
-        typer.echo(html(found), nl=False)
+        typer.echo(html(found), output, nl=False)
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
@@ -238,8 +234,7 @@ def _facts_of(name: str) -> dict[str, Any]:
         facts["reason"] = available.reason
         if available:
             backend = kind()
-            data = to_data(backend.capabilities)
-            facts |= {"available": True, "device": str(backend.device), "capabilities": data}
+            facts |= {"available": True, "device": str(backend.device), "capabilities": to_data(backend.capabilities)}
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is reported, not hidden
         facts["reason"] = f"{type(error).__name__}: {error}"
     return facts
@@ -256,13 +251,7 @@ _Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: second
 
 
 @app.command()
-def bench(
-    *,
-    backend: _Backend = AUTO,
-    slots: _Slots = None,
-    json_file: _Json = None,
-    quick: _Quick = False,
-) -> None:
+def bench(*, backend: _Backend = AUTO, slots: _Slots = None, json_file: _Json = None, quick: _Quick = False) -> None:
     """Measure what a step's inputs cost host and device, against hand-written fills and a bare replay.
 
     \b
@@ -286,7 +275,7 @@ def bench(
         with Console(stderr=True).status("measuring"):
             rows = measured_rows(on, sorted({*(slots or (4, 12, 48))}), QUICK if quick else FULL)
     ours = on.capabilities.lowerings[0]
-    show_rows(rows, ours, screen(_WIDTH))  # what does not fit a terminal is wrapped there, and not cut off
+    show_rows(rows, ours, screen(110))  # what does not fit a terminal is wrapped there, and not cut off
     if json_file is not None:
         about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
         json_file.write(as_json({"rows": rows, "conditions": {**about, **versions()}}))
@@ -303,8 +292,7 @@ _Only = Annotated[
     list[str] | None, typer.Option(metavar="CHECK", help=f"One of the checks: {', '.join(CHECKS)}; may be repeated.")
 ]
 _ReadOutside = Annotated[
-    list[str] | None,
-    typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated."),
+    list[str] | None, typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated.")
 ]
 _Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
 _Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")]
@@ -341,14 +329,14 @@ def check(
         if batches is not None:
             why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        named: dict[str, Any] = {"only": only or (), "read_outside": read_outside or ()}
-        report = check_runner(runner, given, rounds=rounds, seed=seed, **named)
+        told = only or (), read_outside or ()
+        report = check_runner(runner, given, rounds=rounds, seed=seed, only=told[0], read_outside=told[1])
     title, *lines = str(report).splitlines()
-    rows = list[dict[str, Any]]()
-    for name, steps in report.steps.items():
-        found = report.of(name)
-        slots = [one.slot for one in found if one.slot]
-        rows.append({"check": name, "steps": steps, "findings": len(found), "slots": slots})
+    found = {name: report.of(name) for name in report.steps}
+    rows = [
+        {"check": name, "steps": steps, "findings": len(found[name]), "slots": [o.slot for o in found[name] if o.slot]}
+        for name, steps in report.steps.items()
+    ]
     show(form, report.as_data(), Table(title, rows, "\n".join(lines)))
     if not report.ok:
         raise typer.Exit(FAILED)
@@ -393,7 +381,7 @@ def _shown(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
         yield _step(found, "" if found.raised is None else found.raised.traceback)
     elif isinstance(found, ReplayReport):
         notes = [f"note: {note}" for note in found.notes]
-        notes += [f"step {step.number}: {line}" for step in found.steps for line in step.lines]
+        notes += [f"step {one.number}: {line}" for one in found.steps for line in one.lines]
         results = [
             {**_decided(step), "result": step.outcome, "why": step.decision and step.decision.reason}
             for step in found.steps

@@ -10,14 +10,14 @@ import torch
 from rich.console import Console
 
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, Step
+from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import sample_batch, sampled_slots
 from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..explained.pages import Table
+from ..sampling import sample_batch, sampled_slots
 from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
 from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
@@ -42,8 +42,6 @@ _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
 """Name, axis, dtype and tail of what engines feed a decode step; beyond these the same again under other names."""
 
 Row = dict[str, Any]
-
-
 FULL: Final = (50, 20, 9)
 QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
@@ -61,23 +59,17 @@ def plus_one(view: Any) -> Any:
 
 
 def declare_decode(slots: int, **more: Any) -> type[Inputs]:
-    """A decode declaration of so many slots, at least 2: all copied but one count, which the host computes.
-
-    more: slots beside these, or in the place of those of the same name.
-    """
+    """A decode step of so many slots, 2 or more: all copied but a count. more: slots beside or instead."""
     body: dict[str, Any] = {}
     for index in range(slots - 1):
         again, which = divmod(index, len(_SLOTS))
         name, axis, dtype, pad = _SLOTS[which]
         body[f"{name}_{again}" if again else name] = copied(axis, dtype=dtype, pad=pad)
-    body |= {"num_token_non_padded": computed(_live_tokens, shape=1, dtype=torch.int32), **more}
+    body |= {"num_token_non_padded": computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)}
+    body |= more
     body |= {"__annotations__": dict.fromkeys(body, torch.Tensor | None), "__module__": __name__}
     made: type[Inputs] = types.new_class(f"Decode{slots}", (Inputs,), {}, lambda space: space.update(body))
     return made
-
-
-def _live_tokens(step: Step) -> int:
-    return step.live(TOKENS)
 
 
 def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:
@@ -91,10 +83,7 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
 
 
 def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str, Contestant]:
-    """Whole steps by name: two by hand, a runner for each lowering that the backend has, and a bare replay.
-
-    The graph of the ways by hand, and the bare one, hold the step, and nothing of a fill.
-    """
+    """Whole steps by name: two by hand, a runner for each lowering, and a bare replay of a graph without a fill."""
     found, declaration = dict[str, Contestant](), inputs.slotgraph
     runners = {name: captured(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
     graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying

@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Annotated, Any, Final, Literal, NoReturn
 
 import typer
@@ -27,13 +27,18 @@ FAILED: Final = 1
 
 
 Form = Literal["table", "json"]
-"""How a result is printed."""
 FormOption = Annotated[Form, typer.Option("--format", help="Tables, or JSON for scripts.")]
 
 
-def screen(least: int = 0) -> Console:
-    """Standard output: as wide as the terminal or as COLUMNS says, else wide. least: its columns."""
-    console = Console(highlight=False)
+OutputOption = Annotated[
+    typer.FileTextWrite | None,
+    typer.Option("--output", metavar="FILE", encoding="utf-8", help="Write it to this file, not to the screen."),
+]
+
+
+def screen(least: int = 0, output: typer.FileTextWrite | None = None) -> Console:
+    """Standard output or a file: as wide as the terminal or as COLUMNS says, else wide. least: its columns."""
+    console = Console(highlight=False, file=output)
     if not (console.is_terminal or os.environ.get("COLUMNS")):
         console.width = WIDE
     console.width = max(console.width, least)
@@ -55,8 +60,7 @@ def show(form: Form, data: Any, *shown: RenderableType) -> None:
 
 def fail(*lines: str) -> NoReturn:
     """Print lines to stderr and exit with the status of a failed check."""
-    for line in lines:
-        typer.echo(line, err=True)
+    typer.echo("\n".join(lines), err=True)
     raise typer.Exit(FAILED)
 
 
@@ -67,10 +71,7 @@ def refuse(message: str, option: str | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors into lines on stderr; those of a user's own code with their place.
-
-    Code that ends the process, even with 0, is a failure: nothing was done.
-    """
+    """Turn errors into lines on stderr, a user's own with their place; code that ends the process is a failure, too."""
     try:
         yield
     except (typer.BadParameter, typer.Exit):  # the command's own, which say all there is to say
@@ -97,17 +98,14 @@ def are_batches(value: Any) -> bool:
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, str))
 
 
-NONE: Final[Mapping[str, Any]] = {}
 RUNNER: Final = "no runner, nor a function without required arguments that makes one"
 
 
-def is_runner(value: Any) -> bool:
-    """Whether a value can be checked and replayed on."""
-    return isinstance(value, Runner)
-
-
 def find(
-    target: str, is_wanted: Callable[[Any], bool] = is_runner, why: str = RUNNER, given: Mapping[str, Any] = NONE
+    target: str,
+    is_wanted: Callable[[Any], bool] = lambda value: isinstance(value, Runner),
+    why: str = RUNNER,
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
 

@@ -13,8 +13,7 @@ from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
 from ...dataflow.declaration import Declaration
-from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
-from ...dataflow.plan import FUSED, CopyGroup, FillPlan, plan_fill, slot_bytes
+from ...dataflow.plan import CopyGroup, FillPlan, plan_fill, slot_bytes
 from ...dataflow.sharing import Layout, lasting
 from ...dataflow.slots import Output
 from ..graphs import GraphSet
@@ -22,6 +21,7 @@ from ..outputs import nbytes_of
 from ..ranks.group import Ranks
 from ..runner import Runner
 from ..statistics import Decision
+from .declared import NOT_SIZED, Explanation, explain_declaration
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
 Phase = Literal["fill", "kernel", "replay", "outputs"]
@@ -61,11 +61,6 @@ class Fill:
         for step in self.steps:
             found[step.kind] += step.calls
         return dict(found)
-
-    @property
-    def doing(self) -> list[FillStep]:
-        """What it does, whatever the bytes."""
-        return [attrs.evolve(step, nbytes=None) for step in self.steps]
 
 
 @attrs.frozen(kw_only=True)
@@ -176,7 +171,9 @@ class RunnerExplanation:
     def fills(self) -> list[tuple[str, Fill]]:
         """Each way in which steps are filled, for buckets next to one another that do the same; the eager one last."""
         found = list[tuple[str, Fill]]()
-        for _, group in itertools.groupby(self.buckets, lambda bucket: bucket.fill.doing):
+        for _, group in itertools.groupby(
+            self.buckets, lambda one: [attrs.evolve(s, nbytes=None) for s in one.fill.steps]
+        ):
             rows = list(group)
             name = f"{len(rows)} buckets, {rows[0].rows} to {rows[-1].rows}" if rows[1:] else f"bucket {rows[0].rows}"
             found.append((name, rows[-1].fill))
@@ -249,32 +246,29 @@ def _graph(runner: Runner[Any], graphs: GraphSet[Any], rows: int, absent: Absent
         outputs = nbytes_of([graph.outputs], but=graphs.buffers.storages)
         return GraphFacts(absent=names, parts=graph.parts, nbytes=graph.nbytes, outputs=outputs)
     why = "graphs are switched off, by graphs=False"
-    if runner.config.graphs and report is None:
+    if runner.config.graphs:
         why = "nothing is captured yet: call capture()"
-    elif runner.config.graphs and report is not None:
-        why = report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
+        if report is not None:
+            why = report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
     return GraphFacts(absent=names, why=why)
 
 
 def _fill(  # noqa: C901 - one kind of step after the other
     plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
 ) -> Fill:
-    """A plan's steps in their order.
-
-    parts: graphs that the step is launched as. whole: whether its graph computes what the device does.
-    """
-    sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
-    is_fused, computes_inside = plan.lowering in FUSED, whole and parts > 0 and plan.lowering != "slot_by_slot"
+    """A plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
+    named, steps = dict(plan.sizes), list[FillStep]()
+    sizes = {axis: named[axis.name] for axis in declaration.axes}
     is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel
-    steps, early, late = list[FillStep](), list[CopyGroup](), list[CopyGroup]()
 
-    def nbytes_of_slots(names: Iterable[str]) -> int:
-        return sum(slot_bytes(declaration.slots[name], sizes, capabilities) for name in names)
-
-    def add(kind: Kind, label: str, slots: Iterable[str], calls: int, **more: Any) -> None:
+    def add(
+        kind: Kind, label: str, slots: Iterable[str], calls: int, moved: Iterable[str] | None = None, **more: bool
+    ) -> None:
         names = tuple(slots)
-        told = {"nbytes": nbytes_of_slots(names), **more}
-        steps.append(FillStep(kind=kind, label=label, slots=names, calls=calls, **told))
+        counted = names if moved is None else moved
+        nbytes = sum(slot_bytes(declaration.slots[name], sizes, capabilities) for name in counted)
+        known = None if kind in ("reset", "graph", "step") else nbytes
+        steps.append(FillStep(kind=kind, label=label, calls=calls, nbytes=known, slots=names, **more))
 
     def compute(place: str, *, inside: bool) -> None:
         for one in plan.computed:
@@ -286,26 +280,22 @@ def _fill(  # noqa: C901 - one kind of step after the other
         tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
         zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails if not always)
         if tails:  # those that are found dirty are set to zero in one call
-            calls = len(tails) - max(zeros - 1, 0)
-            add("reset", label, (tail.slot for tail in tails), calls, nbytes=None, maybe=not always)
-    for group in plan.copies:  # an upload comes between copies to the host and to the device
-        is_late = not is_fused and bool(plan.packed) and group.placement != HOST
-        (late if is_late else early).append(group)
-    for told in _copies(early, mixed=plan.mixed):
+            add("reset", label, (tail.slot for tail in tails), len(tails) - max(zeros - 1, 0), maybe=not always)
+    late = [group for group in plan.copies if plan.packed and group.placement != HOST]  # behind an upload
+    for told in _copies((group for group in plan.copies if group not in late), mixed=plan.mixed):
         add("copy", *told)
     compute(HOST, inside=False)
-    if slots := plan.fused if is_fused else plan.packed:
-        carried = plan.packed or [one.slot for one in plan.computed if one.packed]
-        add("upload", "one packet", slots, 1, nbytes=nbytes_of_slots(carried))
+    if slots := plan.fused or plan.packed:
+        add("upload", "one packet", slots, 1, plan.packed or [one.slot for one in plan.computed if one.packed])
     if plan.fused:
         add("kernel", _KERNEL[plan.lowering], slots, int(not is_first), inside=is_first)
     for told in _copies(late, mixed=plan.mixed):
         add("copy", *told)
-    compute(DEVICE, inside=computes_inside)
+    compute(DEVICE, inside=whole and parts > 0 and plan.lowering != "slot_by_slot")
     if parts:
-        add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts, nbytes=None)
+        add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts)
     else:
-        add("step", "the step, without a graph", (), 1, nbytes=None)
+        add("step", "the step, without a graph", (), 1)
     return Fill(plan, tuple(steps))
 
 

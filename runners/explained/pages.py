@@ -14,8 +14,8 @@ from rich.table import Table as RichTable
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from ...dataflow.explain import Explanation, SlotFacts
 from ..statistics import human_bytes
+from .declared import Explanation, SlotFacts
 from .explanation import RunnerExplanation
 
 WIDE: Final = 200

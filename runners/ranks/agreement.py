@@ -46,9 +46,8 @@ class Agreement(Coordinator):
     def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
         """What all ranks do, where this one would do `own` with these live sizes; one exchange, or none if quiet.
 
-        admit: raises what the fill to come would raise, while the others can be told; not called for a batch that was
-        agreed on ahead. RankError if a rank refused its batch, is elsewhere in its program, or does not come, and if
-        ranks that share a batch bring different sizes of it.
+        admit: raises what the fill would raise; not called for a batch that was agreed on ahead. RankError if a rank
+        refused its batch, is elsewhere, or does not come, and if ranks that share a batch bring different sizes of it.
         """
         if self.quiet:
             self.bring(live)
@@ -152,8 +151,7 @@ class Agreement(Coordinator):
     def refuse(self, error: BaseException) -> None:
         """This rank's fill ends in an error: tell the others, who wait for it, unless they know. Raises as `settle`.
 
-        If they run the step all the same, ranks that wait for this one later are told. Of an interrupt, which waits for
-        no one, they are told in the same way.
+        If they run the step all the same, or after an interrupt, ranks that wait for this one later are told.
         """
         if self._joined or self.quiet or not isinstance(error, Exception):
             self.ranks.broke_off(error)

@@ -9,7 +9,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -20,9 +20,6 @@ from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from ..config import check_seconds, checked, refuse
 from ..running import Unique
-
-if TYPE_CHECKING:
-    from torch.distributed import Work
 
 Exchange = Callable[[float], "list[Message]"]
 """An exchange under way: called with a timeout in seconds, it returns every rank's message."""
@@ -51,21 +48,15 @@ _COUNT: Final = itertools.count()
 
 @attrs.frozen
 class Message:
-    """What one rank tells the others.
+    """What one rank tells the others."""
 
-    place: a digest of the place in the program, the same on all ranks. answer: FITS, EAGER or REFUSED. bucket: the
-    bucket that takes the batch, 0 for none, or any other number to tell. why: the reason's index among the known ones.
-    idle: whether the rank has no requests. live: the batch's live sizes by axis; zeros follow them in a message that
-    came. text: the reason, of which the first 256 bytes are sent.
-    """
-
-    place: int
+    place: int  # a digest of the place in the program, the same on all ranks
     answer: int = FITS
-    bucket: int = 0
-    why: int = 0
+    bucket: int = 0  # that takes the batch, 0 for none, or any other number to tell
+    why: int = 0  # the reason's index among the known ones
     idle: bool = False
-    live: tuple[int, ...] = ()
-    text: str = ""
+    live: tuple[int, ...] = ()  # sizes by axis; zeros follow them in a message that came
+    text: str = ""  # the reason, of which the first 256 bytes are sent
 
     def pack_into(self, memory: Any) -> None:
         """Write the message into a buffer of bytes."""
@@ -93,31 +84,26 @@ class HostWire:
                 for count in (1, size)
             )
         self._group = group
-        self._work: Work | None = None
+        self._work: Any = None
 
     def send(self, message: Message) -> None:
         """Begin an exchange with this rank's message."""
         message.pack_into(self._own.numpy())
-        self._begin()
+        self._work = _all_gather(self._all, self._own, self._group)
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, for so many seconds at most. RuntimeError if a connection is lost."""
-        work = self._work
-        if work is not None:
-            try:
-                work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                return False
+        try:
+            self._work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError:
+            if self._work.is_completed():
+                raise
+            return False
         return True
 
     def messages(self) -> list[Message]:
         """Every rank's message, once they have arrived."""
         return Message.unpack_all(self._all.numpy())
-
-    def _begin(self) -> None:
-        self._work = _all_gather(self._all, self._own, self._group)
 
 
 class DeviceWire(HostWire):
@@ -134,7 +120,9 @@ class DeviceWire(HostWire):
         """Wait for the messages, for so many seconds at most."""
         return _passes(self._event, seconds)
 
-    def _begin(self) -> None:
+    def send(self, message: Message) -> None:
+        """Begin an exchange with this rank's message."""
+        message.pack_into(self._own.numpy())
         with self._module.stream(self._stream), torch.inference_mode(mode=False):
             self._mine.copy_(self._own, non_blocking=True)
             _all_gather(self._every, self._mine, self._group).wait()
@@ -153,11 +141,10 @@ def _passes(event: Any, seconds: float) -> bool:
     return True
 
 
-def _all_gather(out: torch.Tensor, own: torch.Tensor, group: "dist.ProcessGroup") -> "Work":
+def _all_gather(out: torch.Tensor, own: torch.Tensor, group: "dist.ProcessGroup") -> Any:
     """Begin to gather every rank's tensor, under the name that this torch has for it."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work = gather(out, own, group=group, async_op=True)
-    return work
+    return gather(out, own, group=group, async_op=True)
 
 
 class Ranks(Unique):
@@ -211,13 +198,9 @@ class Ranks(Unique):
         self.group = checked_group(group)
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
-        self.equal = equal
-        self.shards = shards
-        self.timeout = timeout
-        self.capture_timeout = capture_timeout
-        self.on = on
-        self.exchanges = 0
-        self._waits = 0
+        self.on, self.equal, self.shards = on, equal, shards
+        self.timeout, self.capture_timeout = timeout, capture_timeout
+        self.exchanges = self._waits = 0
         self.broken: str | None = None
         if self.size > 1:
             self._connect()

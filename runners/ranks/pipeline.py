@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 Proxies = Mapping[str, torch.Tensor]
-_MESSAGES, _TENSORS = 1, 2
-"""Tags of what hosts send each other."""
 _NBYTES: Final = 6144
 """Bytes of a stage's message, which its reader must know."""
 _TEXT: Final = 1000
@@ -37,9 +35,8 @@ _HEADSTART: Final = 1.0
 class Neighbour:
     """The stage before or after.
 
-    host: the group that messages and tensors on the host travel in, `group`: those on `device`. rank: the neighbour's,
-    among all processes. me, other: this rank and that one in words. patience: seconds to wait for it. broken: why there
-    is nothing to say any more.
+    host: the group of messages and tensors on the host, `group`: of those on `device`. rank: the neighbour's, among all
+    processes. me, other: the two ranks in words. patience: seconds to wait. broken: why nothing can be said any more.
     """
 
     host: "dist.ProcessGroup"
@@ -56,21 +53,20 @@ class Neighbour:
         """A step's number, the error of the stage before if it had one, and its tensors. RankError if it is lost."""
         with self._talk(), torch.inference_mode(mode=False):
             raw = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu")
-            self._wait(*self._post(dist.irecv, raw, _MESSAGES))
+            self._wait(*self._post(dist.irecv, raw))
             step, error, specs = pickle.loads(raw.numpy().tobytes())  # noqa: S301 - of another rank, as all of torch's
             found = {
                 key: torch.empty(shape, dtype=dtype, device="cpu" if on_host else self.device)
                 for key, (shape, dtype, on_host) in specs.items()
             }
-            for post in [self._post(dist.irecv, one, _TENSORS) for one in found.values() if one.numel()]:
+            for post in [self._post(dist.irecv, one) for one in found.values() if one.numel()]:
                 self._wait(*post)
         return step, error, found
 
     def send(self, step: int, tensors: Proxies, error: str = "") -> None:
-        """Begin to send what the stage after receives; the caller may overwrite the tensors.
+        """Begin to send what the stage after receives; the caller may overwrite the tensors, in stream order.
 
-        Tensors on the host are copied. Those on a device are read in stream order: what the present stream does next
-        comes after that. RankError if the other is gone, ConfigError if the message does not hold the keys.
+        RankError if the other is gone, ConfigError if the message does not hold the keys.
         """
         specs = {key: (tuple(one.shape), one.dtype, one.is_cpu) for key, one in tensors.items()}
         raw = pickle.dumps((step, error[:_TEXT], specs))
@@ -80,8 +76,7 @@ class Neighbour:
             message = torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
         steady = [_steady(tensor) for tensor in tensors.values() if tensor.numel()]
         with self._talk():
-            self._sent = [self._post(dist.isend, message, _MESSAGES)]
-            self._sent += [self._post(dist.isend, tensor, _TENSORS) for tensor in steady]
+            self._sent = [self._post(dist.isend, tensor) for tensor in (message, *steady)]
             for work, tensor in self._sent:
                 if not tensor.is_cpu:
                     work.wait()
@@ -93,9 +88,9 @@ class Neighbour:
             for post in sent:
                 self._wait(*post)
 
-    def _post(self, call: Callable[..., Any], tensor: torch.Tensor, tag: int) -> "tuple[Work, torch.Tensor]":
+    def _post(self, call: Callable[..., Any], tensor: torch.Tensor) -> "tuple[Work, torch.Tensor]":
         """Begin to send or receive a tensor."""
-        return call(tensor, self.rank, *((self.host, tag) if tensor.is_cpu else (self.group, 0))), tensor
+        return call(tensor, self.rank, self.host if tensor.is_cpu else self.group), tensor
 
     def _wait(self, work: "Work", tensor: torch.Tensor) -> None:
         """Wait for a tensor: in stream order, or on the host, where TimeoutError says that it is late."""
@@ -121,11 +116,10 @@ class Neighbour:
             yield
         except BaseException as error:
             how = "is gone: its connection was lost" if isinstance(error, RuntimeError) else str(error)
-            is_lost = isinstance(error, RuntimeError | TimeoutError)
-            how = how if is_lost else f"is not talked to any more, since a step was broken off: {how}"
-            self.broken = f"{self.me}: {self.other} {how}"
-            if is_lost:
+            if isinstance(error, RuntimeError | TimeoutError):
+                self.broken = f"{self.me}: {self.other} {how}"
                 raise RankError(self.broken) from error
+            self.broken = f"{self.me}: {self.other} is not talked to any more, since a step was broken off: {how}"
             raise
 
 
@@ -163,7 +157,8 @@ class PipelineStage(Unique):
             `lazy`, captures take their part of that.
 
     Raises:
-        ConfigError: The group cannot move the runner's tensors, or no slot of a later stage reads proxies.
+        ConfigError: The group cannot move the runner's tensors, no slot of a later stage reads proxies, a slot of the
+            first one needs them, or one reads all of them.
         RankError: A neighbour did not come to make its stage.
     """
 
@@ -183,21 +178,12 @@ class PipelineStage(Unique):
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         found: Any = None if alone else checked_group(group)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(found), dist.get_world_size(found))
-        slots = runner.stage.declaration.slots
-        paths = [
-            path.parts for name, slot in slots.items() if isinstance(path := slot.reads(name), Path) and path.beside
-        ]
-        self._keys = {parts[1] for parts in paths if parts[0] == proxies and len(parts) > 1}
+        self._keys = self._keys_of(proxies)
         self._argument = proxies
         self._coordinator = runner.coordinator
         self._steps = 0
         self._before: Neighbour | None = None
         self._after: Neighbour | None = None
-        if not (self.first or self._keys):
-            raise ConfigError(
-                f"stage {self.rank} of {self.size} has no slot that reads a key of {proxies}: declare one with "
-                f"source=side('{proxies}.hidden_states'), or name another argument by proxies="
-            )
         if self.size > 1:
             self._connect(found, timeout)
 
@@ -240,6 +226,27 @@ class PipelineStage(Unique):
         if self._after is not None:
             self._after.settle()
 
+    def _keys_of(self, proxies: str) -> set[str]:
+        """The keys of a side argument that slots read. ConfigError where the stage could run no step with these."""
+        keys, stage, source = set[str](), f"stage {self.rank} of {self.size}", f"source=side('{proxies}.hidden_states')"
+        for name, slot in self.runner.stage.declaration.slots.items():
+            path = slot.reads(name)
+            if not isinstance(path, Path) or not path.beside or path.parts[0] != proxies:
+                continue
+            if len(path.parts) == 1:
+                raise ConfigError(f"slot {name!r} reads all of {proxies}, which has tensors by key: set {source}")
+            if self.first and not slot.optional:
+                raise ConfigError(
+                    f"{stage} receives no {proxies}, which slot {name!r} needs: leave it out, or default=None"
+                )
+            keys.add(path.parts[1])
+        if not (self.first or keys):
+            raise ConfigError(
+                f"{stage} has no slot that reads a key of {proxies}: declare one with {source}, or name another "
+                "argument by proxies="
+            )
+        return keys
+
     def _received(self, side: Side) -> dict[str, Any]:
         """All side arguments. Whatever is wrong with the step, its tensors are received: the next ones come after."""
         given, before = dict(side), self._before
@@ -257,10 +264,7 @@ class PipelineStage(Unique):
         return given
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the ranks of this stage, unless the runner has, and the next stage, that this rank has no step.
-
-        What they say to that is noted in the error. An interrupt waits for no one's answer.
-        """
+        """Tell the ranks of this stage, unless the runner has, and the next stage; note in the error what they say."""
         after = self._after
         _noting(error, lambda: self._coordinator.refuse(error))
         if after is not None and after.broken is None and isinstance(error, Exception):
@@ -270,9 +274,9 @@ class PipelineStage(Unique):
     def _connect(self, group: "dist.ProcessGroup", timeout: float) -> None:
         """Make a group for each neighbour, since gloo gives up all of a group where one message is late.
 
-        Those of stages 0 and 1, 2 and 3, ... come first, then those of 1 and 2, ...; a stage without a partner makes
-        one for itself, because torch.distributed names groups by how many a rank has: all must have as many. A stage
-        waits longer for another than the one before takes to find out which rank is lost.
+        First those of stages 0 and 1, 2 and 3, ..., then of 1 and 2, ...; a stage without a partner makes one for
+        itself, because torch.distributed names groups by how many a rank has. A stage waits longer for another than
+        the one before takes to find out which rank is lost.
         """
         device, ranks = self.runner.stage.backend.device, self._coordinator
         ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))

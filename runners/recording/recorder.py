@@ -25,6 +25,10 @@ _LONGEST: Final = 4000
 """The letters of an error that are kept."""
 
 
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST]
+
+
 @final
 class Recording(Watcher):
     """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`.
@@ -63,13 +67,13 @@ class Recording(Watcher):
             step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # the leading axis comes last again
             step.decision = runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            step.note(f"nothing was decided: {type(error).__name__}: {error}"[:_LONGEST])
+            step.note(f"nothing was decided: {_told(error)}")
         try:
             sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
             slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
             fields = [(name, look_up(batch, name)) for name in self._declaration.fields]
         except Exception as error:  # noqa: BLE001 - as above
-            step.note(f"the batch could not be read: {type(error).__name__}: {error}"[:_LONGEST])
+            step.note(f"the batch could not be read: {_told(error)}")
             return
         step.absent = tuple(name for name, value in slots if value is None)
         step.slots, step.fields = self._take(slots), self._take(fields)
@@ -172,7 +176,7 @@ class Recording(Watcher):
                 if flag is not None:
                     flag.copy_(self._one, non_blocking=True)
         except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-            self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
+            self._fault = _told(error)
             for value in values:
                 value.lose(f"the device failed: {self._fault}")
         return values
@@ -184,7 +188,7 @@ class Recording(Watcher):
             try:
                 self._backend.synchronize()
             except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-                self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
+                self._fault = _told(error)
         for value in waiting:
             if not value.arrived:
                 value.lose(f"the device failed before it was copied: {self._fault}")

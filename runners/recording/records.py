@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
-from ...dataflow.explain import explain_declaration
 from ...dataflow.serial import from_data, json_data, to_data
+from ..explained.declared import explain_declaration
 from ..ranks.group import Message
 from ..runner import Runner
 from ..statistics import Decision
@@ -228,7 +228,14 @@ class RecordedFile:
         number = data.get("format") if isinstance(data, dict) else None
         need(number == FORMAT, f"it has format {number!r:.50}, and this version reads {FORMAT}")
         found = from_data(data, cls)
-        _check_ranks(found)
+        ranks = found.runner.ranks
+        size = 0 if ranks is None else ranks.size
+        if ranks is not None:
+            known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
+            need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
+        for step in found.steps:
+            told = f"step {step.number}: its ranks are not the {size} that its runner had"
+            need(not step.messages or len(step.messages) == size, told)
         values = [row for step in found.steps for row in step.values()]
         need(len(dict(values)) == len(values), "two of its steps, or two values of a step, have the same name")
         unlike = {key for key, value in values if value.has_elements} ^ set(opened.keys())
@@ -279,17 +286,6 @@ def need(holds: object, fault: str) -> None:
         raise ValueError(fault)
 
 
-def _check_ranks(file: RecordedFile) -> None:
-    ranks = file.runner.ranks
-    size = 0 if ranks is None else ranks.size
-    if ranks is not None:
-        known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
-        need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
-    for step in file.steps:
-        told = f"step {step.number}: its ranks are not the {size} that its runner had"
-        need(not step.messages or len(step.messages) == size, told)
-
-
 def versions() -> dict[str, str]:
     """What this process runs on."""
     try:
@@ -302,10 +298,7 @@ def versions() -> dict[str, str]:
 
 
 def plain_to_text(value: Any) -> str:
-    """Plain data as JSON, with NaN and infinity: a tuple comes back as a list, and a dict's keys as text.
-
-    TypeError, ValueError or RecursionError if it is anything else, or too large or too deep.
-    """
+    """Plain data as JSON. TypeError, ValueError or RecursionError for what is none, too large or too deep."""
     text = json.dumps(value, default=_number)
     need(len(text) <= MOST, f"more than {MOST:,} letters of text")
     return text

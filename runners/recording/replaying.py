@@ -15,12 +15,12 @@ from ...backends.base import Event
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import Sample
 from ..check.replays import COPIES, apart_from_step
 from ..check.trial import Subject, rebuilt, unwatched
 from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
 from ..ranks.group import HOST, Exchange, Message, Ranks
 from ..runner import Runner
+from ..sampling import Sample
 from ..stage import Stage
 from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
@@ -30,8 +30,8 @@ from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value,
 class RecordedRanks(Ranks):
     """The ranks of a recorded runner, to make it of at home: one process, and no process group.
 
-    While a recorded step is replayed, the others tell what they told then, so that the same is agreed on. At any other
-    time, as when graphs are captured, they tell what this one tells.
+    While a recorded step is replayed, the others tell what they told then. At any other time they tell what this one
+    tells.
     """
 
     alone = True
@@ -152,8 +152,7 @@ def _value_of(value: Value, stage: Stage[Any]) -> Any:
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     """Hold a recorded step's graph to the step, as the check `parity` does, then run it, and compare with the file.
 
-    What it changes outside of its slots stays after the last run alone, so the next step finds caches as it did when it
-    was recorded.
+    What it changes outside of its slots stays after the last run alone, for the next step.
     """
     missing = step.missing()
     if missing:
@@ -200,17 +199,18 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
             subject = Subject(runner, runner.graphs, state, produce=produce)
             with unwatched(runner.watch):
                 finding = apart_from_step(subject, batch_of(step, runner.stage))
-            found += [] if finding is None else [finding.message]
+            if finding is not None:
+                found.append(finding.message)
         view = runner.fill(one.batch, **one.side)
         produce(view)
     here = copies(runner.replay(view), "outputs")
     if step.outputs is not None:
         known = {one.name: one.elements for one in step.outputs if one.elements is not None}
-        mine = {
-            name: tensor for name, tensor in here.items() if name not in {one.name for one in step.outputs if one.why}
-        }
-        found += ["; ".join(map(str, mismatches(mine, known, USUAL, ("here", "recorded"), info_of(view).step)))]
-    return [line for line in found if line]
+        for lost in (one.name for one in step.outputs if one.why):
+            here.pop(lost, None)
+        apart = mismatches(here, known, USUAL, ("here", "recorded"), info_of(view).step)
+        found += filter(None, ["; ".join(map(str, apart))])
+    return found
 
 
 def _produce(step: StepRecord, view: Inputs) -> None:

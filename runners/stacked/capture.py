@@ -49,8 +49,7 @@ _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda"
 def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:
     """Fill a bucket from the declaration's placeholder, tails and computed slots too; returns its fields by name.
 
-    Copied slots that it does not name hold their pad value. CaptureError where it names what is no copied slot or
-    field, ComputeError where it gives a slot what that cannot hold.
+    Copied slots that it does not name hold their pad value. ComputeError where a slot cannot hold what it is given.
     """
     declaration, capabilities = stage.declaration, stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also where no slot is over those
@@ -104,10 +103,8 @@ def capture_stack(
 ) -> tuple[StackCall, State]:
     """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
 
-    All runs leave the step's state as it was. splitter: what marks the breaks of the stack, if not its code.
-
-    CaptureError where the step raises, does not call the stack once, reads request slots outside of breaks, or
-    returns what no live rows can be cut of.
+    splitter: what marks the breaks of the stack, if not its code. CaptureError where the step raises, does not call the
+    stack once, reads request slots outside of breaks, or returns what no live rows can be cut of.
     """
     bucket, code = filling.bucket, stack.code(stage)
     sizes = {**bucket.sizes, BATCH: 1}
@@ -151,10 +148,7 @@ def capture_stack(
 
 
 def _watch(call: StackCall, stage: Stage[Any], buffers: Buffers, breaks: frozenset[str]) -> None:
-    """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests.
-
-    Splits are no breaks yet, because the tracer would take numbers of requests as constants.
-    """
+    """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests."""
     forbidden = {name: buffers[name].tensor for name, slot in stage.declaration.slots.items() if BATCH in slot.axes}
     named = {**slots_of(call.view), **slots_of(call.own)}
     fence = Fence({key: name for key, name in named.items() if name in forbidden}, breaks)
@@ -182,11 +176,9 @@ def _tensors_of(call: StackCall) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 class ReadWatch(OperatorWatch):
-    """Looks at every operator outside of breaks, and notes its use of what it was given.
+    """Looks at every operator outside of breaks: which places of `given` graphs read and write.
 
     forbidden: slots over requests, by name: a graph that reads one holds for one number of requests alone.
-    given: tensors that came with the arguments of the captured part, and their places. read, written: the places that
-    graphs read, and write.
     """
 
     def __init__(self, forbidden: Mapping[str, torch.Tensor], given: Iterable[tuple[int, torch.Tensor]]) -> None:
@@ -220,10 +212,7 @@ def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) ->
 
 
 class Fence(TorchFunctionMode):
-    """Looks at every function of torch outside of breaks: none may ask anything that changes of a slot over requests.
-
-    slots: the names of those, by the identity of their tensors. breaks: names of functions that will be breaks.
-    """
+    """Looks at functions of torch outside of breaks: none may ask anything that changes of a slot over requests."""
 
     def __init__(self, slots: Mapping[int, str], breaks: frozenset[str]) -> None:
         super().__init__()
@@ -281,10 +270,7 @@ def _reads(what: str, slot: str) -> str:
 
 
 class Splitter:
-    """Has a step traced whole by torch.compile, and makes breaks of the named operators in the torch.fx graph.
-
-    The tracer sees every operator without a change to the model, refuses what it cannot follow instead of leaving it
-    out, and serves all sizes of tokens with one trace.
+    """Has a step traced whole by torch.compile, for all sizes of tokens, and makes breaks of the named operators.
 
     operators: "namespace::operator" as in `torch.ops`, a python function's name, or either itself.
     """
@@ -298,10 +284,7 @@ class Splitter:
         self._runs: list[tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]] = []
 
     def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-        """The parts of `run`, always the same function, on these arguments, as a call that gives what it gives.
-
-        Runs it once. CaptureError where it cannot be traced whole, or calls none of the operators.
-        """
+        """Run it once; its parts on these arguments, as a call. CaptureError where it cannot be traced whole."""
         if self._compiled is None:
             self._compiled = self._compile(run)
         self._runs.clear()

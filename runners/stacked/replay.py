@@ -16,6 +16,7 @@ from ...backends.base import Backend
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.guard import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
+from ..bits import text_of
 from ..capture import Captured
 from ..graphs import GraphSet
 from ..outputs import map_tensors
@@ -41,7 +42,6 @@ def current_view(inputs: type[V]) -> V:
     Raises:
         ReplayError: No step runs, or one of another declaration.
         CaptureError: An operator asks inside a graph, which would hold for the values of its capture.
-
     """
     reference = RUNNING.get()
     step = None if reference is None else reference()
@@ -101,13 +101,7 @@ class Break:
     def __call__(self, places: Sequence[Any] | None) -> Any:  # noqa: C901 - in one piece, for each step's sake
         """Call it in the step that runs, and write the answer to the places which later graphs read.
 
-        Args:
-            places: Those; None at capture, where they are not known yet, and `EAGER` outside of graphs.
-
-        Raises:
-            ReplayError: No step runs, the function raised, or its answer is not of the kind that it was.
-            CaptureError: It raised in a capture, or is called inside of another break.
-
+        places: None at capture, where they are not known yet, and `EAGER` outside of graphs.
         """
         reference = RUNNING.get()
         step = None if reference is None else reference()
@@ -169,15 +163,9 @@ class Break:
                 place.copy_(leaf)
             elif isinstance(place, torch.Tensor) or type(leaf) is not type(place) or leaf != place:
                 raise ReplayError(
-                    f"break {self._name!r}: result {number} is {_text(leaf)}, and was {_text(place)} at capture: "
+                    f"break {self._name!r}: result {number} is {text_of(leaf)}, and was {text_of(place)} at capture: "
                     "return what changes as a tensor of one shape"
                 )
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)} on {value.device}"
 
 
 @attrs.frozen(eq=False)
@@ -269,10 +257,7 @@ class StackCall:
     def take(  # noqa: C901 - in one piece, for each step's sake
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
     ) -> list[Any]:
-        """Move a step's arguments to where the graphs read them, and have its breaks find what stands for what.
-
-        Returns the arguments, flat. ReplayError where a graph would read something else than at capture.
-        """
+        """Move a step's arguments to where graphs read them, and let breaks find them; returns them flat."""
         leaves, view, shown, read = [*args, *kwargs.values()], step.view, self.view, self.read
         if (*map(type, leaves), *kwargs) != self._kinds:  # what follows takes ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -312,8 +297,8 @@ class StackCall:
 
 def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
     return ReplayError(
-        f"argument {place} of the stack is {_text(leaf)}, and was {_text(kept)} at capture: hand over what changes as "
-        "a tensor of one shape, or in the view"
+        f"argument {place} of the stack is {text_of(leaf)}, and was {text_of(kept)} at capture: hand over what "
+        "changes as a tensor of one shape, or in the view"
     )
 
 
@@ -330,7 +315,7 @@ def slots_of(view: Inputs) -> dict[int, str]:
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
-def stack_step(  # noqa: C901 - in one piece, for each step's sake
+def stack_step(
     graphs: GraphSet[Any],
     stack: Stack,
     captured: Captured,
@@ -341,26 +326,48 @@ def stack_step(  # noqa: C901 - in one piece, for each step's sake
 ) -> Callable[[Any], Any]:
     """A call that runs a step on a batch, whose stack replays graphs in the place of its code; outputs for live rows.
 
-    Args:
-        graphs: The runner's.
-        stack: What of the step is captured.
-        captured: The bucket.
-        rows: Rows that outputs must have; None where they are handed out whole.
-        live: Rows of them to return; None for all.
-        show: Makes the view of a batch; None where the call gets views, whose graphs are looked at before a replay.
-        counted: Counts steps.
-
+    rows: those that outputs must have; None where they are handed out whole. live: how many of them to return; None for
+    all. show: makes the view of a batch; None where the call gets views, whose graphs are looked at before a replay.
     """
-    stage, clock, filler, graph = graphs.stage, graphs.clock, graphs.filler, captured.graph
+    stage, hosts, answer = graphs.stage, graphs.filler.hosts, _replayer(graphs, captured, looked=show is None)
+    note = hosts.note if hosts.possible else None
+
+    def step_of(batch: Any) -> Any:
+        if GRADIENTS():
+            return without_gradients(step_of, batch)
+        view = batch if show is None else show(batch)
+        step = Running(view, "replay")
+        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
+        try:
+            outputs = stack.run(stage, view, functools.partial(answer, step))
+        finally:
+            RUNNING.reset(token)
+        if step.calls != 1:
+            raise ReplayError(f"{stack.wrong_calls(step.calls)}, and once at capture")
+        if note is not None:
+            note()
+        if rows is not None:
+            if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
+                outputs = outputs if live is None else outputs[:live]
+            else:
+                outputs = _cut(outputs, rows, live)
+        if counted is not None:
+            counted.steps += 1
+        return outputs
+
+    return step_of
+
+
+def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Callable[..., Any]:
+    """What the stack does in a step: it takes the arguments, and replays its graphs. looked: these are looked at."""
+    clock, filler, graph = graphs.clock, graphs.filler, captured.graph
     call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
-    note, stream, calls = filler.hosts.note if filler.hosts.possible else None, filler.stream, 0
+    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
 
     def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
-        """What the stack does in a step: it takes the arguments, and replays its graphs."""
-        nonlocal calls
-        calls += 1
+        step.calls += 1
         leaves, before = call.take(args, kwargs, step), clock.replays
-        if show is None:
+        if looked:
             outputs = graphs.replay(captured, captured.rows)
         else:
             if stream() != clock.stream:
@@ -381,31 +388,7 @@ def stack_step(  # noqa: C901 - in one piece, for each step's sake
             call.give_back(leaves)
         return outputs
 
-    def step_of(batch: Any) -> Any:
-        nonlocal calls
-        if GRADIENTS():
-            return without_gradients(step_of, batch)
-        view = batch if show is None else show(batch)
-        step, calls = Running(view, "replay"), 0
-        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
-        try:
-            outputs = stack.run(stage, view, functools.partial(answer, step))
-        finally:
-            RUNNING.reset(token)
-        if calls != 1:
-            raise ReplayError(f"{stack.wrong_calls(calls)}, and once at capture")
-        if note is not None:
-            note()
-        if rows is not None:
-            if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
-                outputs = outputs if live is None else outputs[:live]
-            else:
-                outputs = _cut(outputs, rows, live)
-        if counted is not None:
-            counted.steps += 1
-        return outputs
-
-    return step_of
+    return answer
 
 
 def _cut(outputs: Any, rows: int, live: int | None) -> Any:

@@ -126,10 +126,7 @@ def own_tokens(step: Step, ranks: Ranks) -> int:
 
 
 def _live_part(step: Step, sharding: Sharding) -> int:
-    """Live tokens of a rank's part: clamp(live - chunk * rank, 0, chunk), chunk = padded / ranks.
-
-    Where tokens are not scattered, each rank holds all of them. ComputeError where they do not divide.
-    """
+    """Live tokens of a rank's part: clamp(live - chunk * rank, 0, chunk), chunk = padded / ranks; or all of them."""
     live, padded, size = step.live(TOKENS), step.padded(TOKENS), sharding.attn_tp_size
     if not sharding.scattered:
         return live
@@ -154,10 +151,9 @@ def agreed_requests(step: Step, ranks: Ranks) -> list[int]:
 
 
 def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
-    """Live rows that the first rank of each batch told; the others that share the batch told the same.
+    """Live rows that the first rank of each batch told, also in a micro-batch those of the whole step.
 
-    In a micro-batch they are the whole step's, since no rank knows where others cut theirs. ConfigError where the ranks
-    do not divide among batches, where DP is another number than theirs, or where no slot has ranks tell the axis.
+    ConfigError where ranks do not divide among batches, DP is another number, or no slot has ranks tell the axis.
     """
     batches, asked = batches_of(ranks), step.padded(DP)
     if asked != batches:

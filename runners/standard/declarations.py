@@ -63,13 +63,7 @@ class BoundedContext(Requests):
 
     seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,), limit=CONTEXT)
     seq_lens_cpu: Tensor | None = copied(
-        BATCH,
-        dtype=int32,
-        pad=SEQ_LEN_FILL,
-        placement=HOST,
-        converts=(int64,),
-        limit=CONTEXT,
-        default=None,
+        BATCH, dtype=int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(int64,), limit=CONTEXT, default=None
     )
 
 
@@ -83,9 +77,9 @@ class HostLengths(Inputs):
         BATCH,
         dtype=int32,
         pad=SEQ_LEN_FILL,
-        source="seq_lens_cpu",
-        converts=(int64,),
         placement=HOST,
+        converts=(int64,),
+        source="seq_lens_cpu",
         argument="actual_seq_lengths_kv",
     )
 
@@ -100,9 +94,9 @@ class ContextLengths(Inputs):
         BATCH,
         dtype=int32,
         pad=SEQ_LEN_FILL,
-        source="seq_lens_cpu",
-        converts=(int64,),
         placement=HOST,
+        converts=(int64,),
+        source="seq_lens_cpu",
         argument="context_lens",
     )
 
@@ -345,17 +339,17 @@ class NgramEmbedding(Inputs):
     ngram_column_starts: Tensor = copied(
         BATCH,
         dtype=int32,
-        pad=keep("a stale start is one that a request had"),
         poison="stale",
+        pad=keep("a stale start is one that a request had"),
         source="ngram_embedding_info.column_starts",
     )
     ngram_req_lens: Tensor = copied(
         BATCH,
         dtype=int32,
-        pad=keep("a stale length is one that a request had"),
         poison="stale",
-        starts=1,
+        pad=keep("a stale length is one that a request had"),
         source="ngram_embedding_info.req_lens",
+        starts=1,
     )
 
 

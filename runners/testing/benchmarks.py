@@ -18,10 +18,10 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.hostdata import tensor_of
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ...dataflow.slots import Output, Staged
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
+from ..sampling import NO_VALUES, Sample, Values, sample_batch
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, difference, differences, memory_of
 from .timing import Run, Spread, measure
@@ -34,8 +34,6 @@ REGROUPED: Final = "regrouped"
 PADDED: Final = 256
 LIVE: Final = 0.75
 """A bucket's rows, and the part of them that is live, by default."""
-ROUNDS: Final = 20
-STEPS: Final = 20
 ATTEMPTS: Final = 3
 """How often a ratio is measured before it counts as too high: another program may have had the core."""
 KEY: Final = "slotgraph"
@@ -68,10 +66,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     *,
     grouped: bool = False,
 ) -> ByHand:
-    """A fill of memory as engines write it: for each slot one tail reset and one copy, which waits for no device.
-
-    grouped: whether copies go by foreach, the groups built anew in each step, and not one by one.
-    """
+    """A fill as engines write it: a tail reset and a copy a slot. grouped: copies by foreach, grouped in each step."""
     plans, reads_host = dict[tuple[int, ...], _Plan](), backend.capabilities.foreach_host
 
     def fill(batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
@@ -133,7 +128,7 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
             plan.copied.append((plain_name(source), source, buffer, rows, tails, pad))
     for name in declaration.order:
         if (compute := declaration.slots[name].computes()) is not None:
-            given = {**known, **declaration.given(step.of(name))}
+            given = {**known, **declaration.given(step)}
             bound = Computation.bind(name, compute, given, declaration.fields, known[name])
             plan.computed.append((known[name], bound.function, bound.fields))
     return plan
@@ -162,8 +157,8 @@ def verify(
 ) -> None:
     """Hold what contestants leave in slots, and the tensors that they return, to what the oracle does.
 
-    Tails that no one reads, and optional slots that a batch does not bring, may hold anything. WrongBytesError names a
-    contestant that leaves other bytes, or returns another tensor. title: what they run. batches: each with its sizes.
+    Tails that no one reads, and absent slots, may hold anything. WrongBytesError names a contestant that differs.
+    title: what they run. batches: each with its sizes.
     """
     slots = declaration.slots
     loose = {name for name, slot in slots.items() if isinstance(slot, Output | Staged)}
@@ -212,10 +207,7 @@ class Figures:
 def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
-    """The fill of one bucket: by hand, by each lowering, by hand in groups; and the batches that take turns.
-
-    Arguments as `Timer.fill` has them. WrongBytesError if a way leaves other bytes than the oracle.
-    """
+    """The fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
     stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
     capabilities = ground.backend.capabilities
     had = capabilities.lowerings
@@ -305,8 +297,8 @@ class Timer:
         title: str,
         *,
         most: float | None = None,
-        rounds: int = ROUNDS,
-        steps: int = STEPS,
+        rounds: int = 20,
+        steps: int = 20,
     ) -> Figures:
         """Time ways of one's own to do the same, in turn, such as an engine's fill and this library's.
 

@@ -20,20 +20,16 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import NO_VALUES, Sample, Values, path_of, sample_batch, sampled_slots
+from ..sampling import NO_VALUES, Sample, Values, path_of, sample_batch, sampled_slots
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
 
-TURNS: Final = 5
 _SPREAD: Final = 100
 
 
 @attrs.frozen(eq=False, repr=False)
 class Turn:
-    """One step of a schedule: its bucket's sizes, its live ones, absent slots, and what the batch brings.
-
-    as_lists: slots that are brought as lists, not tensors.
-    """
+    """One step of a schedule: sizes, absent slots, and what the batch brings, some slots of it as lists."""
 
     padded: Sizes
     live: Sizes
@@ -112,7 +108,7 @@ def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> l
     """Steps over at most three buckets, so that each is filled several times; no bucket is empty."""
     buckets = draw(st.lists(_sizes(ground, max(least, 1), ground.most), min_size=1, max_size=3))
     made, capabilities = list[Turn](), ground.backend.capabilities
-    for _ in range(draw(st.integers(1, TURNS))):
+    for _ in range(draw(st.integers(1, 5))):
         padded = draw(st.sampled_from(buckets))
         live, absent = draw(_sizes(ground, least, padded)), draw(_absences(ground))
         sample = _sample(draw, ground, live, absent, values)

@@ -63,8 +63,12 @@ class Ground:
         relations: Relations = NO_RELATIONS,
     ) -> "Ground":
         """Check what is said of a declaration, as of `batches`. ConfigError if a size or relation does not fit."""
-        declaration = inputs.slotgraph.under(settings)
-        leads = {_lead(relations.get(axis, Dim.of(axis)), axis) for axis in declaration.varying}
+        declaration, leads = inputs.slotgraph.under(settings), set[Axis]()
+        for axis in declaration.varying:
+            lead = (size := relations.get(axis, Dim.of(axis))).reveals()
+            if lead is None:
+                raise ConfigError(f"relations: {axis!r} follows from one other axis that varies, got {size}")
+            leads.add(lead)
         known = leads | set(declaration.axes)
         for axis in max_sizes:
             if axis not in known or axis in relations:
@@ -190,13 +194,6 @@ def difference(mine: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | Non
 
 def _row(where: tuple[int, ...]) -> str:
     return str(where[0] if len(where) == 1 else list(where))
-
-
-def _lead(size: Dim, axis: Axis) -> Axis:
-    lead = size.reveals()
-    if lead is None:
-        raise ConfigError(f"relations: {axis!r} follows from one other axis that varies, got {size}")
-    return lead
 
 
 def _followed(sizes: Sizes, relations: Relations) -> Sizes:

@@ -25,7 +25,6 @@ QUEUED: Final = 20
 host would wait for the device."""
 THREADS: Final = 1
 """Threads that copies in host memory are spread over."""
-_FEWEST: Final = 4
 _ATTEMPTS: Final = 5
 _MARGIN_US: Final = 300.0
 _BUSY_SIZE: Final = 2048
@@ -143,7 +142,7 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
                     run.host.clear()
         if backend.device.type == "cpu" or not device_rounds:
             return
-        occupy = _occupier(backend)
+        occupy = occupier(backend)
         for number in range(device_rounds):
             for run in runs:
                 found = device_time(run, occupy, backend) if number == 0 or run.device else None
@@ -151,7 +150,7 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
                     run.device.append(found)
 
 
-def _occupier(backend: Backend) -> Occupy:
+def occupier(backend: Backend) -> Occupy:
     """What keeps a device busy while the host queues steps behind it: matrix products, whose time is measured here."""
     matrix, result = (torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=backend.device) for _ in range(2))
 
@@ -170,13 +169,10 @@ def _occupier(backend: Backend) -> Occupy:
 
 
 def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
-    """Microseconds a step, between two events around steps that stood ready when the device got to them.
-
-    Else it is measured again, with more work before and fewer steps: a device takes only so many launches in advance.
-    """
+    """Microseconds a step behind other work: more of it, and fewer steps, while the device gets there first."""
     host = statistics.median(run.host)
     for attempt in range(run.attempt, _ATTEMPTS):
-        steps = max(_FEWEST, QUEUED >> attempt)
+        steps = max(4, QUEUED >> attempt)
         run.queue(1)
         backend.synchronize()
         occupy(_MARGIN_US + (2 << attempt) * steps * host)

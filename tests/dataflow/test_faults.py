@@ -64,10 +64,7 @@ FAULTS: list[tuple[Any, str]] = [
     (copied(BATCH, **INT32, pad=0, argument="", placement="host"), f"argument='': {NO_NAME}"),
     (copied(BATCH, **INT32, pad=0, restored=True, placement="host", argument="kept"), READ_BEFORE),
     (slot(STAGED, init=False), READ_BEFORE),
-    (
-        slot(Output(shape=BATCH, **INT32, placement=HOST, argument="lens_out"), init=False),
-        READ_BEFORE,
-    ),
+    (slot(Output(shape=BATCH, **INT32, placement=HOST, argument="lens_out"), init=False), READ_BEFORE),
     (copied(BATCH, **INT32, placement="host", argument="lens_6"), "no tail rule: say pad=value"),
     (
         computed(lambda ids: ids + 1, shape=TOKENS, **INT32, placement=HOST, argument="ends"),

@@ -15,17 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slotgraph.backends import (
-    HOST,
-    NO_PARAMETERS,
-    Capabilities,
-    Event,
-    Fusion,
-    Graph,
-    Placement,
-    Upload,
-    load,
-)
+from slotgraph.backends import HOST, NO_PARAMETERS, Capabilities, Event, Fusion, Graph, Placement, Upload, load
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.ring import Ring
 

@@ -103,32 +103,25 @@ OWN = pytest.mark.slotgraph_backends("cuda", "cpu").mark
 EVERY = pytest.mark.slotgraph_backends("every").mark
 
 
-@pytest.mark.parametrize(
-    ("option", "variable", "setting", "marker", "chosen"),
-    [
-        ("cpu, cuda", "npu", ("warp",), None, ["cpu", "cuda"]),
-        (None, "npu,cpu", ("warp",), None, ["npu", "cpu"]),
-        (None, "", ("warp", "cpu"), None, ["warp", "cpu"]),
-        (None, "", ("warp",), OWN, ["cuda", "cpu"]),
-        ("npu cpu", "", ("warp",), OWN, ["cpu"]),
-        (None, "npu", (), OWN, []),
-        (None, "npu", (), EVERY, ["npu"]),
-        (None, "", (), EVERY, list(names())),
-        (None, "", (), None, [name for name in names() if load(name).is_available()]),
-    ],
-)
-def test_which_backends(
-    monkeypatch: pytest.MonkeyPatch,
-    option: str | None,
-    variable: str,
-    setting: tuple[str, ...],
-    marker: pytest.Mark | None,
-    chosen: list[str],
-) -> None:
+CHOICES: list[tuple[str | None, str, tuple[str, ...], pytest.Mark | None, list[str]]] = [
+    ("cpu, cuda", "npu", ("warp",), None, ["cpu", "cuda"]),
+    (None, "npu,cpu", ("warp",), None, ["npu", "cpu"]),
+    (None, "", ("warp", "cpu"), None, ["warp", "cpu"]),
+    (None, "", ("warp",), OWN, ["cuda", "cpu"]),
+    ("npu cpu", "", ("warp",), OWN, ["cpu"]),
+    (None, "npu", (), OWN, []),
+    (None, "npu", (), EVERY, ["npu"]),
+    (None, "", (), EVERY, list(names())),
+    (None, "", (), None, [name for name in names() if load(name).is_available()]),
+]
+
+
+def test_which_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the option, else of the variable, else a test's own or the project's, else each that can run here."""
-    monkeypatch.setenv("SLOTGRAPH_TEST_BACKENDS", variable)
-    config: Any = SimpleNamespace(getoption=lambda _: option, getini=lambda _: setting)
-    assert slotgraph_pytest._chosen(config, marker) == chosen
+    for option, variable, setting, marker, chosen in CHOICES:
+        monkeypatch.setenv("SLOTGRAPH_TEST_BACKENDS", variable)
+        config: Any = SimpleNamespace(getoption=lambda _, given=option: given, getini=lambda _, given=setting: given)
+        assert slotgraph_pytest._chosen(config, marker) == chosen
 
 
 def test_backends(project: Path) -> None:

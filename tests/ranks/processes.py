@@ -20,10 +20,6 @@ _CONTEXT: Final = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "slotgraph", "numpy"])  # imported once for all
 
 
-class RankFailedError(AssertionError):
-    """A function raised where the test asked for results."""
-
-
 @attrs.frozen(eq=False)
 class Outcome:
     """What a function returned in one rank, or what it raised: the kind, the message and the traceback as text."""
@@ -42,12 +38,11 @@ class Processes:
     pipes: list[multiprocessing.connection.Connection]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(rank, *args)` in every rank at once; their results. RankFailedError where one raised."""
+        """Call `function(rank, *args)` in every rank at once; their results. AssertionError where one raised."""
         outcomes = self.outcomes(function, *args)
         found = [Outcome(kind="Gone", trace="its process is gone") if one is None else one for one in outcomes]
         failed = [f"rank {rank}: {one.trace}" for rank, one in enumerate(found) if one.kind]
-        if failed:
-            raise RankFailedError("\n".join(failed))
+        assert not failed, "\n".join(failed)
         return [one.value for one in found]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome | None]:

@@ -173,17 +173,6 @@ def scheduled(rank: int, world: World, steps: int) -> tuple[list[Any], dict[str,
     return one.wrong, {**one.steps, "exchanged": ranks.exchanges - before}
 
 
-def assert_right(processes: Processes, world: World, steps: int) -> None:
-    """No rank saw a wrong count, in steps of every kind, and none exchanged more than once a step."""
-    found = processes.run(scheduled, world, steps)
-    assert [wrong for wrong, _ in found] == [[]] * world.size
-    for _, told in found:
-        assert told["exchanged"] == (0 if world.equal else steps)
-        assert told["eager"] > 5
-        assert told["idle"] > 0
-        assert (told.get("graph", 0) > 30) == (world.kind != "eager")
-
-
 WAYS: Final = [
     ("decode", "cpu", "in_graph"),
     ("decode", "cpu-capture", "in_graph"),
@@ -192,24 +181,24 @@ WAYS: Final = [
     ("extend", "cpu-capture", "fused"),
     ("eager", "cpu", "foreach"),
 ]
-each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 
 
-@each_way
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_counts_of_all_ranks(two: Processes, four: Processes, way: tuple[str, str, str]) -> None:
     """A computed slot that asks for ranks has each one's live sizes, of this very step, without another exchange.
 
-    Ranks have a batch each, share one, or both at once.
+    Ranks have a batch each, share one, or both at once; those that bring the same exchange nothing.
     """
-    for processes, shards in ((two, 1), (two, 2), (four, 1), (four, 2), (four, 4)):
-        assert_right(processes, World(len(processes.pipes), shards, *way), 90)
-
-
-@each_way
-def test_ranks_that_bring_the_same(two: Processes, way: tuple[str, str, str]) -> None:
-    """They exchange nothing, and each knows what all bring."""
-    for shards in (1, 2):
-        assert_right(two, World(2, shards, *way, equal=True), 80)
+    ways = ((two, 1, False), (two, 2, False), (four, 1, False), (four, 2, False), (four, 4, False), (two, 2, True))
+    for processes, shards, equal in ways:
+        world = World(len(processes.pipes), shards, *way, equal=equal)
+        found = processes.run(scheduled, world, 90)
+        assert [wrong for wrong, _ in found] == [[]] * world.size
+        for _, told in found:
+            assert told["exchanged"] == (0 if world.equal else 90)
+            assert told["eager"] > 5
+            assert told["idle"] > 0
+            assert (told.get("graph", 0) > 30) == (world.kind != "eager")
 
 
 def run_torn(rank: int, one: Rank, how: str) -> None:

@@ -204,6 +204,17 @@ class LaterPrefill(Prefill):
     hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pipe.hidden_states"))
 
 
+class Whole(Prefill):
+    """Asks for all proxies in one slot."""
+
+    pipe: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pipe"))
+
+
+def runner_of(inputs: type[Any], step: Any = lambda view: view.hidden_states) -> EagerRunner[Any]:
+    """A stage's that is not captured."""
+    return EagerRunner(inputs, step, backend="cpu")
+
+
 def lacks(rank: int) -> list[str]:
     """A required key does not come, once; nor are the batches of both the same, once."""
     keys = list[str]()
@@ -211,8 +222,7 @@ def lacks(rank: int) -> list[str]:
     def step(view: Prefill) -> Any:
         return dict.fromkeys(keys, weights(400, VOCAB, HIDDEN)[view.input_ids])
 
-    later = EagerRunner(LaterPrefill, lambda view: view.hidden_states, backend="cpu")
-    runner: Any = later if rank else EagerRunner(Prefill, step, backend="cpu")
+    runner = runner_of(LaterPrefill) if rank else runner_of(Prefill, step)
     stage, found = PipelineStage(runner, proxies="pipe"), []
     for number in range(3):
         keys[:] = ["hidden_states"] if number else []
@@ -226,7 +236,7 @@ def test_a_missing_key_and_another_batch(two: Processes) -> None:
     sender, receiver = two.run(lacks)
     assert sender == ["", "", ""]
     assert receiver[0].startswith("MissingSourceError: slot 'hidden_states': argument pipe.hidden_states is missing")
-    assert receiver[1].startswith("BatchError: slot 'hidden_states': expected a size of 6 on dim 0")
+    assert receiver[1].startswith("BatchError: TOKENS is 5 off slot 'hidden_states' and 6 off slot 'input_ids'")
     assert receiver[2] == ""
 
 
@@ -239,7 +249,7 @@ OWN: Final = {
 NEXT: Final = {
     "keys": "RankError: step {step}: rank {sender} sends 'extra', and no slot of rank {rank} reads it",
     "shape": "BatchError: slot 'pp_hidden_states'",
-    "rows": "BatchError: slot 'pp_",
+    "rows": "BatchError: BATCH is ",
     "dtype": "BatchError: slot 'pp_residual'",
 }
 """What it sends that is wrong, and how the next stage's error begins."""
@@ -355,7 +365,7 @@ def ends_early(rank: int, how: str) -> str:
     if rank == 1:
         return raised(other.capture) if quiet else raised(stage, batch_of(3, 1))
     try:
-        return raised(stage, Interrupting(), **({"pp_proxy_tensors": {}} if quiet else {}))
+        return raised(stage, Interrupting(batch_of(3, 1)), **({"pp_proxy_tensors": {}} if quiet else {}))
     except KeyboardInterrupt:
         return "KeyboardInterrupt: "
 
@@ -437,8 +447,12 @@ def refusals(rank: int) -> list[str]:
         (runner, {"proxies": "a b"}, r"proxies: expected the name"),
         (runner, {"timeout": 0}, r"timeout: expected seconds"),
     ]
+    refused += [(runner_of(Whole), {"proxies": "pipe"}, "slot 'pipe' reads all of pipe, which has tensors by key: set")]
     if rank:
         refused.append((eager_part(0, 2), {}, "stage 1 of 2 has no slot that reads a key of pp_proxy_tensors"))
+    else:
+        needs = "stage 0 of 2 receives no pipe, which slot 'hidden_states' needs: leave it out"
+        refused.append((runner_of(LaterPrefill), {"proxies": "pipe"}, needs))
     for made, options, said in refused:
         with pytest.raises(ConfigError, match=said):
             PipelineStage(made, **options)

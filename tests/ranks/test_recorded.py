@@ -1,9 +1,9 @@
 """Steps of ranks taken home: one process, without a process group, and the bytes of every slot are the same."""
 
+import functools
 import json
 import pathlib
 import random
-from collections.abc import Callable
 from typing import Any, Final, cast
 
 import attrs
@@ -118,12 +118,6 @@ def recorded(rank: int, folder: str, kind: str) -> Home:
     return Home(str(path), slots.steps, agreed)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def homes(request: pytest.FixtureRequest, two: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """Both ranks' files, and what they must come to."""
-    return request.param, two.run(recorded, str(tmp_path_factory.mktemp("home")), request.param)
-
-
 @pytest.fixture(scope="module")
 def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Home:
     """What rank 1 brings home."""
@@ -131,9 +125,10 @@ def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Home:
     return found
 
 
-def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_slot_has_the_same_bytes(two: Processes, tmp_path: pathlib.Path, kind: str) -> None:
     """Padded rows and counts of ranks among them, in the bucket or on the path that all took, and by the same rank."""
-    kind, found = homes
+    found: list[Home] = two.run(recorded, str(tmp_path), kind)
     assert not dist.is_initialized()
     forced = 0
     for rank, home in enumerate(found):
@@ -154,11 +149,6 @@ def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
     decisions = [one.decision for one in RecordedFile.read(found[0].file).steps]
     buckets = {one.bucket for one in decisions if one is not None}
     assert kind not in prefilled.KINDS or buckets == {4, 16, None}
-
-
-def test_the_whole_file(homes: tuple[str, list[Home]]) -> None:
-    """`replay_file` runs all of it; what the file says is on the screen."""
-    kind, found = homes
     report = replay_file(RecordedFile.read(found[1].file), runner_of(kind, RecordedRanks.of(found[1].file)))
     assert report.ok
     assert (len(report.steps), report.notes) == (STEPS, ())
@@ -167,8 +157,8 @@ def test_the_whole_file(homes: tuple[str, list[Home]]) -> None:
     assert kind == "quiet" or "ranks brought " in text
 
 
-def raising(rank: int, folder: str) -> str:
-    """A step that rank 1 cannot fill: its function raises once ranks have agreed on rank 0's bucket."""
+def breaking(ranks: Ranks) -> Any:
+    """A runner with a slot that rank 1 cannot compute where rank 0 brings seven rows."""
 
     def counted(ranks: Ranks) -> list[int]:
         if ranks.rank == 1 and ranks.live(BATCH)[0] == 7:
@@ -178,45 +168,36 @@ def raising(rank: int, folder: str) -> str:
     class Raising(Counted):
         counts: torch.Tensor = computed(counted, shape=DP, dtype=torch.int32)
 
-    runner = runner_on(soon(), lambda view: view.ids * 2, Raising, sizes={DP: 2}, buckets=[4, 8])
-    path = pathlib.Path(folder, f"raising-{rank}.safetensors")
+    return runner_on(ranks, lambda view: view.ids * 2, Raising, sizes={DP: 2}, buckets=[4, 8])
+
+
+def broken(rank: int, folder: str) -> str:
+    """A good step, one whose batch rank 1 refuses, and one that it cannot fill when all have agreed on it."""
+    runner, path = breaking(soon()), pathlib.Path(folder, f"broken-{rank}.safetensors")
     with slotgraph.record(runner, path):
         runner(stepping.batch_of(2, 1))
+        assert "weights" in raised(runner, stepping.batch_of(3, 1) | ({"weights": None} if rank == 1 else {}))
         error = raised(runner, stepping.batch_of(7 - 4 * rank, 1))
     assert error == "" if rank == 0 else "too many for me" in error
     return str(path)
 
 
-def test_a_step_that_raised(two: Processes, tmp_path: pathlib.Path) -> None:
-    """What all had agreed on before is in its record."""
-    file = RecordedFile.read(two.run(raising, str(tmp_path))[1])
-    last = file.steps[-1]
+def test_steps_that_did_not_come_to_be(two: Processes, tmp_path: pathlib.Path) -> None:
+    """What all had agreed on before is in the record; where nothing was, it says that the others' part is not there."""
+    first, second = two.run(broken, str(tmp_path))
+    last = RecordedFile.read(second).steps[-1]
     assert last.raised is not None
     assert last.decision is not None
     assert (last.decision.bucket, last.decision.reason) == (8, "bucket 8 fits the 7 rows of rank 0, the most of all")
     assert last.alone == "bucket 4 fits"
     assert [one.live[:2] for one in last.messages] == [(7, 7), (3, 3)]
-
-
-def refused(rank: int, folder: str) -> str:
-    """Rank 1 refuses its batch, so that nothing is agreed on."""
-    runner = runner_of("cpu", soon())
-    path = pathlib.Path(folder, f"refused-{rank}.safetensors")
-    with slotgraph.record(runner, path):
-        runner(stepping.batch_of(2, 1))
-        batch = stepping.batch_of(3, 1) | ({"weights": None} if rank == 1 else {})
-        assert "weights" in raised(runner, batch)
-    return str(path)
-
-
-def test_a_step_that_was_refused(two: Processes, tmp_path: pathlib.Path) -> None:
-    """Rank 0's own batch is in its file, which says that the others' part is not."""
-    path = two.run(refused, str(tmp_path))[0]
-    file = RecordedFile.read(path)
-    assert [len(one.messages) for one in file.steps] == [2, 0]
-    first, last = replay_file(file, runner_of("cpu", RecordedRanks.of(path))).steps
-    assert first.outcome == last.outcome == "equal"
-    assert "what the other ranks told is not in the file: they are taken to bring what this one brings" in last.lines
+    file = RecordedFile.read(first)
+    assert [len(one.messages) for one in file.steps] == [2, 0, 2]
+    steps = replay_file(file, breaking(RecordedRanks.of(first))).steps
+    assert [one.outcome for one in steps] == ["equal"] * 3
+    assert (
+        "what the other ranks told is not in the file: they are taken to bring what this one brings" in steps[1].lines
+    )
 
 
 ENGINE: Final = """
@@ -283,32 +264,23 @@ def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
     runner.wait()
 
 
-SPOILT: Final[dict[str, tuple[Callable[[RecordedFile], RecordedFile], str]]] = {
-    "rank": (lambda one: with_ranks(one, rank=-1), "there is no rank -1 of 2"),
-    "size": (lambda one: with_ranks(one, size=1 << 40), f"there is no rank 1 of {1 << 40}"),
-    "shards": (lambda one: with_ranks(one, shards=0), "there is no rank 1 of 2 with 0 shards"),
-    "none": (lambda one: attrs.evolve(one, runner=attrs.evolve(one.runner, ranks=None)), "its ranks are not the 0"),
-    "fewer": (lambda one: with_step(one, messages=one.steps[0].messages[:1]), "step 0: its ranks are not the 2"),
-    "why": (lambda one: with_step(one, decision=Decision("graph", 4, cast("Any", "mood"), "")), "mood"),
-}
-
-
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_file_that_makes_no_sense(home: Home, tmp_path: pathlib.Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "step", "told"),
+    [
+        ({"rank": -1}, attrs.evolve, "there is no rank -1 of 2"),
+        ({"size": 1 << 40}, attrs.evolve, f"there is no rank 1 of {1 << 40}"),
+        ({"shards": 0}, attrs.evolve, "there is no rank 1 of 2 with 0 shards"),
+        (None, attrs.evolve, "its ranks are not the 0"),
+        ({}, lambda one: attrs.evolve(one, messages=one.messages[:1]), "step 0: its ranks are not the 2"),
+        ({}, functools.partial(attrs.evolve, decision=Decision("graph", 4, cast("Any", "mood"), "")), "mood"),
+    ],
+)
+def test_a_file_that_makes_no_sense(home: Home, tmp_path: pathlib.Path, ranks: Any, step: Any, told: str) -> None:
     """Is refused when it is read, with what is wrong."""
-    (spoil, told), file = SPOILT[name], RecordedFile.read(home.file)
-    spoil(file).write(tmp_path / "x.safetensors")
+    file = RecordedFile.read(home.file)
+    assert file.runner.ranks is not None
+    changed = None if ranks is None else attrs.evolve(file.runner.ranks, **ranks)
+    steps = (step(file.steps[0]), *file.steps[1:])
+    attrs.evolve(file, runner=attrs.evolve(file.runner, ranks=changed), steps=steps).write(tmp_path / "x.safetensors")
     with pytest.raises(RecordingError, match=told):
         RecordedFile.read(tmp_path / "x.safetensors")
-
-
-def with_ranks(header: RecordedFile, **changes: Any) -> RecordedFile:
-    """Of which the runner's ranks are others."""
-    assert header.runner.ranks is not None
-    return attrs.evolve(header, runner=attrs.evolve(header.runner, ranks=attrs.evolve(header.runner.ranks, **changes)))
-
-
-def with_step(header: RecordedFile, **changes: Any) -> RecordedFile:
-    """Of which the first step is another."""
-    first, *others = header.steps
-    return attrs.evolve(header, steps=(attrs.evolve(first, **changes), *others))

@@ -4,13 +4,12 @@ import json
 from typing import Any, Final
 
 import attrs
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 import slotgraph
-from slotgraph.dataflow.explain import mermaid
 from slotgraph.dataflow.serial import from_data, to_data
+from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.pages import html, printed, tables
 from slotgraph.runners.metrics import exposition
@@ -57,48 +56,46 @@ def shown(rank: int) -> Found:
     return Found(before, after, exposition(mine=runner), list(events), ranks.exchanges)
 
 
-@pytest.fixture(scope="module")
-def found(two: Processes) -> list[Found]:
-    """Of both ranks."""
-    return two.run(shown)
+def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """The values of one metric by all of its labels but the runner."""
+    return {
+        tuple(sample.labels[key] for key in sorted(sample.labels) if key != "runner"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
 
 
-def test_explained(found: list[Found]) -> None:
-    """Which rank it is, how it exchanges, who asks for ranks; and last, what all did, in one rank's words on each."""
-    for rank, one in enumerate(found):
-        ranks = one.after.ranks
-        assert ranks is not None
-        assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
-        reason = "rank 1: 11 rows are more than the largest bucket, 8"
-        assert ranks.agreed == Decision("eager", None, "too_large", reason, rank=1)
-        forced = one.after.statistics["ranks"]["forced"]
-        assert forced == {"0": {"fits": 1, "too_large": 1}, "1": {"fits": 1, "too_large": 2}}
+def test_shown(two: Processes) -> None:
+    """Explanations, tables, pages, metrics and events say what all did last, and who forced what."""
+    reason = "rank 1: 11 rows are more than the largest bucket, 8"
+    for rank, one in enumerate(two.run(shown)):
         assert one.before.ranks is not None
         assert one.before.ranks.agreed is None
         assert not any(one.before.statistics["ranks"]["forced"].values())
+        ranks = one.after.ranks
+        assert ranks is not None
+        assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
+        assert ranks.agreed == Decision("eager", None, "too_large", reason, rank=1)
+        forced = one.after.statistics["ranks"]["forced"]
+        assert forced == {"0": {"fits": 1, "too_large": 1}, "1": {"fits": 1, "too_large": 2}}
         assert from_data(json.loads(json.dumps(to_data(one.after))), RunnerExplanation) == one.after
-
-
-def said(explanation: RunnerExplanation) -> str:
-    """The tables as a terminal shows them."""
-    return printed(tables(explanation), 300)
-
-
-def test_shown(found: list[Found]) -> None:
-    """Tables, page and diagram say the same."""
-    agreed = "reason=rank 1: 11 rows are more than the largest bucket, 8, rank=1"
-    for one in found:
-        for text in (said(one.after), html(one.after)):
+        for text in (printed(tables(one.after), 300), html(one.after)):
             assert "global_num_tokens" in text
-            assert agreed in text
+            assert f"reason={reason}, rank=1" in text
         assert "given_ranks --> slot_" in mermaid(one.after.declaration)
-
-
-def test_quiet_ranks_are_explained(two: Processes) -> None:
-    """Ranks that exchange nothing say why; a decision of theirs is everyone's."""
-    for one in two.run(quiet):
-        assert one.ranks is not None
-        assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)
+        counted = samples(one.metrics, "slotgraph_forced_steps_total")
+        assert {key: steps for key, steps in counted.items() if steps} == {
+            (str(n), why): s for (n, why), s in FORCED.items()
+        }
+        assert len(counted) == 2 * 8
+        assert samples(one.metrics, "slotgraph_exchanges_total") == {(): one.exchanges}
+        assert one.exchanges > len(SCHEDULE)
+        events = [event for event in one.events if event["event"] == "fallback"]  # one for each rank and reason
+        assert [(event["rank"], event["why"], event["reason"]) for event in events] == [
+            (1, "too_large", "rank 1: 9 rows are more than the largest bucket, 8"),
+            (0, "too_large", "rank 0: 12 rows are more than the largest bucket, 8"),
+        ]
 
 
 def quiet(rank: int) -> RunnerExplanation:
@@ -110,32 +107,8 @@ def quiet(rank: int) -> RunnerExplanation:
     return slotgraph.explain(runner)
 
 
-def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
-    """The values of one metric by all of its labels but the runner."""
-    return {
-        tuple(sample.labels[key] for key in sorted(sample.labels) if key != "runner"): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name
-    }
-
-
-def test_metrics(found: list[Found]) -> None:
-    """The same counts on every rank, zeros of all ranks and reasons among them, and the exchanges of each."""
-    for one in found:
-        forced = samples(one.metrics, "slotgraph_forced_steps_total")
-        assert {key for key, steps in forced.items() if steps} == {(str(rank), why) for rank, why in FORCED}
-        assert all(forced[str(rank), why] == steps for (rank, why), steps in FORCED.items())
-        assert len(forced) == 2 * 8
-        assert samples(one.metrics, "slotgraph_exchanges_total") == {(): one.exchanges}
-        assert one.exchanges > len(SCHEDULE)
-
-
-def test_events(found: list[Found]) -> None:
-    """An eager step's event has the rank that forced it, once for each rank and reason, on every rank alike."""
-    for one in found:
-        events = [event for event in one.events if event["event"] == "fallback"]
-        assert [(event["rank"], event["why"], event["reason"]) for event in events] == [
-            (1, "too_large", "rank 1: 9 rows are more than the largest bucket, 8"),
-            (0, "too_large", "rank 0: 12 rows are more than the largest bucket, 8"),
-        ]
+def test_quiet_ranks_are_explained(two: Processes) -> None:
+    """Ranks that exchange nothing say why; a decision of theirs is everyone's."""
+    for one in two.run(quiet):
+        assert one.ranks is not None
+        assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)

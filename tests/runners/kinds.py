@@ -24,18 +24,11 @@ from tests.runners.models import PlainInputs, plain_runner, plain_step, random_b
 
 WIDE: Final = 3
 MOST: Final = 20
-RUNNERS: Final[dict[str, type[Any]]] = {
-    kind.__name__: kind
-    for kind in (
-        EagerRunner,
-        DecodeRunner,
-        PrefillRunner,
-        BreakableRunner,
-        DraftRunner,
-        DraftExtendRunner,
-        MultiLayerDraftExtendRunner,
-    )
-}
+_CLASSES: Final = (
+    *(EagerRunner, DecodeRunner, PrefillRunner, BreakableRunner),
+    *(DraftRunner, DraftExtendRunner, MultiLayerDraftExtendRunner),
+)
+RUNNERS: Final[dict[str, type[Any]]] = {kind.__name__: kind for kind in _CLASSES}
 Act = Literal["call", "fill", "replay", "replay twice", "refused", "watch"]
 
 
@@ -50,21 +43,16 @@ class Fed(Inputs):
     window: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=side("window_lens"), when="window")
 
     @classmethod
-    def placeholder(cls, step: Any) -> Mapping[str, Any]:
-        """One request that owns all tokens."""
+    def placeholder(cls, step: Any) -> Mapping[str, Any]:  # one request that owns all tokens
         return {"lens": [step.live(TOKENS)]}
 
 
-class Drafted(Fed):
-    """The same, with what a tree begins with."""
-
+class Drafted(Fed):  # the same, with what a tree begins with
     topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
     topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
 
 
-class Step:
-    """One row a token, another with proxies than without; its stack has no break."""
-
+class Step:  # one row a token, another with proxies than without; its stack has no break
     def __init__(self) -> None:
         self.stack = prefilled.Inner(lambda tokens: tokens * 3)
 
@@ -107,10 +95,8 @@ def captured(name: str, **given: Any) -> Any:
 def batch_of(name: str, requests: int, seed: int, device: Any = "cpu") -> dict[str, Any]:
     """A random batch that the runner takes."""
     draw, each = torch.Generator().manual_seed(seed), 2 if name == "DraftRunner" else 1
-    batch: dict[str, Any] = {
-        "tokens": torch.randint(1, 9, (requests * each,), generator=draw),
-        "lens": torch.randint(1, 9, (requests,), generator=draw),
-    }
+    sizes = {"tokens": requests * each, "lens": requests}
+    batch = {slot: torch.randint(1, 9, (size,), generator=draw) for slot, size in sizes.items()}
     if name == "DraftRunner":
         batch["topk_p"] = torch.rand(requests, 2, generator=draw)
         batch["topk_index"] = torch.randint(1, 5, (requests, 2), generator=draw)
@@ -122,9 +108,8 @@ def tensors_of(outputs: Any) -> list[torch.Tensor]:
     if isinstance(outputs, torch.Tensor):
         return [outputs.clone()]
     fields = [getattr(outputs, name) for name in getattr(type(outputs), "__match_args__", ())]  # of drafts
-    return [
-        tensor for part in (outputs if isinstance(outputs, tuple | list) else fields) for tensor in tensors_of(part)
-    ]
+    parts = outputs if isinstance(outputs, tuple | list) else fields
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 @attrs.frozen(eq=False)
@@ -136,8 +121,7 @@ class Counted:
     buckets: tuple[int, ...]
     why: str = "too_large"
 
-    def bucket(self, rows: int) -> int | None:
-        """The one that such a batch goes to."""
+    def bucket(self, rows: int) -> int | None:  # the one that such a batch goes to
         return next((size for size in self.buckets if size >= rows), None)
 
 
@@ -193,9 +177,8 @@ _TIMES: Final[Mapping[Act, tuple[int, int]]] = {
 }
 """By act, its steps and its fills."""
 _ACTS: Final[list[Act]] = ["call", "call", *_TIMES]
-schedules = st.lists(
-    st.tuples(st.sampled_from(_ACTS), st.integers(1, MOST) | st.integers(1, 3)), min_size=1, max_size=30
-)
+_act = st.tuples(st.sampled_from(_ACTS), st.integers(1, MOST) | st.integers(1, 3))
+schedules = st.lists(_act, min_size=1, max_size=30)
 
 
 def act(one: Counted, schedule: Sequence[tuple[Act, int]]) -> None:

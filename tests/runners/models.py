@@ -4,11 +4,11 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, computed, copied
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.buffers import Buffers
@@ -26,9 +26,7 @@ def table_on(device: torch.device) -> torch.Tensor:
     return TABLE.to(device)
 
 
-class PlainInputs(Inputs):
-    """One slot of each common kind; no tail value is one that a live row has."""
-
+class PlainInputs(Inputs):  # one slot of each common kind; no tail value is one that a live row has
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=WORDS - 1)
     places: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=-7.5)
@@ -66,11 +64,9 @@ def batch_for(inputs: type[Inputs], live: Mapping[Axis, int], seed: int, device:
 
 def expected(batch: Batch) -> torch.Tensor:
     """What the step must give for a batch, without any slot, bucket or buffer."""
-    rows = []
-    for row in range(len(batch["ids"])):
-        scale = batch["weights"][row] + batch["pairs"][row, 0] * batch["pairs"][row, 1]
-        rows.append(TABLE[2 * int(batch["ids"][row])] * scale + len(batch["ids"]) + int(batch["places"][row]))
-    return torch.stack(rows) if rows else torch.empty(0, WIDTH)
+    scale = batch["weights"] + batch["pairs"].prod(1)
+    rows: torch.Tensor = TABLE[2 * batch["ids"]] * scale[:, None] + len(batch["ids"]) + batch["places"][:, None]
+    return rows
 
 
 def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
@@ -88,10 +84,16 @@ def decoder(inputs: Any, step: Any, **options: Any) -> Any:
 
 def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainInputs]:
     """One over two buckets, of 4 and 8 requests, unless told otherwise."""
-    runner: DecodeRunner[PlainInputs] = decoder(
-        PlainInputs, plain_step, **{"backend": backend, "buckets": [4, 8], **options}
-    )
-    return runner
+    given = {"backend": backend, "buckets": [4, 8], **options}
+    return cast("DecodeRunner[PlainInputs]", decoder(PlainInputs, plain_step, **given))
+
+
+def runner_by(way: str, inputs: Any, step: Any, **options: Any) -> Any:
+    """An eager runner where the way is "eager" or "no copy", else a captured one: a backend and a lowering."""
+    if way in ("eager", "no copy"):
+        return EagerRunner(inputs, step, backend="cpu", no_copy=way == "no copy")
+    backend, lowering = way.split()
+    return decoder(inputs, step, backend=backend, lowering=lowering, **options)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -110,9 +112,7 @@ def memory_of(runner: DecodeRunner[Any]) -> dict[str, bytes]:
 
 def snapshot(batch: Batch) -> Batch:
     """A copy of a batch, values and all."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in batch.items()
-    }
+    return {name: one.clone() if isinstance(one, torch.Tensor) else copy.copy(one) for name, one in batch.items()}
 
 
 def same_batch(one: Batch, other: Batch) -> bool:

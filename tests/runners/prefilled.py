@@ -38,9 +38,7 @@ def starts(extend_seq_lens: torch.Tensor) -> torch.Tensor:
     return ends - extend_seq_lens
 
 
-class Prefill(Inputs):
-    """Tokens of several requests behind one another."""
-
+class Prefill(Inputs):  # tokens of several requests behind one another
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
@@ -49,8 +47,7 @@ class Prefill(Inputs):
     scale: Any
 
     @classmethod
-    def placeholder(cls, step: Step) -> Mapping[str, Any]:
-        """One request that owns all tokens."""
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:  # one request that owns all tokens
         return {"extend_seq_lens": [step.live(TOKENS)], "scale": 1}
 
 
@@ -90,9 +87,7 @@ def _(query: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> torch.Te
     return torch.empty_like(value)
 
 
-class Layer(nn.Module):
-    """Attention, whose keys go into a cache, and a dense layer."""
-
+class Layer(nn.Module):  # attention, whose keys go into a cache, and a dense layer
     cache: torch.Tensor
 
     def __init__(self, generator: torch.Generator, *, named: bool) -> None:
@@ -103,7 +98,6 @@ class Layer(nn.Module):
         self.register_buffer("cache", torch.zeros(ROOM, HIDDEN, dtype=torch.float64))
 
     def forward(self, hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-        """One layer."""
         query, key, value = torch.remainder(hidden @ self.mix, PRIME).chunk(3, dim=-1)
         self.cache[view.out_cache_loc] = key
         if self.named:
@@ -114,23 +108,18 @@ class Layer(nn.Module):
         return torch.remainder(hidden + hidden @ self.dense, PRIME)
 
 
-class Layers(nn.Module):
-    """The inner layers."""
-
+class Layers(nn.Module):  # the inner layers
     def __init__(self, generator: torch.Generator, *, named: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer(generator, named=named) for _ in range(LAYERS)])
 
     def forward(self, hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-        """All of them."""
         for layer in self.layers:
             hidden = layer(hidden, view)
         return hidden
 
 
-class Model(nn.Module):
-    """Embeddings, inner layers, and a head over the last token of each request."""
-
+class Model(nn.Module):  # embeddings, inner layers, and a head over the last token of each request
     def __init__(self, seed: int = 0, *, named: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -139,49 +128,39 @@ class Model(nn.Module):
         self.inner = Layers(generator, named=named)
         self.head = whole(HIDDEN, VOCAB, generator=generator)
 
-    def hidden(self, view: Prefill) -> torch.Tensor:
-        """What the inner layers make of each token."""
+    def hidden(self, view: Prefill) -> torch.Tensor:  # what the inner layers make of each token
         out: torch.Tensor = self.inner(self.embed[view.input_ids] + self.rope[view.positions], view)
         return out
 
-    def forward(self, view: Prefill) -> torch.Tensor:
-        """Logits of each request's next token."""
+    def forward(self, view: Prefill) -> torch.Tensor:  # logits of each request's next token
         last = (view.extend_start_loc + view.extend_seq_lens - 1).long()
         return self.hidden(view)[last] @ self.head
 
-    def caches(self) -> torch.Tensor:
-        """What the layers' caches hold, but for the row that padding is written to."""
+    def caches(self) -> torch.Tensor:  # what the layers' caches hold, but for the row that padding is written to
         return torch.stack([layer.cache[1:] for layer in self.inner.layers.children() if isinstance(layer, Layer)])
 
-    def clear(self) -> None:
-        """Empty those caches."""
+    def clear(self) -> None:  # empty those caches
         for layer in self.inner.layers.children():
             if isinstance(layer, Layer):
                 layer.cache.zero_()
 
 
-class Inner(nn.Module):
-    """A stack that is a function."""
-
+class Inner(nn.Module):  # a stack that is a function
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
         return self.function(*args, **kwargs)
 
 
-class Around(nn.Module):
-    """A step around a stack: embeddings, then the stack, or what `outer` makes of both."""
-
+class Around(nn.Module):  # a step around a stack: embeddings, then the stack, or what `outer` makes of both
     def __init__(self, function: Callable[..., Any], outer: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.inner = Inner(function)
         self.outer = outer
 
-    def forward(self, view: Prefill) -> Any:
-        """[TOKENS, 2] whole numbers through the stack."""
+    def forward(self, view: Prefill) -> Any:  # [TOKENS, 2] whole numbers through the stack
         hidden = torch.stack([view.input_ids * 3, view.positions + 1], 1).double()
         return self.inner(hidden, view) if self.outer is None else self.outer(view, hidden, self.inner)
 
@@ -244,19 +223,11 @@ def captured(kind: str, backend: str) -> tuple[Runner, EagerRunner[Prefill]]:
     return runner, EagerRunner(Prefill, twins[1], backend=backend)
 
 
-def clear(*runners: Runner | EagerRunner[Prefill]) -> None:
-    """Empty the caches of models: tests share them, and some run one of two twins alone."""
-    for runner in runners:
-        model = runner.stage.step
-        assert isinstance(model, Model)
-        model.clear()
-
-
-def caches_of(runner: Runner | EagerRunner[Prefill]) -> torch.Tensor:
-    """The caches of the model behind a runner."""
+def model_of(runner: Runner | EagerRunner[Prefill]) -> Model:
+    """The model behind a runner. Tests share it, and some run one of two twins alone: its caches may be emptied."""
     model = runner.stage.step
     assert isinstance(model, Model)
-    return model.caches()
+    return model
 
 
 def poison(runner: Runner) -> None:

@@ -59,26 +59,16 @@ FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_option_is_used_or_refused(runner: str) -> None:
-    """A runner tells a suitable value of an option that it uses; any other option is refused."""
-    for option, (value, _) in OPTIONS.items():
-        if option in USED[runner]:
-            assert make(runner, **{option: value}).config.as_data()[option] == value
-            continue
-        with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}': leave it out"):
-            make(runner, **{option: value})
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_wrong_value_is_refused(runner: str) -> None:
-    """A value of the wrong kind or out of bounds is refused when the runner is made, with the option's name."""
-    for option in USED[runner]:
-        for value in OPTIONS[option][1]:
-            with pytest.raises(ConfigError, match=option):
+    """A runner tells a suitable value of an option that it uses, and refuses a wrong one, and any other option."""
+    for option, (value, wrong) in OPTIONS.items():
+        if option not in USED[runner]:
+            with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}': leave it out"):
                 make(runner, **{option: value})
-    for option, known in (("lowering", "foreach"), ("error_mode", "thread_local")):
-        if option in USED[runner]:
-            with pytest.raises(ConfigError, match=f"{option} 'nonsense': this backend has .*{known}"):
-                make(runner, **{option: "nonsense"})
+            continue
+        assert make(runner, **{option: value}).config.as_data()[option] == value
+        for one in wrong:
+            with pytest.raises(ConfigError, match=option):
+                make(runner, **{option: one})
 
 
 @given(runner=st.sampled_from([*RUNNERS]), data=st.data())
@@ -162,20 +152,14 @@ def test_junk_is_refused(runner: str) -> None:
 
 
 CLEAR: list[tuple[dict[str, Any], str]] = [
-    ({"absent": ["hidden"]}, "absent: expected a list of patterns"),
-    ({"absent": "hidden"}, "absent: expected a list of patterns"),
-    ({"absent": {"hidden"}}, "absent: expected a list of patterns"),
+    *(({"absent": wrong}, "absent: expected a list of patterns") for wrong in (["hidden"], "hidden", {"hidden"})),
     ({"absent": [{"hiden"}]}, "absent names 'hiden', which is no optional slot of .*: did you mean 'hidden'"),
     ({"absent": [{"tokens"}]}, "absent names 'tokens', which is no optional slot of .*: optional are hidden"),
-    *(
-        ({"sizes": {HIDDEN: size}}, f"sizes of HIDDEN: expected a whole number, at least 0, got {size!r}")
-        for size in ("4", -4, None, True, 4.0)
-    ),
+    *(({"sizes": {HIDDEN: n}}, f"sizes of HIDDEN: .* at least 0, got {n!r}") for n in ("4", -4, None, True, 4.0)),
     ({"sizes": {"HIDDEN": 4}}, "sizes: expected an Axis as each key, got 'HIDDEN'"),
     ({"bind": {"lens": [1]}}, "slot 'lens': expected a tensor to adopt, got list"),
     ({"bind": {"token": torch.ones(2)}}, "bind names 'token', which is no slot"),
-    ({"phase": "decode"}, "phase: expected a phase of a pool"),
-    ({"phase": POOL}, "phase: expected a phase of a pool"),
+    *(({"phase": wrong}, "phase: expected a phase of a pool") for wrong in ("decode", POOL)),
     ({"phase": PHASE.keeping("token")}, "keeping names 'token', which is no slot"),
     ({"ranks": 2}, r"ranks: expected Ranks\(...\), or None, got 2"),
     ({"backend": 3}, "backend: expected a backend's name, a Backend or a class of them, got 3"),
@@ -197,10 +181,9 @@ def test_what_is_refused_is_said_clearly(runner: str, *, pooled: bool) -> None:
         if known.issuperset(wrong):
             with pytest.raises(SlotGraphError, match=says):
                 make(runner, **{**seat, **wrong})
-    if seat:
-        for option in ("lowering", "error_mode"):
-            with pytest.raises(ConfigError, match=f"{option} 'nonsense': this backend has"):
-                make(runner, phase=PHASE, **{option: "nonsense"})
+    for option, have in (("lowering", "foreach"), ("error_mode", "thread_local")) if "phase" in known else ():
+        with pytest.raises(ConfigError, match=f"{option} 'nonsense': this backend has .*{have}"):
+            make(runner, **seat, **{option: "nonsense"})
 
 
 LOOSE: Any = SimpleNamespace(pool=InputPool, stage=PipelineStage, ranks=Ranks)
@@ -215,13 +198,12 @@ ELSEWHERE: list[tuple[Callable[..., Any], Any, dict[str, Any], str]] = [
     *((LOOSE.stage, make("EagerRunner"), {"proxies": proxies}, "proxies: expected") for proxies in (3, "a b")),
     (LOOSE.stage, make("EagerRunner"), {"timeout": "1"}, "timeout: expected seconds"),
 ]
-RANKS: dict[str, list[dict[str, Any]]] = {
-    "timeout: expected seconds": [{"timeout": float("nan")}, {"timeout": 1e300}],
-    "capture_timeout: expected seconds": [{"capture_timeout": True}],
-    "shards: expected a whole number": [{"shards": 1.5}, {"shards": 0}],
-    "equal: expected True or False": [{"equal": "no"}],
-    "on: expected 'host' or the name": [{"on": 3}, {"on": "hots"}],
-}
+RANKS: list[tuple[str, Any, str]] = [
+    *(("timeout", wrong, "expected seconds") for wrong in (float("nan"), 1e300)),
+    *(("capture_timeout", True, "expected seconds"), ("equal", "no", "expected True or False")),
+    *(("shards", wrong, "expected a whole number") for wrong in (1.5, 0)),
+    *(("on", wrong, "expected 'host' or the name") for wrong in (3, "hots")),
+]
 
 
 def test_what_stands_beside_runners() -> None:
@@ -229,10 +211,9 @@ def test_what_stands_beside_runners() -> None:
     for make_one, first, options, says in ELSEWHERE:
         with pytest.raises(ConfigError, match=says):
             make_one(first, **options)
-    for says, wrong in RANKS.items():
-        for options in wrong:
-            with pytest.raises(ConfigError, match=says):
-                LOOSE.ranks(**options)
+    for option, wrong, says in RANKS:
+        with pytest.raises(ConfigError, match=f"{option}: {says}"):
+            LOOSE.ranks(**{option: wrong})
 
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -350,13 +331,6 @@ def test_files_give_what_they_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="EagerRunner does not use option 'width': leave it out"):
         EagerRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
     EagerRunner(PlainInputs, plain_step, **RunnerConfig(backend="cpu").as_data())
-
-
-def test_lowering_of_a_configuration(cpu: str) -> None:
-    """A runner takes the backend's preferred lowering, or the one that is named."""
-    has = choose(cpu).capabilities.lowerings
-    assert DecodeRunner(PlainInputs, plain_step, backend=cpu).lowering == has[0]
-    assert [DecodeRunner(PlainInputs, plain_step, backend=cpu, lowering=one).lowering for one in has] == [*has]
 
 
 def test_bad_files(tmp_path: Path) -> None:

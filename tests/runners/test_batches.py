@@ -8,7 +8,7 @@ import itertools
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,12 +18,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, copied
-from slotgraph.backends import choose
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.errors import BatchError, ComputeError, MissingSourceError, SlotGraphError
+from slotgraph.errors import BatchError, MissingSourceError, SlotGraphError
 from slotgraph.extend import side
-from tests.runners.models import PlainInputs, assert_right, decoder, nothing_changes, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, decoder, nothing_changes, random_batch, runner_by
 from tests.strategies import declaration_of
 
 SLOTS = ("ids", "places", "weights", "pairs")
@@ -97,29 +96,6 @@ def test_every_fault_at_once(runner: DecodeRunner[PlainInputs]) -> None:
         runner({**good, "pairs": [*good["pairs"]]})
 
 
-class MarkedInputs(PlainInputs):
-    """A slot computed on the host from a value that the batch carries."""
-
-    mark: torch.Tensor = computed(lambda flag: flag, shape=1, dtype=torch.int32)
-    flag: Any
-
-
-def test_replay_after_a_fill_that_broke_off(cpu: str) -> None:
-    """A function's result that its slot cannot hold ends the fill; the view before it stands, or is refused."""
-    runner = decoder(MarkedInputs, plain_step, backend=cpu, buckets=[4, 8])
-    for nonsense in ("text", 2.5, True, [1, 2], 1 << 40, None):
-        first = {**random_batch(3, seed=13), "flag": 4}
-        view = runner.fill(first)
-        for use in (runner.fill, runner):
-            with pytest.raises(ComputeError, match="slot 'mark'"):
-                use({**random_batch(5, seed=14), "flag": nonsense})
-        try:
-            outputs = runner.replay(view)
-        except SlotGraphError:
-            continue
-        assert_right(outputs, first)
-
-
 def test_whole_numbers_in_a_list_for_floats(runner: DecodeRunner[PlainInputs]) -> None:
     """They are floats where the slot's are, beside floats or alone; those of a tensor are not."""
     batch = random_batch(6, seed=40)
@@ -141,15 +117,8 @@ ROWS: dict[str, Any] = {  # four sources that tell the requests, one of them by 
 def sized(*, backwards: bool, graphs: bool) -> Any:
     """One that sizes batches in its own way: the first slot by name is the one believed."""
     inputs = declaration_of(dict(sorted(ROWS.items(), reverse=backwards)))
-    return decoder(
-        inputs,
-        lambda view: view.a_first * 2,
-        buckets=[4, 16],
-        width=WIDTH,
-        output_rows=None,
-        graphs=graphs,
-        backend="cpu-capture",
-    )
+    options: dict[str, Any] = {"buckets": [4, 16], "width": WIDTH, "output_rows": None, "backend": "cpu-capture"}
+    return decoder(inputs, lambda view: view.a_first * 2, graphs=graphs, **options)
 
 
 def rows_batch(*rows: int, seed: int) -> dict[str, Any]:
@@ -193,9 +162,7 @@ def test_the_slot_that_differs_is_blamed(
 MOST = 40
 
 
-class Indexed:
-    """A whole number of an engine's own."""
-
+class Indexed:  # a whole number of an engine's own
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -252,9 +219,7 @@ def made() -> torch.Tensor:
     return torch.tensor([7, 7])
 
 
-class KeepingDict(dict[str, Any]):
-    """Makes what it lacks and keeps it, as `defaultdict` does."""
-
+class KeepingDict(dict[str, Any]):  # makes what it lacks and keeps it, as `defaultdict` does
     def __missing__(self, key: str) -> torch.Tensor:  # noqa: D105 - as above
         self[key] = made()
         return self[key]  # type: ignore[no-any-return]
@@ -295,22 +260,9 @@ def deep_batch(kind: Callable[[Pairs], Pairs]) -> tuple[dict[str, Any], dict[str
     return batch, {"outer": kind({"given": values["given"]})}
 
 
-class Flat(Inputs):
-    """Sources by their names alone, which are read in one go."""
-
+class Flat(Inputs):  # sources by their names alone, which are read in one go
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     more: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-
-def runners_over(inputs: type[Inputs]) -> Iterator[tuple[str, Any]]:
-    """One of each lowering, and eager ones."""
-    step: Any = total if inputs is Deep else lambda view: view.ids + view.more
-    absent = [{"extra"}] if inputs is Deep else []
-    for lowering in choose("cpu").capabilities.lowerings:
-        runner = decoder(inputs, step, absent=absent, backend="cpu-capture", lowering=lowering)
-        yield lowering, runner
-    yield "eager", EagerRunner(inputs, step, backend="cpu")
-    yield "no copy", EagerRunner(inputs, step, backend="cpu", no_copy=True)
 
 
 @pytest.mark.parametrize("name", MAPPINGS)
@@ -318,7 +270,9 @@ def test_a_mapping_is_asked_and_not_changed(name: str) -> None:
     """Each kind of mapping gives what it has; what it lacks is missing, whichever part lacks it; no key is added."""
     kind = MAPPINGS[name]
     for inputs, right in ((Deep, [3333, 6666]), (Flat, [11, 22])):  # the second reads all its names in one go
-        for how, runner in runners_over(inputs):
+        step: Any = total if inputs is Deep else lambda view: view.ids + view.more
+        for how in (*(f"cpu-capture {one}" for one in LADDER), "eager", "no copy"):
+            runner = runner_by(how, inputs, step, absent=[{"extra"}] if inputs is Deep else [])
             pairs, beside = deep_batch(kind)
             pairs, beside = (pairs, beside) if inputs is Deep else ({n: pairs[n] for n in ("ids", "more")}, {})
             batch = kind(pairs)
@@ -444,14 +398,14 @@ SOURCES: Final[list[Callable[[], torch.Tensor]]] = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["foreach", "in_graph", "eager", "no copy"])
+@pytest.mark.parametrize("how", ["cpu-capture foreach", "cpu-capture in_graph", "eager", "no copy"])
 def test_whatever_torch_calls_a_tensor(how: str) -> None:
     """It is copied right or refused by its slot's name, before and after a step like it."""
     limited_two = declaration_of({"lead": limited_slot(), "other": limited_slot()})
     good = {"lead": torch.tensor([5.0, 6.0]), "other": torch.tensor([1.0, 2.0])}
     cases = itertools.product((Two, limited_two), [*NO_SOURCES, *SOURCES], good, (True, False))
     for inputs, make, place, prepared in cases:
-        runner = _of(how, inputs)
+        runner = runner_by(how, inputs, lambda view: view.lead.float() * 100 + view.other)
         for _ in range(3 if prepared else 0):  # of that size, also by the short way
             runner({key: value.clone() for key, value in good.items()})
         for _ in range(2):
@@ -463,10 +417,3 @@ def test_whatever_torch_calls_a_tensor(how: str) -> None:
                 with pytest.raises(BatchError, match=repr(place)) if make in NO_SOURCES else suppress(BatchError):
                     runner({**good, place: source})
         assert runner(good).tolist() == [501, 602]
-
-
-def _of(how: str, inputs: Any) -> Any:
-    step: Any = lambda view: view.lead.float() * 100 + view.other  # noqa: E731 - as small as one can be
-    if how in ("eager", "no copy"):
-        return EagerRunner(inputs, step, backend="cpu", no_copy=how == "no copy")
-    return decoder(inputs, step, backend="cpu-capture", lowering=how)

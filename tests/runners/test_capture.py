@@ -23,15 +23,7 @@ from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners import capture as capturing
-from tests.runners import prefilled
-from tests.runners.models import (
-    PlainInputs,
-    assert_right,
-    decoder,
-    plain_runner,
-    plain_step,
-    random_batch,
-)
+from tests.runners.models import PlainInputs, assert_right, decoder, plain_runner, plain_step, random_batch
 
 
 @pytest.fixture(autouse=True)
@@ -252,9 +244,7 @@ def test_more_graphs_than_a_device_bears(monkeypatch: pytest.MonkeyPatch) -> Non
 ROWS = 8
 
 
-class Carrying(Inputs):
-    """Requests that take their id from the step before, as asynchronous schedulers have it."""
-
+class Carrying(Inputs):  # requests that take their id from the step before, as asynchronous schedulers have it
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     carry: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
     places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
@@ -346,28 +336,6 @@ def test_early_and_late(backend: Backend, names: Sequence[str], seeds: list[int]
         alike = [name for name in states[0] if name != "noise" or backend.device.type == "cpu"]
         for name in alike:  # a device's graphs draw noise from their own offsets
             assert torch.equal(states[0][name], states[1][name])
-
-
-@pytest.mark.parametrize("kind", ["breakable", "piecewise"])
-def test_prefill_joins_a_running_decoder(backend: Backend, kind: str) -> None:
-    """A runner over caches in use leaves them as they are when it captures, up front and in the middle of a run."""
-    models = [prefilled.Model(named=kind == "piecewise").to(backend.device) for _ in range(2)]
-    for layers in zip(*(model.inner.layers.children() for model in models), strict=True):
-        cache: Any = torch.rand(layers[0].cache.shape)
-        for layer in layers:
-            layer.cache.copy_(cache)
-    before = models[0].caches().clone()
-    early, late = (
-        prefilled.runner_of(kind, model, backend, buckets=[4, 8], lazy=lazy)
-        for model, lazy in zip(models, (False, True), strict=True)
-    )
-    for runner, model in zip((early, late), models, strict=True):
-        runner.capture()
-        assert torch.equal(model.caches(), before)
-    for seed, lengths in enumerate(([3], [2, 4], [1, 1])):
-        batch = prefilled.batch_of(lengths, seed, backend.device)
-        assert torch.equal(late(batch), early(batch))
-        assert torch.equal(models[1].caches(), models[0].caches())
 
 
 def test_too_large_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:

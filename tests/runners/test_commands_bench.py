@@ -12,7 +12,6 @@ import torch
 import typer.testing
 
 from slotgraph.backends import Backend, choose
-from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.runners.commands import bench
 from slotgraph.runners.commands.app import app
@@ -25,18 +24,6 @@ STEPS = {"per_slot", "regrouped", "foreach", "in_graph", "fused", "slot_by_slot"
 def run(*arguments: str) -> Any:
     """One command, in this process."""
     return typer.testing.CliRunner().invoke(app, ["bench", *arguments])
-
-
-@pytest.mark.parametrize("slots", [2, 12, 48])
-def test_declarations_have_the_slots_asked_for(slots: int) -> None:
-    """So many slots, one of them a count that the host computes; from a dozen on four dtypes among them."""
-    declaration = declare_decode(slots).slotgraph
-    assert len(declaration.slots) == slots
-    assert declaration.order == ("num_token_non_padded",)
-    assert declaration.side("num_token_non_padded") == "host"
-    if slots >= 12:
-        dtypes = {resolve_dtype(slot.dtype, choose("cpu").capabilities) for slot in declaration.slots.values()}
-        assert dtypes == {torch.int64, torch.int32, torch.bool, torch.float32}
 
 
 def test_batches_differ_in_addresses_and_values() -> None:

@@ -1,6 +1,7 @@
 """Debug modes: each finds its planted bug by itself, and names it; no sound runner is accused; off is nothing."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +15,13 @@ from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.hooks import Watcher
-from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
+from tests.runners import prefilled, test_draft, test_draft_extend
 from tests.runners.check.sound import KINDS, Found
 from tests.runners.models import (
     TABLE,
     PlainInputs,
     assert_right,
+    decoder,
     expected,
     plain_runner,
     plain_step,
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from slotgraph.backends import Backend
 
 CAPTURES = "cpu-capture"
-KEEPING: Any = (prefilled, test_draft, test_draft_extend, test_multi_layer)
-"""Modules that keep the runners that they make."""
+KEEPING: Any = (prefilled.captured, test_draft.captured, test_draft_extend.captured, test_draft_extend.chained)
+"""What makes runners and keeps them."""
 LOWERINGS = ("foreach", "in_graph", "fused", "slot_by_slot")
 
 
@@ -43,10 +45,7 @@ def _no_word_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runner_of(step: Callable[[Any], Any], inputs: type[Inputs] = PlainInputs, **options: Any) -> Any:
     """A captured runner, by default on the CPU with a device's semantics."""
-    given: dict[str, Any] = {"backend": CAPTURES, **options}
-    runner = DecodeRunner(inputs, step, buckets=[4, 8], **given)
-    runner.capture()
-    return runner
+    return decoder(inputs, step, **{"backend": CAPTURES, "buckets": [4, 8], **options})
 
 
 def play(runner: Any) -> None:
@@ -86,22 +85,20 @@ def test_every_kind_of_runner(
 
 def _anew(kind: "Callable[[Backend], Found]", backend: "Backend") -> Any:
     """A runner that no other test has, now or later."""
-    for module in KEEPING:
-        module.captured.cache_clear()
+    for keeps in KEEPING:
+        keeps.cache_clear()
     try:
         return kind(backend)
     finally:
-        for module in KEEPING:
-            module.captured.cache_clear()
+        for keeps in KEEPING:
+            keeps.cache_clear()
 
 
 def _plain(outputs: Any) -> dict[str, torch.Tensor]:
     return {place: torch.as_tensor(tensor.clone()) for place, tensor in named(outputs)}
 
 
-class Kept(PlainInputs):
-    """Indices that nobody may read in padded rows, and an output."""
-
+class Kept(PlainInputs):  # indices that nobody may read in padded rows, and an output
     kept: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("nobody reads it"))
     logits: torch.Tensor = output(BATCH, 4, dtype=torch.float32)
 
@@ -126,34 +123,23 @@ def test_poison_names_the_slot_that_makes_a_step_raise() -> None:
 
 NOW: dict[str, Any] = {}
 """What steps read beside their slots."""
-BUGS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any], dict[str, Any], str]] = {
+Bug = tuple[str, Callable[[Any], Any], Any, Any, str]
+BUGS: dict[str, Bug] = {
     "a frozen number": (
-        "parity",
-        lambda view: plain_step(view) * NOW["scale"],
-        {"scale": 2.0},
-        {"scale": 3.0},
+        *("parity", lambda view: plain_step(view) * NOW["read"], 2.0, 3.0),
         r"outputs row 0, at \[0, 0\]: graph .* \(bucket 4\); all slots agree",
     ),
     "a step that raises": (
-        "parity",
-        lambda view: plain_step(view) * NOW["by"],
-        {"by": 1},
-        {"by": "nothing"},
+        *("parity", lambda view: plain_step(view) * NOW["read"], 1, "nothing"),
         "the step raised TypeError: .* where its graph is replayed",
     ),
     "a sum over the tail": (
-        "poison",
-        lambda view: plain_step(view) + (view.weights.sum() if NOW["bad"] else 0),
-        {"bad": False},
-        {"bad": True},
+        *("poison", lambda view: plain_step(view) + (view.weights.sum() if NOW["read"] else 0), False, True),
         "live row 0 .* when the tail of slot 'weights' held nan",
     ),
     "an exchanged table": (
-        "addresses",
-        lambda view: NOW["table"][view.rows],
-        {"table": TABLE.clone()},
-        {"table": TABLE.clone()},
-        r"aten::index reads .*\['table'\], and it is other memory",
+        *("addresses", lambda view: NOW["read"][view.rows], TABLE.clone(), TABLE.clone()),
+        r"aten::index reads .*\['read'\], and it is other memory",
     ),
 }
 """By name the mode, the step, what it reads at first, what it reads later, and what is said of that."""
@@ -164,14 +150,13 @@ def test_findings(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug is named, and the steps before it and after it go well."""
     mode, step, before, after, words = BUGS[bug]
     backend = "cpu" if mode == "poison" or bug == "a step that raises" else CAPTURES  # where graphs call the step again
-    for name, value in before.items():
-        monkeypatch.setitem(NOW, name, value)
+    monkeypatch.setitem(NOW, "read", before)
     runner, batch = runner_of(step, debug=mode, backend=backend), random_batch(3, 1)
     expect = runner(batch).clone()
-    NOW.update(after)
+    NOW["read"] = after
     with pytest.raises(CheckError, match=f"debug mode {mode}: {words}"):
         runner(batch)
-    NOW.update(before)
+    NOW["read"] = before
     torch.testing.assert_close(torch.as_tensor(runner(batch).clone()), torch.as_tensor(expect))
 
 
@@ -204,22 +189,16 @@ def test_addresses_are_checked_at_each_replay() -> None:
         runner(random_batch(3, 1))
         buffer = runner.graphs.buffers["pairs"]
         buffer.tensor = buffer.tensor.clone()
-        if mode == "addresses":
-            with pytest.raises(ReplayError, match="the buffers of 'pairs' moved since capture"):
-                runner(random_batch(3, 1))
-        else:
+        said = "the buffers of 'pairs' moved since capture"
+        with pytest.raises(ReplayError, match=said) if mode == "addresses" else nullcontext():
             runner(random_batch(3, 1))
 
 
-class Moved(Inputs):
-    """A slot that is filled, and that the step moves on."""
-
+class Moved(Inputs):  # a slot that is filled, and that the step moves on
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, rewritten=True)
 
 
-class Cached(Inputs):
-    """Places of a cache, and what is written there."""
-
+class Cached(Inputs):  # places of a cache, and what is written there
     places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0)
     values: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
 
@@ -238,12 +217,7 @@ def counting(cache: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 def test_state_is_kept(mode: str) -> None:
     """A step that adds to a cache, or moves its slots, does so once, however often it is run to be looked at."""
     cache, once = torch.zeros(16), torch.zeros(16)
-
-    def moving(view: Moved) -> torch.Tensor:
-        view.ids.add_(1)
-        return view.ids * 10
-
-    moved = runner_of(moving, Moved, debug=mode)
+    moved = runner_of(lambda view: view.ids.add_(1) * 10, Moved, debug=mode)
     for rows in (3, 3, 7):
         assert moved({"ids": torch.arange(rows)}).tolist() == [10 * row + 10 for row in range(rows)]
     runner = runner_of(counting(cache), Cached, debug=mode)
@@ -327,20 +301,11 @@ def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(plain_runner("cpu", debug=False)(random_batch(2, 1)), random_batch(2, 1))
     with pytest.raises(ConfigError, match=r"option 'debug': unknown debug mode 'paritty': did you mean 'parity'\?"):
         plain_runner("cpu", debug="paritty")
-
-
-def test_eager_runner_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no graphs and no tails for a mode to look at: the option is refused, the environment means others."""
-    loose: Any = {"debug": "parity"}
-    with pytest.raises(ConfigError, match="EagerRunner does not use option 'debug'"):
-        EagerRunner(PlainInputs, plain_step, backend="cpu", **loose)
-    monkeypatch.setenv("SLOTGRAPH_DEBUG", ",".join(MODES))
-    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
-    batch = random_batch(3, 1)
-    assert_right(runner(batch), batch)
-    assert runner.watch.watchers == ()
+    monkeypatch.setenv(VARIABLE, ",".join(MODES))
+    eager = EagerRunner(PlainInputs, plain_step, backend="cpu")  # which has neither graphs nor tails
+    assert eager.watch.watchers == ()
     with pytest.raises(ConfigError, match="debug mode parity looks at graphs, and this EagerRunner has none"):
-        debugged(runner, "parity").__enter__()
+        debugged(eager, "parity").__enter__()
 
 
 def test_first_step_that_writes_what_it_should_not() -> None:
@@ -409,17 +374,6 @@ def test_eager_steps_of_a_buckets_size() -> None:
     torch.testing.assert_close(runner({**batch, "mode": 1}), expected(batch) + 2)
 
 
-@pytest.mark.parametrize("mode", ["", "poison", "parity", "addresses"])
-def test_views_that_a_fill_has_overwritten(mode: str) -> None:
-    """They are refused in every mode as without, and the view that stands is still good."""
-    runner = runner_of(plain_step, debug=mode)
-    batch = random_batch(2, 2)
-    stale, view = runner.fill(random_batch(3, 1)), runner.fill(batch)
-    with pytest.raises(ReplayError, match="this view was not filled last"):
-        runner.replay(stale)
-    assert_right(runner.replay(view), batch)
-
-
 def test_views_that_another_runner_has_overwritten() -> None:
     """In a pool, too, what lies there now is nothing to look at."""
     pool = InputPool("one", "two")
@@ -429,9 +383,7 @@ def test_views_that_another_runner_has_overwritten() -> None:
         runner.capture()
     view, batch = one.fill(random_batch(3, 1)), random_batch(3, 2)
     two.fill({**batch, "ids": batch["ids"] + 1000})  # of which no table has a row
-    with (
-        structlog.testing.capture_logs() as logs,
-        pytest.raises(ReplayError, match="another runner of this one's pool"),
-    ):
+    said = "another runner of this one's pool"
+    with structlog.testing.capture_logs() as logs, pytest.raises(ReplayError, match=said):
         one.replay(view)
     assert logs == []

@@ -32,9 +32,7 @@ class ToyInputs(standard.DraftInputs):
     """The standard's, in the toy model's dtype."""
 
 
-class BareInputs(Inputs):
-    """No more than a draft needs."""
-
+class BareInputs(Inputs):  # no more than a draft needs
     topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
     topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
 
@@ -113,17 +111,10 @@ def batch_of(requests: int, topk: int, steps: int, seed: int, device: str | torc
 
 def made(backend: "str | Backend", topk: int, steps: int, **options: Any) -> DraftRunner[ToyInputs]:
     """A runner that is not captured."""
-    device = (load(backend)() if isinstance(backend, str) else backend).device
-    given: dict[str, Any] = {"buckets": BUCKETS, "absent": [{"seq_lens_cpu"}], "progress": False, **options}
-    return DraftRunner(
-        ToyInputs,
-        Toy(topk, steps, device),
-        topk=topk,
-        steps=steps,
-        sizes={standard.HIDDEN: WIDE},
-        backend=backend,
-        **given,
-    )
+    toy = Toy(topk, steps, (load(backend)() if isinstance(backend, str) else backend).device)
+    given: dict[str, Any] = {"buckets": BUCKETS, "absent": [{"seq_lens_cpu"}], "sizes": {standard.HIDDEN: WIDE}}
+    given |= {"progress": False, **options}
+    return DraftRunner(ToyInputs, toy, topk=topk, steps=steps, backend=backend, **given)
 
 
 @functools.cache

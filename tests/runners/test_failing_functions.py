@@ -36,9 +36,7 @@ def of_sizes(step: Any) -> int:
     helper(step)
 
 
-class WithField(Inputs):
-    """A field, a slot on the device, and one on the host."""
-
+class WithField(Inputs):  # a field, a slot on the device, and one on the host
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
     field: Any = None
@@ -137,9 +135,7 @@ def test_other_kinds_of_functions() -> None:
         DecodeRunner(Constant, lambda view: view.ids, buckets=[4], backend="cpu")
 
 
-class Rows(Inputs):
-    """Rows of numbers."""
-
+class Rows(Inputs):  # rows of numbers
     x: torch.Tensor = copied(BATCH, 4, dtype=torch.float32, pad=0)
 
 

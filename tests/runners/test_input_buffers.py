@@ -32,9 +32,7 @@ PAGES = Axis("PAGES")
 CAPACITY: Final = {BATCH: 6, TOKENS: 9, PAGES: 4}
 
 
-class Wide(Inputs):
-    """Slots over two axes that are independent here, on the device and on the host, some computed."""
-
+class Wide(Inputs):  # slots over two axes that are independent here, on the device and on the host, some computed
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-7)
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, converts=(torch.int64,))
     lengths_cpu: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST)
@@ -70,12 +68,12 @@ def right_of(batch: Any, flags: torch.Tensor, live: Any, padded: Any, buffers: I
 
 @pytest.mark.parametrize("lowering", LADDER)
 def test_the_oracle_s_bytes(cpu: str, lowering: str) -> None:
-    """Any live sizes in any padded sizes, axis by axis, leave what the oracle leaves."""
+    """Any live sizes in any padded sizes, axis by axis, or in few, where one plan fills often, leave the oracle's."""
     buffers = InputBuffers(Wide, CAPACITY, backend=cpu, lowering=lowering)
     draw = torch.Generator().manual_seed(5)
-    for seed in range(40):
+    for seed in range(60):
         requests, tokens, pages = (int(torch.randint(0, most + 1, (1,), generator=draw)) for most in (6, 9, 4))
-        padded = {BATCH: max(requests, 1 + seed % 6), TOKENS: max(tokens, 1 + seed % 9)}
+        padded = {BATCH: max(requests, 1 + seed % 6), TOKENS: max(tokens, 1 + seed % 9)} if seed < 30 else {}
         batch, flags = batch_of(requests, tokens, pages, seed, heats=seed % 4 > 0)
         view = buffers.fill(batch, padded, flags=flags)
         right = right_of(batch, flags, {BATCH: requests, TOKENS: tokens, PAGES: pages}, padded, buffers)
@@ -83,22 +81,6 @@ def test_the_oracle_s_bytes(cpu: str, lowering: str) -> None:
             mine = getattr(view, name)
             assert (mine is None) == (expected is None), name
             assert mine is None or same_bytes(mine, expected), (name, mine, expected)
-
-
-def test_sizes_that_change_axis_by_axis() -> None:
-    """In few buckets, where one plan often fills twice in a row, each tail holds its value after each fill."""
-    buffers = InputBuffers(Wide, CAPACITY, backend="cpu", lowering="foreach")
-    draw = torch.Generator().manual_seed(9)
-    for seed in range(300):
-        most = ((3, 4), (6, 9))[seed // 2 % 3 % 2]
-        requests, tokens = (int(torch.randint(0, one + 1, (1,), generator=draw)) for one in most)
-        batch, flags = batch_of(requests, tokens, 4, 1)
-        view = buffers.fill(batch, dict(zip((BATCH, TOKENS), most, strict=True)), flags=flags)
-        assert view.heats is not None
-        found = (view.ids[tokens:], view.lengths[requests:], view.heats[requests:], view.tables[requests:])
-        for tail, value in zip(found, (-7, 1, 0.5, -1), strict=True):
-            assert (tail == value).all()
-        assert view.ids[:tokens].tolist() == batch["ids"].tolist()
 
 
 @pytest.mark.parametrize("lowering", LADDER)
@@ -135,9 +117,7 @@ def test_live_sizes_that_no_source_tells() -> None:
     """Live rows may be given where no copied slot tells them; else the error says so."""
 
     class Untold(Inputs):
-        count: torch.Tensor = computed(
-            lambda step: [step.live(BATCH)] * step.padded(BATCH), shape=BATCH, dtype=torch.int32
-        )
+        count: torch.Tensor = computed(lambda step: [step.live(BATCH)] * 3, shape=BATCH, dtype=torch.int32)
 
     buffers = InputBuffers(Untold, {BATCH: 4}, backend="cpu")
     assert buffers.fill({}, {BATCH: 3}, live={BATCH: 2}).count.tolist() == [2, 2, 2]
@@ -255,9 +235,7 @@ MOST = 6
 LOWERINGS = choose("cpu").capabilities.lowerings
 
 
-class Adopted(Inputs):
-    """Slots of several shapes and places whose memory is the owner's."""
-
+class Adopted(Inputs):  # slots of several shapes and places whose memory is the owner's
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3)
     pairs: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=0.5)
     sides: torch.Tensor = copied(2, BATCH, dtype=torch.int32, pad=7)
@@ -330,6 +308,4 @@ def test_debugging_finds_who_writes_exclusive_memory() -> None:
     owned["ids"].fill_(99)
     with pytest.raises(CheckError, match=r"tail of slot 'ids' does not hold -3: .* adopted as Exclusive"):
         runner(batch_for(Adopted, {BATCH: 3}, 3))
-    assert runner(batch_for(Adopted, {BATCH: 3}, 4))["ids"][3:].tolist() == [-3] * 3, (
-        "nothing is believed of tails afterwards"
-    )
+    assert runner(batch_for(Adopted, {BATCH: 3}, 4))["ids"][3:].tolist() == [-3] * 3  # no tail is believed afterwards

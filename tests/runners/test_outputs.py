@@ -38,9 +38,7 @@ class Pair(NamedTuple):
     request: torch.Tensor | None
 
 
-class Named(OrderedDict[str, Any]):
-    """As transformers has them: a mapping whose keys are attributes."""
-
+class Named(OrderedDict[str, Any]):  # as transformers has them: a mapping whose keys are attributes
     def __getattr__(self, name: str) -> Any:
         """A key as an attribute."""
         try:
@@ -247,9 +245,7 @@ def test_other_stale_outputs(cpu: str, debugged: DecodeRunner[PlainInputs]) -> N
 
 
 @final
-class PoolingBackend(HostBackend):
-    """A CPU whose graphs are said to share memory by a handle."""
-
+class PoolingBackend(HostBackend):  # A CPU whose graphs are said to share memory by a handle
     name: ClassVar[str] = "pooling"
 
     def __init__(self, pool: object) -> None:

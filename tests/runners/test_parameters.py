@@ -67,8 +67,7 @@ class HandingBackend(HostBackend):
     def interrupt(self, run: Interruption) -> Any:
         return self._inner.interrupt(run)
 
-    def since(self) -> list[Handed]:
-        """What was handed over since this was last asked."""
+    def since(self) -> list[Handed]:  # what was handed over since this was last asked
         handed, self.handed[:] = [*self.handed], []
         return handed
 
@@ -79,34 +78,27 @@ Batch = dict[str, Any]
 each_inner = pytest.mark.parametrize("inner", INNER)
 
 
+LENS = "actual_seq_lengths_kv"
+I32, I64 = torch.int32, torch.int64
+
+
 class Parameters(Inputs):
     """A parameter of each way to get a value: from elsewhere, computed of another, of sizes, absent, switched off."""
 
     kv_lens: torch.Tensor = copied(
-        BATCH,
-        dtype=torch.int32,
-        pad=SEQ_LEN_FILL,
-        source="lens",
-        argument="actual_seq_lengths_kv",
-        converts=(torch.int64,),
-        limit=CONTEXT,
-        placement="host",
+        BATCH, dtype=I32, pad=SEQ_LEN_FILL, source="lens", argument=LENS, converts=(I64,), limit=CONTEXT, placement=HOST
     )
     actual_seq_lengths: torch.Tensor = computed(
-        lambda kv_lens: kv_lens.cumsum(0), shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
+        lambda kv_lens: kv_lens.cumsum(0), shape=BATCH, dtype=I64, placement=HOST, argument="actual_seq_lengths"
     )
-    rows: torch.Tensor = computed(lambda step: step.live(BATCH), dtype=torch.int32, placement=HOST, argument="num_rows")
-    window: torch.Tensor | None = copied(
-        BATCH, dtype=torch.int64, pad=-7, default=None, placement="host", argument="window"
-    )
+    rows: torch.Tensor = computed(lambda step: step.live(BATCH), dtype=I32, placement=HOST, argument="num_rows")
+    window: torch.Tensor | None = copied(BATCH, dtype=I64, pad=-7, default=None, placement=HOST, argument="window")
     never: torch.Tensor | None = copied(
-        BATCH, dtype=torch.int64, pad=0, default=None, when="sparse", placement="host", argument="never"
+        BATCH, dtype=I64, pad=0, default=None, when="sparse", placement=HOST, argument="never"
     )
 
 
-class Decoding(Parameters):
-    """The same beside what a decode step reads."""
-
+class Decoding(Parameters):  # the same beside what a decode step reads
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
 
@@ -233,15 +225,11 @@ class Chaining(standard.MultiLayerDraftExtendInputs, Parameters, drop=("next_tok
 class PrefillParameters(Prefill):
     """Parameters of a prefill: over requests, for its breaks, and over tokens and none, for its graphs."""
 
-    lens: torch.Tensor = copied(
-        BATCH, dtype=torch.int32, pad=0, source="extend_seq_lens", placement="host", argument="lens"
-    )
+    lens: torch.Tensor = copied(BATCH, dtype=I32, pad=0, source="extend_seq_lens", placement=HOST, argument="lens")
     token_lens: torch.Tensor = copied(
-        TOKENS, dtype=torch.int64, pad=-1, source="positions", placement="host", argument="token_lens"
+        TOKENS, dtype=I64, pad=-1, source="positions", placement=HOST, argument="token_lens"
     )
-    num_tokens: torch.Tensor = computed(
-        lambda step: step.live(TOKENS), dtype=torch.int64, placement=HOST, argument="num_tokens"
-    )
+    num_tokens: torch.Tensor = computed(lambda step: step.live(TOKENS), placement=HOST, dtype=I64, argument="tokens")
 
 
 def test_ordinary_host_values(backend_name: str) -> None:
@@ -315,7 +303,7 @@ def test_prefill_runners(kind: str) -> None:
         outputs = runner(batch)
         tokens, padded = sum(lengths), 4 if sum(lengths) <= 4 else 16
         places = [*batch["positions"].tolist(), *[-1] * (padded - tokens)]
-        assert backend.since() == [{"token_lens": places, "num_tokens": tokens}]
+        assert backend.since() == [{"token_lens": places, "tokens": tokens}]
         assert torch.equal(outputs, eager(batch))
         assert runner.fill(batch).lens.tolist() == lengths
         assert backend.since() == []

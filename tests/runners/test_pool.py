@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, constant, copied, keep, output, staged
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.dataflow.errors import ComputeError, ReplayError, StaleOutputError
 from slotgraph.extend import HOST, once
 from slotgraph.pool import InputPool
 from slotgraph.speculative import WIDTH
@@ -32,9 +32,7 @@ def head(device: torch.device) -> torch.Tensor:
     return torch.randn(6, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(device)
 
 
-class DraftInputs(Inputs):
-    """Small, of many kinds, with a nested source."""
-
+class DraftInputs(Inputs):  # small, of many kinds, with a nested source
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float64, pad=once(1.5), source="ngram.weights")
     hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0.25, source="proxy.hidden")
@@ -45,17 +43,13 @@ class DraftInputs(Inputs):
     logits: torch.Tensor = output(TOKENS, VOCABULARY, dtype=torch.float64)
 
 
-class VerifyInputs(DraftInputs):
-    """Larger; its mask is written by a producer, its hidden states by the step."""
-
+class VerifyInputs(DraftInputs):  # larger; its mask is written by a producer, its hidden states by the step
     mask: torch.Tensor = staged(BATCH, 40, dtype=torch.bool, pad=True)
     next_hidden: torch.Tensor = output(TOKENS, HIDDEN, dtype=torch.float64)
     positions: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=11, default=None)
 
 
-class ExtendInputs(DraftInputs, drop=("lens",)):
-    """Other slots at other places."""
-
+class ExtendInputs(DraftInputs, drop=("lens",)):  # other slots at other places
     accepted: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1)
     on_host: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2, placement=HOST)
 
@@ -208,15 +202,6 @@ def test_memory_goes_with_the_last_runner(backend: Backend) -> None:
     assert torch.equal(run(shared, "verify", 2, 3), run(alone, "verify", 2, 3))
 
 
-def test_faults_are_said_at_once() -> None:
-    """Unknown phases, tensors that cannot be adopted: refused where they are said."""
-    pool = InputPool("draft", "verify")
-    with pytest.raises(ConfigError, match="no phase 'extend'"):
-        pool["extend"]
-    with pytest.raises(BindError, match="slot 'ids': expected shape"):
-        runner_of("cpu", pool, "draft", bind={"ids": torch.zeros(3, dtype=torch.int64)})
-
-
 def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     """A runner that is captured, or asked about, between another's fill and its replay changes neither of them."""
     pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
@@ -277,9 +262,7 @@ class PagedInputs(Inputs):
     count: torch.Tensor = computed(counted, shape=1, dtype=torch.int64)
 
 
-class WideInputs(Inputs):
-    """As large as the table."""
-
+class WideInputs(Inputs):  # as large as the table
     rows: torch.Tensor = copied(BATCH, 40, dtype=torch.float64, pad=0.5)
 
 

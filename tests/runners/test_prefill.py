@@ -9,18 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    Axis,
-    EagerRunner,
-    Inputs,
-    PrefillRunner,
-    copied,
-    current_view,
-    errors,
-    graph_break,
-)
+from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, PrefillRunner, copied, current_view, errors, graph_break
 from slotgraph.backends import Backend
 from tests.runners.prefilled import (
     HIDDEN,
@@ -30,9 +19,8 @@ from tests.runners.prefilled import (
     Prefill,
     around,
     batch_of,
-    caches_of,
     captured,
-    clear,
+    model_of,
     named_attention,
     poison,
     runner_of,
@@ -50,29 +38,37 @@ schedules = st.lists(st.tuples(requests, st.integers(1, 5), st.booleans(), st.bo
 def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int], int, bool, bool]]) -> None:
     """Any requests in any order, from none to too many, give what eager steps give, caches included."""
     runner, eager = captured(kind, backend.name)
-    clear(runner, eager)
+    for one in (runner, eager):
+        model_of(one).clear()
     for lengths, scale, poisoned, inference in schedule:
         batch = batch_of(lengths, sum(lengths), backend.device, scale)
         if poisoned:
             poison(runner)
         with torch.inference_mode(inference):
             assert torch.equal(runner(batch), eager(batch))
-        assert torch.equal(caches_of(runner), caches_of(eager))
+        assert torch.equal(model_of(runner).caches(), model_of(eager).caches())
 
 
 @each_kind
-def test_lazy(backend: Backend, kind: str) -> None:
-    """Each bucket is captured when its first batch comes, in inference mode or not, and disturbs no other bucket."""
-    model = Model(named=kind == "piecewise").to(backend.device)
-    runner, (_, eager) = runner_of(kind, model, backend, lazy=True), captured(kind, backend.name)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_caches_in_use(backend: Backend, kind: str, *, lazy: bool) -> None:
+    """A capture, up front or when a bucket's first batch comes, in inference mode or not, leaves caches as they are."""
+    models = [Model(named=kind == "piecewise").to(backend.device) for _ in range(2)]
+    for layers in zip(*(model.inner.layers.children() for model in models), strict=True):
+        cache: Any = torch.rand(layers[0].cache.shape)
+        for layer in layers:
+            layer.cache.copy_(cache)
+    runner, eager = runner_of(kind, models[0], backend, lazy=lazy), EagerRunner(Prefill, models[1], backend=backend)
     seen = [runner.capture().captured]
+    assert torch.equal(models[0].caches(), models[1].caches())
     for lengths, inference in (([9], True), ([2, 3], False), ([1], False), ([3, 3], True)):
         batch = batch_of(lengths, 3, backend.device)
         with torch.inference_mode(inference):
             assert torch.equal(runner(batch), eager(batch))
+        assert torch.equal(models[0].caches(), models[1].caches())
         assert runner.report is not None
         seen.append(runner.report.captured)
-    assert seen == [(), (16,), (16,), (4, 16), (4, 16)]
+    assert seen == ([(), (16,), (16,), (4, 16), (4, 16)] if lazy else [(4, 16)] * 5)
 
 
 DECISIONS: list[tuple[list[int], int | None, str, str]] = [
@@ -108,15 +104,11 @@ def test_decisions(backend: Backend, kind: str) -> None:
 PAGES = Axis("PAGES")
 
 
-class TokensOnly(Inputs):
-    """No slot over requests."""
-
+class TokensOnly(Inputs):  # no slot over requests
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
 
-class Paged(Prefill):
-    """A further axis that varies."""
-
+class Paged(Prefill):  # a further axis that varies
     pages: torch.Tensor = copied(PAGES, dtype=torch.int64, pad=0)
 
 
@@ -146,9 +138,7 @@ def test_outputs_by_tokens(backend: Backend, kind: str) -> None:
         assert torch.equal(outputs["hidden"][:3], eager(batch)["hidden"])
 
 
-class Holder:
-    """An object that holds a tensor where no one looks."""
-
+class Holder:  # an object that holds a tensor where no one looks
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
@@ -288,9 +278,7 @@ def test_splits_must_be_said() -> None:
     """No splits, or a text that is taken for letters, are refused when the runner is made."""
     given: list[Any] = [[], "slotgraph_tests::attention"]
     for splits in given:
-        with pytest.raises(
-            errors.ConfigError, match="splits: expected names of the operators to cut at, at least one, in a list"
-        ):
+        with pytest.raises(errors.ConfigError, match="splits: expected names of the operators to cut at, at least one"):
             PrefillRunner(Prefill, by_slot, splits=splits, backend="cpu")
 
 
@@ -331,7 +319,7 @@ UNTRACED = "could not be traced whole: "
         (around_split(lambda hidden, _: torch.mul(hidden, current_view(Prefill).scale)), (UNKNOWN,)),
         (
             around_split(lambda hidden, _: marked(hidden)),
-            (UNTRACED, "test_prefill.py, line", "belongs in an operator of splits"),
+            (UNTRACED, "test_prefill.py, line", "an operator of splits"),
         ),
         (unlisted, ("operator slotgraph_tests::attention asks for the step's view inside of a", "by splits=")),
         (lambda view: view.input_ids, ("and the step calls none of them, but no operator of torch",)),

@@ -20,7 +20,7 @@ from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import DeclarationErrors, ReplayError
 from slotgraph.errors import ComputeError
 from slotgraph.extend import once
-from tests.runners.models import batch_for, bytes_of, decoder, same_batch, snapshot
+from tests.runners.models import batch_for, bytes_of, decoder, runner_by, same_batch, snapshot
 from tests.runners.prefilled import Prefill, around, assert_equal
 from tests.strategies import declaration_of
 
@@ -29,25 +29,19 @@ LIMIT = 200
 TABLE = torch.randn(LIMIT, 4, generator=torch.Generator().manual_seed(3))
 
 
-class DraftInputs(Inputs):
-    """Positions that a draft loop advances; every tail has a value that no live row has."""
-
+class DraftInputs(Inputs):  # positions that a draft loop advances; every tail has a value that no live row has
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7, restored=True)
     mrope: torch.Tensor | None = copied(3, TOKENS, dtype=torch.int64, pad=5, restored=True, strided=True, default=None)
 
 
-class RewrittenInputs(Inputs):
-    """Positions that are left as the step leaves them."""
-
+class RewrittenInputs(Inputs):  # positions that are left as the step leaves them
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7, rewritten=True)
 
 
 @attrs.frozen(eq=False)
-class Draft:
-    """Several steps in one, over a table that ends; `fails` is asked after the first."""
-
+class Draft:  # several steps in one, over a table that ends; `fails` is asked after the first
     table: torch.Tensor
     fails: Callable[[], bool] = lambda: False
 
@@ -165,11 +159,7 @@ def test_no_copy_spares_the_batch(backend: Backend, inputs: type[DraftInputs] | 
 
 def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
     """A restored slot that is returned, or a part of it, is returned as the step left it."""
-    made: list[Callable[[torch.Tensor], Any]] = [
-        lambda slot: slot,
-        lambda slot: slot[:, None][:, 0],
-        lambda slot: {"at": [slot]},
-    ]
+    made: list[Any] = [lambda slot: slot, lambda slot: slot[:, None][:, 0], lambda slot: {"at": [slot]}]
     for make in made:
 
         def step(view: DraftInputs, make: Callable[[torch.Tensor], Any] = make) -> Any:
@@ -209,9 +199,7 @@ def test_what_cannot_be_restored() -> None:
     assert "slot 'two': it is restored, and its tail is set once" in two
 
 
-class Wide(Inputs):
-    """Slots of one and two dims, copied, computed on either side, and written by the step."""
-
+class Wide(Inputs):  # slots of one and two dims, copied, computed on either side, and written by the step
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-1)
     pairs: torch.Tensor = copied(BATCH, 3, dtype=torch.int64, pad=0)
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2, placement="host")
@@ -260,35 +248,15 @@ def spoil(tensor: torch.Tensor, how: str) -> None:
 WAYS = [*(f"{backend} {one}" for backend in ("cpu", "cpu-capture") for one in choose("cpu").capabilities.lowerings)]
 
 
-def runner_of(way: str, inputs: Any, step: Callable[[Any], Any]) -> Any:
-    """A captured runner, or an eager one."""
-    if way in ("eager", "no copy"):
-        return EagerRunner(inputs, step, backend="cpu", no_copy=way == "no copy")
-    backend, lowering = way.split()
-    rows = BATCH if inputs is Wide else None
-    return decoder(inputs, step, buckets=[2, 6], backend=backend, lowering=lowering, output_rows=rows)
-
-
-steps = st.lists(
-    st.tuples(
-        st.integers(1, 8),
-        st.sampled_from(["run", "fill", "inputs"]),
-        st.sampled_from([*CHANGES]),
-        st.sampled_from(["ids", "pairs", "here", "count", "twice", "written", "outputs"]),
-    ),
-    min_size=3,
-    max_size=8,
-)
+names = st.sampled_from(["ids", "pairs", "here", "count", "twice", "written", "outputs"])
+turn = st.tuples(st.integers(1, 8), st.sampled_from(["run", "fill", "inputs"]), st.sampled_from([*CHANGES]), names)
 
 
 @pytest.mark.parametrize("way", [*WAYS, "eager"])
 @settings(max_examples=10)
-@given(turns=steps, inside=st.sampled_from(["unsqueeze_", "transpose_"]) | st.none())
+@given(turns=st.lists(turn, min_size=3, max_size=8), inside=st.sampled_from(["unsqueeze_", "transpose_"]) | st.none())
 def test_views_and_outputs(way: str, turns: list[tuple[int, str, str, str]], inside: str | None) -> None:
-    """Whatever is done to the shape or the memory of a tensor that was handed out, later steps are right.
-
-    So they are where the step's own code does it: each run sees its view unchanged.
-    """
+    """Whatever is done to a tensor that was handed out, by the step's own code, too: later steps are right."""
     seen: list[Any] = []
 
     def step(view: Wide) -> torch.Tensor:
@@ -299,7 +267,7 @@ def test_views_and_outputs(way: str, turns: list[tuple[int, str, str, str]], ins
             spoil(view.ids, inside)
         return outputs
 
-    runner = runner_of(way, Wide, step)
+    runner = runner_by(way, Wide, step, buckets=[2, 6], output_rows=BATCH)
     for seed, (rows, what, how, name) in enumerate(turns):
         batch = batch_for(Wide, {BATCH: rows}, seed)
         if what == "inputs" and way != "eager":
@@ -339,17 +307,26 @@ def test_breaks_that_change_their_view(cpu: str) -> None:
 @pytest.mark.parametrize("way", [*WAYS, "eager", "no copy"])
 def test_functions_that_change_what_they_are_given(way: str) -> None:
     """A function that writes a slot which it is given to read is refused with both names, in each step alike."""
-    functions: list[Callable[[Any], Any]] = [
-        lambda here: here.add_(100).sum(),
-        lambda here: here.unsqueeze_(0).sum(),
-        lambda here: here.resize_(1).sum(),
-    ]
+    changes: Any = (lambda one: one.add_(100), lambda one: one.unsqueeze_(0), lambda one: one.resize_(1))
     placements: tuple[Any, ...] = ("host", "device")
-    for function, placement in itertools.product(functions, placements):
-        total = computed(lambda here, of=function: int(of(here)), shape=1, dtype=torch.int64, placement=placement)
+    for change, placement in itertools.product(changes, placements):
+        total = computed(lambda here, of=change: int(of(here).sum()), shape=1, dtype=torch.int64, placement=placement)
         here = copied(BATCH, dtype=torch.int64, pad=2, placement="host")
         inputs = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=-1), "here": here, "total": total})
-        runner = runner_of(way, inputs, lambda view: view.total * 1)
+        runner = runner_by(way, inputs, lambda view: view.total * 1, output_rows=None)
         for _ in range(3):
             with pytest.raises(ComputeError, match="slot 'total': its function changes 'here'"):
                 runner({"ids": torch.tensor([1, 2]), "here": torch.tensor([5, 7])})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_beyond_those_of_a_batch_in_place(way: str) -> None:
+    """A producer that writes more rows than it brings, through the view of an earlier fill, leaves no tail dirty."""
+    inputs = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=-1)})
+    runner = runner_by(way, inputs, lambda view: view.ids * 1, output_rows=None)
+    view = runner.fill({"ids": torch.tensor([1, 2])})
+    for number in range(3):
+        view.ids[:] = number
+        tail = runner({"ids": view.ids[:2]})[2:]
+        assert len(tail) > 0
+        assert bool((tail == -1).all())

@@ -14,9 +14,7 @@ from slotgraph.runners.tree import Accepted, Drafts, Frontier, Tree, accept, anc
 
 
 @attrs.frozen
-class Node:
-    """A node of one request's tree in plain Python."""
-
+class Node:  # a node of one request's tree in plain Python
     token: int
     score: float
     parent: int
@@ -47,8 +45,7 @@ class PlainTree:
         self.frontier = [node for node, _ in best]
         self.branches = [[*self.branches[row], row] for _, row in best]
 
-    def above(self, node: int) -> list[int]:
-        """The nodes that one descends from, the nearest first."""
+    def above(self, node: int) -> list[int]:  # the nodes that one descends from, the nearest first
         parent = self.nodes[node].parent
         return [] if parent < 0 else [parent, *self.above(parent)]
 

@@ -124,8 +124,7 @@ class Model(torch.nn.Module):
         self.to(device)
         self.autocast = torch.autocast(device, torch.bfloat16)
 
-    def forward(self, view: Any) -> torch.Tensor:
-        """Each weight is used twice."""
+    def forward(self, view: Any) -> torch.Tensor:  # each weight is used twice
         with self.autocast if self.where != "around" else nullcontext():
             hidden = self.table[view.ids]
             for layer in [*self.layers, *self.layers]:

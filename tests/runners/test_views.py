@@ -106,10 +106,8 @@ def test_what_is_switched_off_or_absent(cpu: str) -> None:
             right = (17 if sliding and "swa" in brought else 0) + (1000 if "extra" in brought else 0)
             assert runner(batch).tolist() == [right]
             view = runner.fill(batch)
-            assert (view.swa is None, view.extra is None) == (
-                not sliding or "swa" not in brought,
-                "extra" not in brought,
-            )
+            there = {"extra", *(["swa"] if sliding else [])}
+            assert {name for name in ("swa", "extra") if getattr(view, name) is not None} == there & brought.keys()
             assert (view.rare is None, view.twice is None) == (not sliding, not sliding)
     lacks: tuple[Any, ...] = (None, {}, {"model": None}, {"model": {}})
     for lacking in lacks:
@@ -120,9 +118,7 @@ def test_what_is_switched_off_or_absent(cpu: str) -> None:
 WIDTH = 2
 
 
-class MicroInputs(Inputs):
-    """Every kind of slot whose rows belong to a request or to a token."""
-
+class MicroInputs(Inputs):  # every kind of slot whose rows belong to a request or to a token
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
     mrope: torch.Tensor = copied(3, TOKENS, dtype=torch.int64, pad=-2, strided=True)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3)
@@ -234,9 +230,7 @@ def test_requests_of_different_lengths() -> None:
         assert part.note.tolist() == [1 if remark is None else 2]
 
 
-class Halved(Inputs):
-    """What each half of a captured step may have of its own, and what it may not."""
-
+class Halved(Inputs):  # what each half of a captured step may have of its own, and what it may not
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     counts: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64)
     tag_now: torch.Tensor = computed(lambda tag: tag, shape=1, dtype=torch.int64)
@@ -291,9 +285,7 @@ def test_what_cannot_be_narrowed() -> None:
 COLUMNS = Axis("COLUMNS", fixed=True)
 
 
-class PrefillInputs(Inputs):
-    """Requests of several tokens each: both axes vary by themselves."""
-
+class PrefillInputs(Inputs):  # requests of several tokens each: both axes vary by themselves
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1)
     pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=-1)
@@ -335,9 +327,8 @@ def test_exact_views(cpu: str, *, no_copy: bool) -> None:
 
 def test_no_copy(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step sees the batch's own tensors, by argument or by environment; the argument wins; else it sees copies."""
-    for variable, argument, hands_through in (
-        *((None, True, True), (None, None, False), ("1", None, True), ("1", False, False), ("0", None, False)),
-    ):
+    cases = (None, True, True), (None, None, False), ("1", None, True), ("1", False, False), ("0", None, False)
+    for variable, argument, hands_through in cases:
         if variable is not None:
             monkeypatch.setenv(NO_COPY_VARIABLE, variable)
         runner: Any = EagerRunner(PlainInputs, lambda view: (view, plain_step(view)), backend=cpu, no_copy=argument)

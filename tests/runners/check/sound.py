@@ -15,8 +15,7 @@ from tests.runners.test_draft import batch_of as drafted
 from tests.runners.test_draft import captured as draft_runner
 from tests.runners.test_draft_extend import batch_of as extended
 from tests.runners.test_draft_extend import captured as extend_runner
-from tests.runners.test_multi_layer import batch_of as chained
-from tests.runners.test_multi_layer import captured as chain_runner
+from tests.runners.test_draft_extend import chained
 
 Make = Callable[[int, torch.Generator], Any]
 Found = tuple[Any, Make]
@@ -51,7 +50,9 @@ def draft_extend(backend: Any) -> Found:
 
 def multi_layer(backend: Any) -> Found:
     """Three layers, each of which writes what the next one reads."""
-    return chain_runner(backend.name), lambda rows, generator: chained(rows, _seed(generator), backend.device)
+    return chained(backend.name), lambda rows, generator: extended(
+        rows, 3, _seed(generator), backend.device, whole=True
+    )
 
 
 def breakable(backend: Any) -> Found:

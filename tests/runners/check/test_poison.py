@@ -11,7 +11,6 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.extend import once
 from slotgraph.runners.check.replays import Poison, poison_of
-from slotgraph.runners.comparison import live_part, tails_of
 from tests.runners.check.planted import OURS, found_by, runner_of, sound
 from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES
@@ -91,17 +90,6 @@ def test_poison_that_no_slot_can_hold() -> None:
     said = sorted(str(error) for error in caught.value.exceptions)
     assert "slot 'one': 0.5 does not fit int32" in said[0]
     assert "slot 'two': poison='old': say a tuple of the values that its tail bears, or 'stale'" in said[1]
-
-
-@pytest.mark.parametrize("shape", [(BATCH,), (3, TOKENS), (BATCH, PAGES), (TOKENS * 2, 2)], ids=str)
-def test_tails_are_all_but_live_rows(shape: Any) -> None:
-    """The parts of a tail and the live part cover a slot, whichever dims vary."""
-    slot = copied(*shape, dtype=torch.int64, pad=0).metadata["slotgraph.slot"]
-    tensor = torch.zeros([dim.at(SIZES.padded_sizes) for dim in slot.shape], dtype=torch.int64)
-    for part in tails_of(slot, tensor, SIZES):
-        part.fill_(1)
-    live_part(slot, tensor, SIZES).sub_(1)
-    assert set(tensor.flatten().tolist()) == {-1, 1}
 
 
 def _batch(rows: int, seed: int) -> dict[str, torch.Tensor]:

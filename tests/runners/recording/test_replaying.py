@@ -91,24 +91,6 @@ def test_frozen_value(backend_name: str, tmp_path: pathlib.Path) -> None:
     assert re.match(r"outputs row 0, at \[0, 0\]: here .*, recorded ", apart)
 
 
-def test_tail_that_reaches_live_rows(backend_name: str, tmp_path: pathlib.Path) -> None:
-    """Where padding changes live rows, graph and eager agree on the padded slots and not without padding."""
-
-    class Summed(Inputs):
-        values: torch.Tensor = copied(TOKENS, dtype=torch.float32, pad=100.0)
-
-    device = load(backend_name)().device
-    runner = DecodeRunner(Summed, lambda v: v.values + v.values.sum(), buckets=[4], backend=backend_name)
-    runner.capture()
-    with slotgraph.record(runner, tmp_path / "x.safetensors"):
-        runner({"values": torch.tensor([1.0, 2.0, 3.0], device=device)})
-        runner({"values": torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)})
-    padded, full = report_of(tmp_path / "x.safetensors", runner).steps
-    assert full.outcome == "equal"
-    assert padded.lines[0].startswith("outputs row 0: graph 107.0, eager 7.0")
-    assert "padded rows, or what is computed for the bucket, reach live ones" in padded.lines[0]
-
-
 def test_state_goes_on_from_step_to_step(backend_name: str, tmp_path: pathlib.Path) -> None:
     """A cache that steps write is put back between the runs of one step, and left to the next step."""
 

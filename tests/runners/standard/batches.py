@@ -57,10 +57,7 @@ def sizes_of(inputs: type[Inputs], requests: int, width: int) -> Sizes:
 def batch_of(
     declaration: Declaration, live: Sizes, seed: int, absent: frozenset[str] = frozenset(), device: str = "cpu"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Random data for all that is copied, where its source is looked up; the second is what stands beside the batch.
-
-    Every other slot that converts comes in the other dtype.
-    """
+    """Random data of any dtype for all that is copied, where its source is looked up, in the batch and beside it."""
     batch: dict[str, Any] = {}
     beside: dict[str, Any] = {}
     for turn, (name, slot) in enumerate(declaration.slots.items()):

@@ -20,27 +20,13 @@ from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
 BASES = (
-    standard.DecodeInputs,
-    standard.TargetVerifyInputs,
-    standard.PrefillInputs,
-    standard.BreakableInputs,
-    standard.DraftInputs,
-    standard.DraftExtendInputs,
-    standard.MultiLayerDraftExtendInputs,
+    *(standard.DecodeInputs, standard.TargetVerifyInputs, standard.PrefillInputs, standard.BreakableInputs),
+    *(standard.DraftInputs, standard.DraftExtendInputs, standard.MultiLayerDraftExtendInputs),
 )
 MIXINS = (
-    standard.SlidingWindow,
-    standard.Mrope,
-    standard.InputEmbeds,
-    standard.Mamba,
-    standard.EncoderDecoder,
-    standard.NgramEmbedding,
-    standard.PipelineProxies,
-    standard.PipelineIndices,
-    standard.DraftSampling,
-    standard.BoundedContext,
-    standard.HostLengths,
-    standard.ContextLengths,
+    *(standard.SlidingWindow, standard.Mrope, standard.InputEmbeds, standard.Mamba, standard.EncoderDecoder),
+    *(standard.NgramEmbedding, standard.PipelineProxies, standard.PipelineIndices, standard.DraftSampling),
+    *(standard.BoundedContext, standard.HostLengths, standard.ContextLengths),
 )
 EXPERTS = (standard.ExpertParallel, standard.ExpertParallelSharded)
 COUNTS = (standard.DataParallelGathered, standard.DataParallelAgreed, standard.DataParallelAgreedExtend)
@@ -69,9 +55,8 @@ def test_any_base_with_any_mixins(
     declaration = made.slotgraph.under(sharding, ranks=ranks)
     batch, beside = batch_of(declaration, live, 5)
     buffers = [allocate(declaration, padded, NPU, empty) for _ in range(2)]
-    ready = Bucket(declaration, padded, NPU, buffers[0]).fill(
-        batch, tuple(live[axis] for axis in declaration.varying), side=beside
-    )
+    sizes = tuple(live[axis] for axis in declaration.varying)
+    ready = Bucket(declaration, padded, NPU, buffers[0]).fill(batch, sizes, side=beside)
     ready.compute_on_device()
     right = fill_slot_by_slot(declaration, buffers[1], NPU, Step(live, padded), batch, beside)
     for name, expected in right.items():

@@ -1,4 +1,4 @@
-"""Each standard class through the decode and the eager runner: every slot holds the oracle's bytes, tails and all."""
+"""Standard classes through runners: every slot holds the oracle's bytes, tails and all; prefill with its defaults."""
 
 import functools
 from typing import Any
@@ -8,12 +8,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, standard
+from slotgraph import (
+    BATCH,
+    TOKENS,
+    BreakableRunner,
+    DecodeRunner,
+    EagerRunner,
+    Inputs,
+    PrefillRunner,
+    Step,
+    errors,
+    standard,
+)
 from slotgraph.backends import load
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from tests.runners.standard.batches import batch_of, fixed_of, sizes_of
+from slotgraph.speculative import WIDTH
+from tests.runners.models import decoder
+from tests.runners.standard.batches import CLASSES, batch_of, fixed_of, sizes_of
 from tests.strategies import poisoned, same_bytes
 
 SHARDING = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=False)
@@ -67,14 +81,9 @@ class MultiLayer(standard.MultiLayerDraftExtendInputs, standard.Mrope):
 
 
 WIDTHS: dict[type[Inputs], int] = {
-    DecodeOfAll: 1,
-    standard.EagerInputs: 1,
-    Verify: 3,
-    Prefill: 1,
-    Breakable: 2,
-    Draft: 2,
-    Extend: 2,
-    MultiLayer: 3,
+    **dict.fromkeys((DecodeOfAll, standard.EagerInputs, Prefill), 1),
+    **dict.fromkeys((Breakable, Draft, Extend), 2),
+    **dict.fromkeys((Verify, MultiLayer), 3),
 }
 """Each class, and the tokens that a request has."""
 each_class = pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
@@ -91,9 +100,7 @@ class World:
     def play(self, live: int, seed: int, *, absent: bool) -> None:
         """One step of both: each slot's bytes are the oracle's, once those of the step's graph have run."""
         stage = self.runner.stage
-        optional = (
-            frozenset(n for n, slot in stage.declaration.slots.items() if slot.optional) if absent else frozenset()
-        )
+        optional = frozenset(n for n, slot in stage.declaration.slots.items() if slot.optional and absent)
         batch, beside = batch_of(stage.declaration, sizes_of(stage.inputs, live, self.width), seed, optional)
         view = self.runner.fill(batch, **beside)
         scribbled = self.runner.replay(view)
@@ -121,31 +128,20 @@ def world(inputs: type[Inputs], backend: str, lowering: str) -> World:
     """A captured runner over two buckets, for batches with every optional slot and with none."""
     width = WIDTHS[inputs]
     optional = {name for name, slot in inputs.slotgraph.slots.items() if slot.optional}
-    runner = DecodeRunner(
-        inputs,
-        reads_tokens,
-        buckets=list(BUCKETS),
-        width=width,
-        sizes=fixed_of(inputs),
-        settings=SHARDING,
-        absent=[optional] if optional else [],
-        lowering=lowering,
-        backend=backend,
-    )
-    runner.capture()
+    options: dict[str, Any] = {"buckets": BUCKETS, "width": width, "sizes": fixed_of(inputs), "settings": SHARDING}
+    options |= {"absent": [optional] if optional else [], "lowering": lowering, "backend": backend}
+    runner: DecodeRunner[Any] = decoder(inputs, reads_tokens, output_rows=TOKENS, **options)
     buffers = poisoned(inputs, runner.stage.backend.capabilities, sizes_of(inputs, max(BUCKETS), width), 7)
     for buffer in buffers:  # what no step promises to write is the same in both
         buffer.tensor.copy_(runner.graphs.buffers[buffer.name].tensor)
     return World(runner, buffers, width)
 
 
-turns = st.lists(
-    st.tuples(st.integers(0, max(BUCKETS)), st.integers(0, 1 << 16), st.booleans()), min_size=1, max_size=4
-)
+turn = st.tuples(st.integers(0, max(BUCKETS)), st.integers(0, 1 << 16), st.booleans())
 
 
 @each_class
-@given(played=turns, data=st.data())
+@given(played=st.lists(turn, min_size=1, max_size=4), data=st.data())
 @settings(max_examples=25)
 def test_decode_runner(
     inputs: type[Inputs], backend_name: str, played: list[tuple[int, int, bool]], data: st.DataObject
@@ -170,3 +166,72 @@ def test_placeholder_is_a_batch(backend_name: str) -> None:
         pass
 
     assert "orig_seq_lens" not in Short.placeholder(Step({TOKENS: 2}, {TOKENS: 2}))
+
+
+SPLIT = "slotgraph_tests::cosine"
+TOKEN_BUCKETS = [6, 12]
+ALONE = standard.Sharding(attn_tp_size=1, attn_tp_rank=0, scattered=False)
+
+
+@torch.library.custom_op(SPLIT, mutates_args=())
+def cosine(hidden: torch.Tensor) -> torch.Tensor:
+    """Where a step is cut."""
+    return torch.cos(hidden)
+
+
+@cosine.register_fake
+def _(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+class Stack(nn.Module):  # two pieces around a split
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # one row a token
+        return torch.add(cosine(hidden * 3), 1)
+
+
+class Model(nn.Module):  # rows of tokens; of as many as there are requests where the outputs follow them
+    def __init__(self, requests: str | None) -> None:
+        super().__init__()
+        self.stack, self.requests = Stack(), requests
+
+    def forward(self, view: Any) -> torch.Tensor:  # what the stack makes of positions
+        hidden: torch.Tensor = self.stack(view.positions.double()[:, None])
+        return hidden if self.requests is None else hidden[: getattr(view, self.requests).shape[0]]
+
+
+def make(kind: str, inputs: type[Inputs], model: Model) -> BreakableRunner[Any] | PrefillRunner[Any]:
+    """A runner that is told nothing that it has a default for."""
+    width = {WIDTH: 2} if WIDTH in inputs.slotgraph.axes else {}
+    given: dict[str, Any] = {"buckets": TOKEN_BUCKETS, "max_batch": 4, "stack": "stack", "backend": "cpu-capture"}
+    given |= {"sizes": fixed_of(inputs) | width, "settings": ALONE, "progress": False}
+    if kind == "breakable":
+        return BreakableRunner(inputs, model, **given)
+    return PrefillRunner(inputs, model, splits=[SPLIT], **given)
+
+
+WHOLE = [name for name, inputs in CLASSES.items() if "positions" in inputs.slotgraph.slots]
+
+
+@pytest.mark.parametrize("kind", ["breakable", "piecewise"])
+def test_every_standard_declaration(kind: str) -> None:
+    """They are captured, and return what the step returns eagerly: rows of requests where the runner cuts to these."""
+    assert {"PrefillInputs", "DraftPrefillInputs", "BreakableInputs", "DecodeInputs"} <= {*WHOLE}
+    for name in WHOLE:
+        inputs = CLASSES[name]
+        over = next((n for n, one in inputs.slotgraph.slots.items() if one.shape and one.shape[0] == BATCH * 1), None)
+        model = Model(over if kind == "breakable" else None)
+        runner = make(kind, inputs, model)
+        runner.capture()
+        eager = EagerRunner(inputs, model, sizes=runner.stage.sizes, settings=ALONE, backend="cpu")
+        for seed, (requests, tokens) in enumerate(((1, 6), (2, 4), (3, 11), (4, 20))):
+            live = {BATCH: requests, TOKENS: tokens, **runner.stage.sizes}
+            batch, beside = batch_of(inputs.slotgraph, live, seed)
+            assert torch.equal(runner(batch, **beside), eager(batch, **beside)), name
+
+
+@pytest.mark.parametrize("kind", ["breakable", "piecewise"])
+def test_a_declaration_without_tokens_is_refused_for_that(kind: str) -> None:
+    """Not for the default of an option that nobody gave."""
+    for name in ("DataParallelCarried", "Mamba", "Requests"):
+        with pytest.raises(errors.DeclarationError, match=f"{name}: no copied slot tells the size of TOKENS: declare"):
+            make(kind, CLASSES[name], Model(None))

@@ -10,9 +10,9 @@ import torch
 
 from slotgraph import Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import CACHE_LOC, dtype_text, resolve_dtype
-from slotgraph.dataflow.explain import SlotFacts, explain_declaration
 from slotgraph.dataflow.tails import Pad
 from slotgraph.extend import FillRole, Role, Slot
+from slotgraph.runners.explained.declared import SlotFacts, explain_declaration
 from tests.runners.standard.batches import CLASSES, CUDA, NPU
 
 HEAD: Final = ("slot", "shape", "dtype", "on", "tail", "comes from", "why")
@@ -91,23 +91,13 @@ each_class = pytest.mark.parametrize("inputs", CLASSES.values(), ids=lambda inpu
 
 @each_class
 def test_table(inputs: type[Inputs]) -> None:
-    """The table below a class's heading has a row for each slot that it adds, and no other."""
+    """Below a class's heading stand its sentence and a row for each slot that it adds, with the docstring's reason."""
+    page, sentence = PAGE.read_text(encoding="utf-8"), (inputs.__doc__ or "").split("\n")[0]
+    assert f"### `{inputs.__name__}`\n\n{sentence}" in page
+    assert sorted(whys_of(inputs)) == sorted(own_slots(inputs))
     rows = rows_of(inputs)
     expected = [HEAD, ("---",) * len(HEAD), *rows] if rows else []
     assert tables_of(PAGE).get(inputs.__name__, []) == expected
-
-
-@each_class
-def test_heading_and_sentence(inputs: type[Inputs]) -> None:
-    """Each class has a heading, and below it the sentence of its docstring."""
-    page, sentence = PAGE.read_text(encoding="utf-8"), (inputs.__doc__ or "").split("\n")[0]
-    assert f"### `{inputs.__name__}`\n\n{sentence}" in page
-
-
-@each_class
-def test_every_slot_has_a_reason(inputs: type[Inputs]) -> None:
-    """The docstring says why each slot that the class adds is what it is, and speaks of no other."""
-    assert sorted(whys_of(inputs)) == sorted(own_slots(inputs))
 
 
 def test_every_axis_is_listed() -> None:

@@ -2,20 +2,7 @@
 
 import torch
 
-from slotgraph import (
-    BATCH,
-    CACHE_LOC,
-    SEQ_LEN_FILL,
-    TOKENS,
-    Axis,
-    Inputs,
-    Step,
-    computed,
-    copied,
-    keep,
-    output,
-    staged,
-)
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, keep, output, staged
 from slotgraph.extend import HOST, once, side
 
 PAGES = Axis("PAGES")

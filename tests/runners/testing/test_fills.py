@@ -13,8 +13,8 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow import oracle, specialization
 from slotgraph.dataflow.errors import ConfigError, WrongBytesError
 from slotgraph.dataflow.ready import Ready
-from slotgraph.dataflow.sampling import Sample
 from slotgraph.dataflow.specialization import Specialization
+from slotgraph.runners.sampling import Sample
 from slotgraph.runners.testing import ground
 from slotgraph.testing import assert_fill_equals_oracle, batches
 from tests.packing import PackingBackend

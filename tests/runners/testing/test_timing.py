@@ -6,11 +6,9 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
 from slotgraph.backends import choose
-from slotgraph.runners.testing import timing
-from slotgraph.runners.testing.timing import QUEUED, Run, Spread, device_time, measure
+from slotgraph.runners.testing.timing import QUEUED, Run, device_time, measure
 
 
 @attrs.define
@@ -95,12 +93,6 @@ def test_the_host_never_runs_far_ahead() -> None:
     assert QUEUED + 1 <= 24
 
 
-def test_spread_of_samples() -> None:
-    """Median and percentiles; a single sample is all of them."""
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
-    assert Spread.of([float(n) for n in range(1, 12)]) == Spread(6.0, 2.0, 10.0)
-
-
 @pytest.mark.parametrize(("late", "steps"), [(0, 20), (1, 10), (2, 5), (3, 4), (4, 4)])
 def test_steps_must_stand_ready(late: int, steps: int) -> None:
     """Where the device was first, it is tried again with more work before and with fewer steps, and so ever after."""
@@ -119,25 +111,3 @@ def test_what_waits_for_the_device_has_no_device_time() -> None:
     """Nothing is made up for a way in which the host cannot get ahead."""
     clock = Clock(late=99)
     assert device_time(Run(clock.step, [0], host=[10.0]), clock.works.append, clock) is None  # type: ignore[arg-type]
-
-
-def test_device_time_is_measured_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs take turns, and one that has no such time is asked once. Work is in whole products, rounded up."""
-    products: list[int] = []
-    backend, runs = choose("cpu"), [Run(lambda _: None, [0]) for _ in range(2)]
-    monkeypatch.setattr(type(backend), "device", torch.device("meta"))
-    monkeypatch.setattr(torch, "mm", lambda *_, **__: products.append(1))
-    asked: list[int] = []
-
-    def device_time_of(run: Run, occupy: timing.Occupy, on: object) -> float | None:
-        assert on is backend
-        asked.append(runs.index(run))
-        products.clear()
-        occupy(0.5)
-        assert len(products) == 1
-        return None if run is runs[0] else float(len(asked))
-
-    monkeypatch.setattr(timing, "device_time", device_time_of)
-    measure(runs, backend, 1, 1, device_rounds=3)
-    assert [run.as_data()["gpu_us"] for run in runs] == [None, 3.0]
-    assert asked == [0, 1, 1, 1]

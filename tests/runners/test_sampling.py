@@ -14,9 +14,9 @@ from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
 from slotgraph.extend import HOST, side
+from slotgraph.runners.sampling import Sample, sample_batch
 from tests.fused import feed_for
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declaration_of, declarations, poisoned, rounds
 
@@ -145,16 +145,8 @@ NARROW = copied(BATCH, dtype=CACHE_LOC, pad=0, limit=2)
 UNSIZED = copied(BATCH, Axis("ELSE", fixed=True), dtype=torch.int64, pad=0)
 REFUSED: list[tuple[type[Inputs], dict[str, Any], str]] = [
     (declaration_of({"rows": CALLED}), {}, r"slot 'rows' reads .*lambda.*\(batch\): .*batches="),
-    (
-        declaration_of({"rows": ROWS, "inner": WITHIN}),
-        {},
-        r"slot 'inner' reads batch.rows.inner",
-    ),
-    (
-        declaration_of({"locations": NARROW}),
-        {},
-        r"slot 'locations': 3 rows need as many locations",
-    ),
+    (declaration_of({"rows": ROWS, "inner": WITHIN}), {}, r"slot 'inner' reads batch.rows.inner"),
+    (declaration_of({"locations": NARROW}), {}, r"slot 'locations': 3 rows need as many locations"),
     (declaration_of({"rows": UNSIZED}), {}, r"slot 'rows': live lacks a size for ELSE"),
     (Marked, {}, r"field 'mode' of Marked has no default: give its value, values="),
     (Sampled, {"absent": {"flag"}}, r"absent names 'flag', which is no optional slot .*: did you mean 'flags'\?"),

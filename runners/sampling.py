@@ -7,13 +7,13 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .axes import Sizes, extent
-from .capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
-from .declaration import Declaration
-from .errors import ConfigError
-from .slots import Slot
-from .sources import Path
-from .tails import Once, Pad
+from ..dataflow.axes import Sizes, extent
+from ..dataflow.capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
+from ..dataflow.declaration import Declaration
+from ..dataflow.errors import ConfigError
+from ..dataflow.slots import Slot
+from ..dataflow.sources import Path
+from ..dataflow.tails import Once, Pad
 
 CPU: Final = torch.device("cpu")
 Values = Mapping[str, Any]

@@ -24,9 +24,9 @@ from slotgraph import (
 )
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
 from slotgraph.dataflow.plan import Pattern, plan_fill
 from slotgraph.extend import side
+from slotgraph.runners.explained.declared import Explanation, Extents, SlotFacts, explain_declaration, mermaid
 from slotgraph.runners.explained.pages import printed, tables
 from tests.strategies import declarations
 

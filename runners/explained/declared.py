@@ -6,12 +6,12 @@ from typing import Final
 
 import attrs
 
-from .axes import Axis, Sizes, extent
-from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
-from .declaration import Declaration
-from .errors import ConfigError
-from .plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
-from .slots import Constant, Slot
+from ...dataflow.axes import Axis, Sizes, extent
+from ...dataflow.capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
+from ...dataflow.declaration import Declaration
+from ...dataflow.errors import ConfigError
+from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
+from ...dataflow.slots import Constant, Slot
 
 Extents = Mapping[Axis, tuple[int, int]]
 """Live and padded size of every axis."""
@@ -98,7 +98,7 @@ def explain_declaration(
     """
     how = chosen_lowering(capabilities, lowering)
     live, padded = _checked_sizes(declaration, extents)
-    check_named(declaration, pattern)
+    pattern.check(declaration)
     moving = {*declaration.sources}.difference(pattern.absent, pattern.in_place)
     slots = tuple(_facts(name, declaration, capabilities, live, padded, moving) for name in declaration.slots)
     return Explanation(
@@ -128,13 +128,6 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
             raise ConfigError(f"{axis.name}={live}/{padded}: expected {wanted}")
     known = sorted(extents)
     return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
-
-
-def check_named(declaration: Declaration, pattern: Pattern) -> None:
-    """ConfigError where an absent slot is not optional, or where another one that is named is not copied."""
-    declaration.check_names("absent", pattern.absent, "optional")
-    declaration.check_names("in_place", pattern.in_place, "copied")
-    declaration.check_names("hosted", pattern.hosted, "copied")
 
 
 def _facts(
