@@ -181,6 +181,5 @@ class Step:
             raise DeclarationError(f"no slot has {axis}: declare one with a dim of {axis}, so that its size is known")
         told = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
         raise DeclarationError(
-            f"this step does not know the size of {axis} (it knows {told}): declare a copied slot with a dim of "
-            f"{axis}, or give an EagerRunner relations= from which {axis} follows"
+            f"this step does not know the size of {axis} (it knows {told}): declare a copied slot with a dim of {axis}"
         )
