@@ -163,7 +163,10 @@ class Step:
 
         Raises DeclarationError for an axis that the batch does not tell.
         """
-        return self._at(size, self.live_sizes)
+        try:
+            return self.live_sizes[size]  # type: ignore[index] # an axis, in most cases
+        except (KeyError, TypeError):
+            return self._at(size, self.live_sizes)
 
     def padded(self, size: Axis | Dim) -> int:
         """Rows of the bucket on an axis, or an expression's value at these sizes.
@@ -181,6 +184,5 @@ class Step:
             raise DeclarationError(f"no slot has {axis}: declare one with a dim of {axis}, so that its size is known")
         told = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
         raise DeclarationError(
-            f"this step does not know the size of {axis} (it knows {told}): declare a copied slot with a dim of "
-            f"{axis}, or give an EagerRunner relations= from which {axis} follows"
+            f"this step does not know the size of {axis} (it knows {told}): declare a copied slot with a dim of {axis}"
         )

@@ -121,9 +121,9 @@ def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
 class Buffer:
     """One slot's memory at full capacity.
 
-    owner: the tensor that was handed in, where the memory was adopted; `tensor` is an alias of it, whose shape nobody
-    else can change. foreign: whether its owner may write it between steps. pooled: whether it is a part of memory that
-    others use in their turn.
+    owner: the tensor that was handed in, where the memory was adopted; `tensor` is an alias of it, of a shape of its
+    own. foreign: whether its owner may write it between steps. pooled: whether it is a part of memory that others use
+    in their turn.
     """
 
     name: str

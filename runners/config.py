@@ -21,7 +21,7 @@ from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError, hint
 from ..dataflow.inputs import Inputs
-from ..dataflow.serial import json_data
+from .serial import json_data
 
 
 def refuse(argument: str, expected: str, value: object) -> NoReturn:

@@ -128,7 +128,7 @@ class AddressProver(Prover):
         return next(iter(told.values()), "")
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
-        """What is wrong with tails of memory that nobody else was to write."""
+        """What is wrong with tails of memory that only the runner may write."""
         capabilities, step = self.runner.stage.backend.capabilities, info_of(view).step
         for buffer in self.graphs.buffers:
             slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()

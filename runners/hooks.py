@@ -99,7 +99,7 @@ Live = tuple[int, ...]
 class Coordinator:
     """Coordinates one runner's steps with the same runner on other ranks.
 
-    This class is for a single rank and asks nobody; `Agreement` is for a process group.
+    This class is for a single rank, which asks no other; `Agreement` is for a process group.
 
     Attributes:
         axes: Those of live sizes, the axis of the buckets last.

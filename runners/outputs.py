@@ -21,7 +21,7 @@ def map_tensors(
 ) -> Any:
     """The same structure with each tensor replaced: tuples, lists, mappings, attrs and data classes, nested.
 
-    Containers are new, so that whoever gets them may change them; `others` is asked about anything else.
+    Containers are new, so that the caller may change them; `others` is asked about anything else.
     """
     if isinstance(outputs, torch.Tensor):
         return function(outputs)

@@ -11,9 +11,9 @@ from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError
-from ..dataflow.sharing import Layout, Member, Schedule, lay_out
 from .config import checked, checked_keys, checked_names
 from .running import Unique
+from .sharing import Layout, Member, Schedule, lay_out
 from .stage import Stage, V
 
 

@@ -62,7 +62,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         config: Its options.
         stage: The declaration, the backend and the step.
         coordinator: With the same runner of other ranks.
-        is_whole: Whether its graphs are of whole steps, which then compute on the device, and show nobody the view.
+        is_whole: Whether its graphs are of whole steps, which then compute on the device; the caller gets no view.
         cuts: Whether outputs are cut to live rows.
         graphs: The captured buckets, and the buffers that they read; None of a runner that captures nothing.
         eager: Runs the batches that no graph takes.
@@ -209,7 +209,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 raise
 
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> Filled[V]:
-        """The long way. whole: the step runs at once, and nobody asks for the view that its graph sees."""
+        """The long way. whole: the step runs at once, and needs no view."""
         before, self._filled = self._filled, None
         eager, graphs, start = self.eager, self.graphs, time.perf_counter_ns() if next(self.tally.turns) else 0
         held = eager.held
@@ -245,7 +245,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return Filled(self.eager.fill_sized(batch, live[: self._axes], side), route, live)
 
     def _broke_off(self) -> None:
-        """A step ended in the middle, which nobody may believe to be filled."""
+        """Forget the last fill: a step ended in the middle."""
         self._filled = None
         for held in (self.eager, self.graphs):
             if held is not None and held.buffers is not None:

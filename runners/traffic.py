@@ -55,7 +55,7 @@ class Traffic(OperatorWatch):
         if not name.startswith("aten::lift"):  # which hands on what was made of host data a moment before
             self._found.update({storage_key(tensor) for tensor in taken} - self._made)
         if self._writes is not None:
-            # of an operator that takes functions nobody knows what these write
+            # an operator that takes functions does not say what these write
             for tensor in _strided(list(written(operator, args, kwargs))) if plain else taken:
                 if storage_key(tensor) not in self._made:
                     self._writes(tensor, name, args)

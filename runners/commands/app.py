@@ -19,7 +19,6 @@ from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError, RecordingError, did_you_mean
 from ...dataflow.plan import Pattern
-from ...dataflow.serial import to_data
 from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
@@ -29,6 +28,7 @@ from ..explained.pages import Table, html, printable, tables
 from ..recording.records import RecordedFile, StepRecord, versions
 from ..recording.replaying import RecordedRanks, Replayed, ReplayReport, replay_file
 from ..runner import Runner
+from ..serial import to_data
 from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, show_rows
 from .shared import (

@@ -85,7 +85,7 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
 def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str, Contestant]:
     """Whole steps by name: two by hand, a runner for each lowering, and a bare replay of a graph without a fill."""
     found, declaration = dict[str, Contestant](), inputs.slotgraph
-    runners = {name: captured(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
+    runners = {name: captured_runner(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
     graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying
     memory = memory_of(runners[ORACLE].graphs.buffers)
     for name in (PER_SLOT, REGROUPED):
@@ -101,7 +101,7 @@ def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str
     return {**found, BARE: Contestant(lambda _: graph.replay(), memory)}
 
 
-def captured(
+def captured_runner(
     inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any
 ) -> DecodeRunner[Any]:
     """A captured runner: the public path, with sizing, routing and checks."""

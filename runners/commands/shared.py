@@ -17,10 +17,10 @@ from rich.console import Console, RenderableType
 
 from ...dataflow.errors import ConfigError, DeclarationErrors, SlotGraphError, did_you_mean, place_of
 from ...dataflow.inputs import Inputs
-from ...dataflow.serial import to_data
 from ..decode import GraphRunner
 from ..explained.pages import WIDE
 from ..runner import Runner
+from ..serial import to_data
 
 FAILED: Final = 1
 """A check failed, or a backend cannot run here. What was not understood exits with 2, as typer has it."""

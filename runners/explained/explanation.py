@@ -14,12 +14,12 @@ from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
 from ...dataflow.declaration import Declaration
 from ...dataflow.plan import CopyGroup, FillPlan, plan_fill, slot_bytes
-from ...dataflow.sharing import Layout, lasting
 from ...dataflow.slots import Output
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
 from ..ranks.group import Ranks
 from ..runner import Runner
+from ..sharing import Layout, lasting
 from ..statistics import Decision
 from .declared import NOT_SIZED, Explanation, explain_declaration
 

@@ -231,7 +231,7 @@ def pictures(explanation: RunnerExplanation) -> Mapping[str, str]:
 
 
 def _on_paper(shown: RenderableType, width: int = WIDE) -> Console:
-    """A console that has printed something, and shows it to nobody."""
+    """A console that keeps what it printed, for export."""
     console = Console(file=io.StringIO(), width=width, highlight=False, record=True, color_system="truecolor")
     console.print(shown)
     return console

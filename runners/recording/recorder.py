@@ -33,7 +33,7 @@ def _told(error: Exception) -> str:
 class Recording(Watcher):
     """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`.
 
-    Values on the device are copied in the order of the stream, into pinned memory, and nobody waits for them. So a copy
+    Values on the device are copied in the order of the stream, into pinned memory, without a wait. So a copy
     is what the step found, and copies that were made before a device failed can be read after it did.
     """
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
-from ...dataflow.serial import from_data, json_data, to_data
 from ..explained.declared import explain_declaration
 from ..ranks.group import Message
 from ..runner import Runner
+from ..serial import from_data, json_data, to_data
 from ..statistics import Decision
 
 FORMAT: Final = 5

@@ -40,7 +40,7 @@ class RecordedRanks(Ranks):
         self.group: Any = None
         self.rank, self.size = record.rank, record.size
         self.equal, self.shards = record.equal, record.shards
-        self.timeout = self.capture_timeout = math.inf  # nobody is waited for
+        self.timeout = self.capture_timeout = math.inf  # it waits for no other rank
         self.on = HOST
         self.exchanges = 0
         self.broken = None

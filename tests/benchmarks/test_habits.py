@@ -21,7 +21,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.bench import ORACLE, Batch, captured, check_bytes, declare_decode, draw
+from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, check_bytes, declare_decode, draw
 from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch
 from slotgraph.runners.testing.ground import memory_of
 from slotgraph.runners.testing.timing import Run, measure
@@ -72,7 +72,7 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
     backend, found = load(name)(), dict[tuple[str, str], tuple[Run, DecodeRunner[Any]]]()
     for habit in habits(backend):
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
-        made = [captured(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
+        made = [captured_runner(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
         ways: dict[str, Contestant] = {
             name: Contestant(habit.call(one), memory_of(one.graphs.buffers))
             for name, one in zip(names, made, strict=True)

@@ -19,7 +19,7 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
 from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, FillPlan, Pattern, packet_bytes, plan_fill
-from slotgraph.dataflow.serial import from_data, to_data
+from slotgraph.runners.serial import from_data, to_data
 from tests.strategies import declaration_of, noise, poisoned
 
 PACKS = Capabilities(packed_uploads=True, roles={"cache_loc": torch.int32})

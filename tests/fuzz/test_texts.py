@@ -15,10 +15,10 @@ from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.capabilities import dtype_from_text
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.plan import FillPlan
-from slotgraph.dataflow.serial import from_data, json_data, to_data
 from slotgraph.runners.config import MOST
-from tests.dataflow.test_serial import PLAN
+from slotgraph.runners.serial import from_data, json_data, to_data
 from tests.fuzz.hostile import DEEP, NASTY_TEXTS, leaves, spoilt, values
+from tests.runners.test_serial import PLAN
 
 
 def read(text: str) -> FillPlan:

@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 import slotgraph
-from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.pages import html, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
+from slotgraph.runners.serial import from_data, to_data
 from slotgraph.runners.standard.counts import DP
 from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping

@@ -13,11 +13,11 @@ import typer.testing
 from slotgraph.backends import Availability, choose, names
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.dataflow.plan import FillPlan
-from slotgraph.dataflow.serial import from_data
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
+from slotgraph.runners.serial import from_data
 
 DECLARATIONS = """
 import torch

@@ -12,9 +12,9 @@ import slotgraph
 from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.pool import InputPool
+from slotgraph.runners.serial import from_data, to_data
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
 from tests.runners.kinds import RUNNERS, batch_of, captured
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch

@@ -10,10 +10,10 @@ import pytest
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.dataflow.serial import to_data
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.pages import html, pictures, printable, printed, tables
+from slotgraph.runners.serial import to_data
 from tests.runners.explained.houses import (
     HARM,
     full_batch,

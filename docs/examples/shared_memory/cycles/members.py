@@ -6,7 +6,7 @@ import attrs
 
 from slotgraph import BATCH, TOKENS, Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.sharing import Layout, Member, Schedule, lay_out
+from slotgraph.runners.sharing import Layout, Member, Schedule, lay_out
 from slotgraph.speculative import WIDTH
 
 

@@ -11,9 +11,9 @@ import cattrs
 import torch
 from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 
-from .capabilities import dtype_from_text, dtype_text
-from .errors import ConfigError, did_you_mean
-from .tails import Number
+from ..dataflow.capabilities import dtype_from_text, dtype_text
+from ..dataflow.errors import ConfigError, did_you_mean
+from ..dataflow.tails import Number
 
 T = TypeVar("T")
 _NOT_FINITE: Final[Mapping[str, float]] = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, Pattern, TailReset, plan_fill
-from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.declared import Explanation, explain_declaration
+from slotgraph.runners.serial import from_data, to_data
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, declarations
 
 Change = Callable[[dict[str, Any]], object]

@@ -18,11 +18,11 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Inputs, computed, constant, copi
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError, LayoutError
-from slotgraph.dataflow.serial import to_data
-from slotgraph.dataflow.sharing import Layout, Member, Schedule, check_layout, lay_out
 from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
 from slotgraph.dataflow.tails import Keep, Once
 from slotgraph.extend import once
+from slotgraph.runners.serial import to_data
+from slotgraph.runners.sharing import Layout, Member, Schedule, check_layout, lay_out
 from tests.strategies import HIDDEN, PAGES, declaration_of, declarations
 
 PHASES = ("prefill", "draft", "verify", "extend", "prepare")
