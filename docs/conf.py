@@ -1,7 +1,10 @@
 """How Sphinx builds the documentation: furo's theme, MyST's Markdown, the reference from docstrings."""
 
+import re
 import tomllib
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 _PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -26,3 +29,15 @@ nitpick_ignore_regex = [  # types of attributes that the reference has no entry 
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_copy_source = False
+
+
+def _relative(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    """README's links are absolute, for the package index; in the book they lead to its own pages."""
+    del app, path, parent
+    pages = re.compile(r"\]\(https://(?:github|raw\.githubusercontent)\.com/slotgraph/slotgraph(?:/blob)?/main/docs/([^)]*\.(?:md|svg)(?:#[^)]*)?)\)")
+    content[0] = pages.sub(r"](\1)", content[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("include-read", _relative)
