@@ -34,6 +34,7 @@ def mode_of(error_mode: str | None, modes: Sequence[str]) -> str:
 
 
 NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}
+"""What `capture` takes where a step has no host parameters."""
 Interruption = Callable[[Sequence[Any] | None], Any]
 """What is called between two graphs: without places it answers, with them it writes its answer there."""
 

@@ -142,7 +142,9 @@ def extent(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
 
 
 BATCH: Final = Axis("BATCH")
+"""The requests of a step."""
 TOKENS: Final = Axis("TOKENS")
+"""The tokens of a step; in a decode runner, BATCH times its width."""
 WIDTH: Final = Axis("WIDTH", fixed=True)
 """Tokens that one request has in each step; a runner that is given `width` knows its size."""
 

@@ -11,8 +11,11 @@ from .axes import python_number
 from .errors import ConfigError
 
 Placement = Literal["device", "host"]
+"""Where a slot lies."""
 DEVICE: Final = "device"
+"""Where a slot lies: in the device's memory."""
 HOST: Final = "host"
+"""Where a slot lies: in host memory, pinned where the device copies from it."""
 Lowering = Literal["in_graph", "fused", "foreach", "slot_by_slot"]
 AUTO: Final = "auto"
 LADDER: Final[tuple[Lowering, ...]] = ("in_graph", "fused", "foreach", "slot_by_slot")

@@ -1,10 +1,14 @@
 """How Sphinx builds the documentation: furo's theme, MyST's Markdown, the reference from docstrings."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+import generated  # noqa: E402 - beside this file
 
 _PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -19,14 +23,15 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build", "examples"]
 
 default_role = "code"  # docstrings have Markdown's single backticks
-autodoc_typehints = "none"  # signatures on one line; types are in the docstrings and in the source
+autodoc_typehints = "description"  # signatures on one line, types beside their parameters
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-nitpick_ignore_regex = [  # types of attributes that the reference has no entry for
-    ("py:class", r"(collections|torch)\..*"),
-    ("py:class", r"slotgraph\.runners\.(eagerly|graphs|pool|stage)\..*"),
-]
+nitpick_ignore_regex = [("py:class", r".*")]  # types of other packages and of private modules
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["book.css"]
 html_title = f"{project} {version}"
 html_copy_source = False
 
@@ -38,6 +43,12 @@ def _relative(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
     content[0] = pages.sub(r"](\1)", content[0])
 
 
+def _generated(app: Sphinx, page: str, content: list[str]) -> None:
+    del app, page
+    content[0] = generated.replaced(content[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _generated)
     app.connect("include-read", _relative)

@@ -1,0 +1,113 @@
+"""What the documentation takes from the package itself: the entries of the reference, and the tables of standard slots.
+
+A page says where: `<!-- generated: slotgraph.pool -->` stands for the names that this module exports, and
+`<!-- generated: standard slots -->` for the tables.
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from sphinx.pycode import ModuleAnalyzer
+
+from slotgraph import Axis, Inputs, standard
+from slotgraph.dataflow.capabilities import Capabilities, dtype_text
+from slotgraph.dataflow.tails import Pad
+from slotgraph.extend import FillRole, Role, Slot
+from slotgraph.runners.explained.declared import SlotFacts, explain_declaration
+
+CUDA: Final = Capabilities(roles={"cache_loc": torch.int64}, fills={"seq_len_fill": 1})
+NPU: Final = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
+_MARK: Final = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
+
+
+def replaced(text: str) -> str:
+    """A page with what its marks stand for."""
+    return _MARK.sub(lambda mark: "\n".join(tables() if mark[1] == "standard slots" else entries(mark[1])), text)
+
+
+def entries(module: str) -> Iterator[str]:
+    """The entries of all names that a module exports, in its order; a declaration is on the page of its own."""
+    found = importlib.import_module(module)
+    yield "```{eval-rst}"
+    for name in getattr(found, "__all__", sorted(name for name in vars(found) if name[0].isupper())):
+        value = getattr(found, name)
+        if inspect.ismodule(value) or (module == "slotgraph.standard" and inspect.isclass(value) and issubclass(value, Inputs)):
+            continue
+        yield from _entry(f"{module}.{name}", name, value)
+    yield "```"
+
+
+def _entry(path: str, name: str, value: Any) -> Iterator[str]:
+    if inspect.isclass(value):
+        yield from (f".. autoclass:: {path}", "   :members:", "   :inherited-members: object, Exception", "")
+    elif callable(value):
+        yield from (f".. autofunction:: {path}", "")
+    else:
+        yield from (f".. py:data:: {path}", *[f"   :value: {value!r}"] * isinstance(value, str | Axis), "", f"   {_said(name, value)}", "")
+
+
+def _said(name: str, value: object) -> str:
+    """What stands below a name where it is defined."""
+    for path, module in sys.modules.copy().items():
+        if path.startswith("slotgraph.") and vars(module).get(name) is value:
+            analyzer = ModuleAnalyzer.for_module(path)
+            analyzer.analyze()
+            if ("", name) in analyzer.attr_docs:
+                return " ".join(analyzer.attr_docs["", name]).strip()
+    raise LookupError(f"nothing is said of {name}: write a docstring below its definition")
+
+
+def tables() -> Iterator[str]:
+    """A heading, a sentence and a table for each standard declaration, with the slots that it adds."""
+    for name in standard.__all__:
+        inputs = getattr(standard, name)
+        if not (inspect.isclass(inputs) and issubclass(inputs, Inputs)):
+            continue
+        yield from (f"### `{name}`", "", (inputs.__doc__ or "").split("\n")[0], "")
+        rows = list(_rows(inputs))
+        if rows:
+            yield from ("| slot | shape | dtype | on | tail | comes from | why |", "|---|---|---|---|---|---|---|", *rows, "")
+
+
+def whys(inputs: type[Inputs]) -> dict[str, str]:
+    """What a class's docstring says of its slots: `name: why.`, in a line or several."""
+    body = inspect.cleandoc(inputs.__doc__ or "")
+    found = re.findall(r"^(\w+): (.*(?:\n(?!\w+: |\n).*)*)", body, re.MULTILINE)
+    return {name: " ".join(why.split()).removesuffix(".") for name, why in found}
+
+
+def _rows(inputs: type[Inputs]) -> Iterator[str]:
+    cuda, npu = ({s.name: s for s in explain_declaration(inputs.slotgraph, c, "").slots} for c in (CUDA, NPU))
+    said = whys(inputs)
+    for name in inspect.get_annotations(inputs):
+        if (slot := inputs.slotgraph.slots.get(name)) is not None:
+            yield "| " + " | ".join(_cells(slot, cuda[name], npu[name], said[name])) + " |"
+
+
+def _cells(slot: Slot, cuda: SlotFacts, npu: SlotFacts, why: str) -> tuple[str, ...]:
+    dtype = cuda.dtype if cuda.dtype == npu.dtype else f"{cuda.dtype} / {npu.dtype}"
+    if cuda.role == standard.MODEL_DTYPE.name:
+        dtype = "the model's"
+    rule, tail = slot.rule(), (cuda.tail or "-").removeprefix("pad=")
+    if isinstance(rule, Pad) and isinstance(rule.value, FillRole):
+        tail = f"{rule.value.on(CUDA)} / {rule.value.on(NPU)}"
+    return f"`{cuda.name}`", f"`[{', '.join(cuda.shape)}]`", dtype, cuda.placement, tail, _origin(slot, cuda), why
+
+
+def _origin(slot: Slot, facts: SlotFacts) -> str:
+    if facts.function is not None:
+        return f"computed on the {facts.runs_on}: `{facts.function}({', '.join(facts.needs)})`"
+    if facts.value is not None:
+        return f"constant: `{facts.value}`"
+    words = [facts.kind if facts.source in (None, f"batch.{facts.name}") else f"copied from `{facts.source}`"]
+    words += [f"also from {dtype_text(dtype)}" for dtype in slot.converts_from() if not isinstance(slot.dtype, Role)]
+    words += [word for word in ("optional", "restored") if getattr(slot, word)]
+    words += ["rewritten"] * (slot.rewritten and facts.kind == "copied")
+    words += [f"at most {facts.limit}"] * (facts.limit is not None)
+    words += ["a host parameter"] * (facts.parameter is not None)
+    return ", ".join(words)
