@@ -49,6 +49,7 @@ house: .venv/.have-test  ## the figures of the house beside their goals: lines, 
 
 docs: .venv/.have-docs  ## the documentation, warnings as errors, into docs/_build/html
 	@$(BIN)/sphinx-build --quiet -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html
+	@$(BIN)/python docs/measured.py docs/_build/html
 	@echo "slotgraph: the documentation is in docs/_build/html/index.html"
 
 lint: .venv/.have-lint  ## ruff: all rules, and the format

@@ -20,7 +20,7 @@ release = version = _PROJECT["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build", "examples"]
+exclude_patterns = ["_build", "decisions", "examples"]
 
 default_role = "code"  # docstrings have Markdown's single backticks
 autodoc_typehints = "description"  # signatures on one line, types beside their parameters
