@@ -16,7 +16,7 @@ from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.hooks import Watcher
 from tests.runners import prefilled, test_draft, test_draft_extend
-from tests.runners.check.sound import KINDS, Found
+from tests.runners.check.test_sound import KINDS, Found
 from tests.runners.models import (
     TABLE,
     PlainInputs,

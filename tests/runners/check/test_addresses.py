@@ -11,8 +11,8 @@ from torch import nn
 
 from slotgraph import BreakableRunner, graph_break
 from slotgraph.runners.state import Holdings
-from tests.runners.check.planted import found_by
-from tests.runners.check.planted import runner_of as captured
+from tests.runners.check.test_planted import found_by
+from tests.runners.check.test_planted import runner_of as captured
 from tests.runners.models import TABLE, PlainInputs, random_batch
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.hooks import Watcher
-from tests.runners.check.planted import OURS, runner_of, sound, tables_on
+from tests.runners.check.test_planted import OURS, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from slotgraph import BATCH, Inputs
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.comparison import USUAL, differences, named, seen
-from tests.runners.check.planted import found_by
-from tests.runners.check.planted import runner_of as captured
 from tests.runners.check.test_addresses import Broken, broken_runner
+from tests.runners.check.test_planted import found_by
+from tests.runners.check.test_planted import runner_of as captured
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:

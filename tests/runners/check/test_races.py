@@ -18,7 +18,7 @@ from slotgraph.dataflow.sources import Source
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.pool import InputPool
 from tests.invariants.device import Device
-from tests.runners.check.planted import found_by, runner_of
+from tests.runners.check.test_planted import found_by, runner_of
 from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
 
 if TYPE_CHECKING:
