@@ -40,12 +40,7 @@ def _lengths(tokens: int, generator: torch.Generator) -> list[int]:
 
 def plain(backend: Any) -> Found:
     """Decode."""
-
-    def make(rows: int, generator: torch.Generator) -> Any:
-        batch = random_batch(rows, _seed(generator))
-        return {name: value.to(backend.device) for name, value in batch.items()}
-
-    return plain_runner(backend), make
+    return plain_runner(backend), lambda rows, generator: random_batch(rows, _seed(generator), backend.device)
 
 
 def draft(backend: Any) -> Found:
