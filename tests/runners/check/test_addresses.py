@@ -179,13 +179,14 @@ def test_ways_to_a_tensor() -> None:
         return inner(view) + kept.inner[0] + scale + model.step(view)
 
     wrapped = functools.update_wrapper(lambda *args: len(args), step)
-    before = Holdings.of(functools.partial(wrapped, torch.randn(6)))
+    before = Holdings(functools.partial(wrapped, torch.randn(6)))
+    before.look()
     ways = {"[0]", "kept.inner[1]", "inner.first", "inner.GLOBAL", "model.table", "model.inner.0.weight"}
     assert ways <= before.found.keys()
     assert before.changed() == []
     kept.inner[1] = torch.randn(5)
-    (change,) = before.changed()
-    assert (change.holding.name, change.what) == ("kept.inner[1]", "the memory of the capture is freed")
+    ((holding, now),) = before.changed()
+    assert (holding.name, holding.is_freed, now is kept.inner[1]) == ("kept.inner[1]", True, True)
     table = before.found["model.table"]
     assert not table.is_freed
     del model.table

@@ -112,6 +112,11 @@ LAYER: Final = torch.nn.Linear(1, 4)
 EMBEDDING: Final = torch.nn.Embedding(16, 4)
 TO_TYPE: Final = "torch.LongTensor"
 
+
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
 READS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "long": lambda x: x.long(),
     "to a dtype": lambda x: x.to(torch.float64),
@@ -120,7 +125,7 @@ READS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "embedding module": EMBEDDING,
     "linear module": lambda x: LAYER(x.float()[:, None]),
     "softmax": lambda x: functional.softmax(x.float()[:, None].expand(-1, 4), dim=-1),
-    "attention": lambda x: functional.scaled_dot_product_attention(*[x.float()[:, None, None].expand(-1, 2, 4)] * 3),
+    "attention": lambda x: _attended(x.float()[:, None, None].expand(-1, 2, 4)),
     "product": lambda x: torch.einsum("b,d->bd", x.float(), TABLE[0]),
     "index": lambda x: TABLE[x],
     "compiled": torch.compile(lambda x: x.long() + 1, backend="eager"),
