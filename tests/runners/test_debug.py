@@ -38,11 +38,6 @@ KEEPING: Any = (prefilled.captured, test_draft.captured, test_draft_extend.captu
 """What makes runners and keeps them."""
 
 
-@pytest.fixture(autouse=True)
-def _no_word_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-
-
 def runner_of(step: Callable[[Any], Any], inputs: type[Inputs] = PlainInputs, **options: Any) -> Any:
     """A captured runner, by default on the CPU with a device's semantics."""
     return decoder(inputs, step, **{"backend": CAPTURES, "buckets": [4, 8], **options})
@@ -257,6 +252,7 @@ def test_step_that_cannot_be_watched() -> None:
 
 def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bool, names in one text or several, or else the environment; the nearest name where one is unknown."""
+    monkeypatch.delenv(VARIABLE, raising=False)
     assert modes_of(None) == modes_of(wanted=False) == modes_of("") == modes_of(()) == frozenset()
     assert modes_of(wanted=True) == CHEAP == {"generations", "addresses"}
     assert modes_of("poison, parity") == modes_of(["parity", "poison"]) == {"parity", "poison"}
@@ -331,8 +327,8 @@ def test_views_that_another_runner_has_overwritten() -> None:
     pool = InputPool("one", "two")
     given: dict[str, Any] = {"buckets": [4], "backend": CAPTURES, "sharing": True, "debug": "poison,parity"}
     one, two = (DecodeRunner(PlainInputs, plain_step, phase=pool[phase], **given) for phase in ("one", "two"))
-    for runner in (one, two):
-        runner.capture()
+    one.capture()
+    two.capture()
     view, batch = one.fill(random_batch(3, 1)), random_batch(3, 2)
     two.fill({**batch, "ids": batch["ids"] + 1000})  # of which no table has a row
     said = "another runner of this one's pool"
