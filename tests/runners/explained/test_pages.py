@@ -1,9 +1,12 @@
 """Tables, page and pictures: whole, offline, readable, and deaf to what names try to say to a browser."""
 
 import json
+import os
 import re
+import runpy
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -25,6 +28,8 @@ from tests.runners.explained.houses import (
 )
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
+PAGE = Path(__file__).parents[3] / "docs" / "reading-a-runner.md"
+VARIABLE = "SLOTGRAPH_WRITE_PICTURES"
 
 
 class Parsed(HTMLParser):
@@ -145,3 +150,15 @@ def test_alike_buckets_share_a_row() -> None:
     assert [name for name, _ in many().fills] == ["9 buckets, 1 to 256", "eager, not padded"]
     names = [name for name, _ in slotgraph.explain(many_runner("foreach")).fills]
     assert names == ["8 buckets, 1 to 128", "bucket 256", "eager, not padded"], "the last has copies apart"
+
+
+def test_pictures_of_the_docs(tmp_path: Path) -> None:
+    """A page of the docs has its example's pictures of today; with SLOTGRAPH_WRITE_PICTURES=1 they are written."""
+    page, example = PAGE.read_text(encoding="utf-8"), tmp_path / "reading_example.py"
+    example.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    for name, picture in pictures(slotgraph.explain(runpy.run_path(str(example))["verify"])).items():
+        file = PAGE.parent / "pictures" / f"reading-{name}.svg"
+        if os.environ.get(VARIABLE) == "1":
+            file.write_text(picture, encoding="utf-8")
+        assert file.read_text(encoding="utf-8") == picture, f"draw it anew: {VARIABLE}=1 pytest {__file__}"
+        assert f"](pictures/{file.name})" in page
