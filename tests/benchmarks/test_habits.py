@@ -21,8 +21,8 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, check_bytes, declare_decode, draw
-from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch
+from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw
+from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch, verify
 from slotgraph.runners.testing.ground import memory_of
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
@@ -75,8 +75,8 @@ def test_no_habit_leaves_its_lowering(backend: Backend, pytestconfig: pytest.Con
         }
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]
         with habit.around():
-            drawn = ((rows, habit.draw(rows, at)) for at, rows in enumerate(sizes))
-            check_bytes(habit.name, habit.inputs, backend, ways, drawn)
+            drawn = (({BATCH: rows, TOKENS: rows}, habit.draw(rows, at)) for at, rows in enumerate(sizes))
+            verify(habit.name, habit.inputs.slotgraph, backend, ways[ORACLE], ways, drawn)
         batches = [habit.draw(rows, number) for number, rows in enumerate(habit.sizes)]
         for one in names[1:]:
             found[habit.name, one] = Run(ways[one].call, batches, habit.around, habit.before)

@@ -14,17 +14,18 @@ import pytest
 import torch
 import typer.testing
 
+from slotgraph import BATCH, TOKENS
 from slotgraph.backends import Availability, Backend, choose, names
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.commands import bench
-from slotgraph.runners.commands.app import app
-from slotgraph.runners.commands.bench import check_bytes, contestants, declare_decode, draw
-from slotgraph.runners.commands.shared import screen
+from slotgraph.runners.commands.app import app, screen
+from slotgraph.runners.commands.bench import contestants, declare_decode, draw
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.serial import from_data
+from slotgraph.runners.testing.benchmarks import verify
 
 DECLARATIONS = """
 import torch
@@ -412,8 +413,8 @@ def test_every_contestant_leaves_the_oracles_bytes(backend: Backend) -> None:
     """Over growing and shrinking batches, tails and outputs included; but a bare replay fills nothing."""
     inputs = declare_decode(12)
     found = contestants(inputs, backend, 48)
-    batches = [(rows, draw(inputs, backend, rows)) for rows in (37, 48, 1, 37)]
-    check_bytes("twelve", inputs, backend, found, batches)
+    batches = [({BATCH: rows, TOKENS: rows}, draw(inputs, backend, rows)) for rows in (37, 48, 1, 37)]
+    verify("twelve", inputs.slotgraph, backend, found["slot_by_slot"], found, batches)
     assert set(found) == {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
     bare = found["bare"]
     before = {name: slot.clone() for name, slot in bare.slots.items()}
@@ -437,9 +438,10 @@ def test_wrong_bytes_end_the_benchmark(changed: str, monkeypatch: pytest.MonkeyP
         return {**found, "per_slot": attrs.evolve(right, call=call)}
 
     inputs, cpu = declare_decode(4), choose("cpu")
+    found, batches = stale(inputs, cpu, 8), [({BATCH: 7, TOKENS: 7}, draw(inputs, cpu, 7))]
     what = {"outputs": "it returned other outputs", "slots": "slot 'seq_lens', row 7 (its tail)"}[changed]
     with pytest.raises(WrongBytesError, match=re.escape(f"device by 'per_slot': {what}")):
-        check_bytes("device", inputs, cpu, stale(inputs, cpu, 8), [(7, draw(inputs, cpu, 7))])
+        verify("device", inputs.slotgraph, cpu, found["slot_by_slot"], found, batches)
     monkeypatch.setattr(bench, "contestants", stale)
     monkeypatch.setattr(bench, "measure", pytest.fail)
     result = run("bench", "--quick", "--slots", "4", "--backend", "cpu")
