@@ -47,7 +47,6 @@ from .bench import FULL, QUICK, measured_rows, show_rows
 
 FAILED: Final = 1
 """A check failed, or a backend cannot run here. What was not understood exits with 2, as typer has it."""
-RUNNER: Final = "no runner, nor a function without required arguments that makes one"
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 app = typer.Typer(
@@ -155,7 +154,7 @@ def are_batches(value: Any) -> bool:
 def find(
     target: str,
     is_wanted: Callable[[Any], bool] = lambda value: isinstance(value, Runner),
-    why: str = RUNNER,
+    why: str = "no runner, nor a function without required arguments that makes one",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
@@ -296,14 +295,16 @@ def explain(
             found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
     if form == "table":
         screen(output=output).print(tables(found))
-    elif form == "json":
-        typer.echo(as_json(found), output, nl=False)
+        return
+    if form == "json":
+        text = as_json(found)
     elif form == "mermaid":
-        typer.echo(mermaid(found if isinstance(found, Explanation) else found.declaration), output, nl=False)
+        text = mermaid(found if isinstance(found, Explanation) else found.declaration)
     elif isinstance(found, Explanation):
         refuse("a page is made of a runner: name one, or take --format table, mermaid or json", "--format")
     else:
-        typer.echo(html(found), output, nl=False)
+        text = html(found)
+    typer.echo(text, output, nl=False)
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
@@ -465,8 +466,8 @@ def check(
         if batches is not None:
             why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        told = only or (), read_outside or ()
-        report = check_runner(runner, given, rounds=rounds, seed=seed, only=told[0], read_outside=told[1])
+        outside = read_outside or ()
+        report = check_runner(runner, given, rounds=rounds, seed=seed, only=only or (), read_outside=outside)
     title, *lines = str(report).splitlines()
     found = {name: report.of(name) for name in report.steps}
     rows = [

@@ -185,11 +185,15 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
     """What its graph does otherwise than the step, and what it returns otherwise than recorded. Raises as the step."""
-    found = list[str]()
-    produce = functools.partial(_produce, step)
-    one = batch_of(step, runner.stage)  # once more: a step may write what it is given
-    view = runner.fill(one.batch, **one.side)
-    produce(view)
+    found, produce = list[str](), functools.partial(_produce, step)
+
+    def filled() -> Any:
+        one = batch_of(step, runner.stage)  # each time anew: a step may write what it is given
+        view = runner.fill(one.batch, **one.side)
+        produce(view)
+        return view
+
+    view = filled()
     if runner.graphs is not None and graph_of(runner, view) is not None:
         try:
             state = state_on(runner, view)
@@ -202,15 +206,14 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
                 finding = apart_from_step(subject, batch_of(step, runner.stage))
             if finding is not None:
                 found.append(finding.message)
-        view = runner.fill(one.batch, **one.side)
-        produce(view)
+        view = filled()
     here = copies(runner.replay(view), "outputs")
     if step.outputs is not None:
         known = {one.name: one.elements for one in step.outputs if one.elements is not None}
         for lost in (one.name for one in step.outputs if one.why):
             here.pop(lost, None)
-        apart = mismatches(here, known, USUAL, ("here", "recorded"), info_of(view).step)
-        found += filter(None, ["; ".join(map(str, apart))])
+        apart = [*mismatches(here, known, USUAL, ("here", "recorded"), info_of(view).step)]
+        found += ["; ".join(map(str, apart))] if apart else []
     return found
 
 

@@ -70,7 +70,7 @@ def test_no_habit_leaves_its_lowering(backend: Backend, pytestconfig: pytest.Con
     for habit in habits(backend):
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [captured_runner(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
-        ways = {
+        ways: dict[str, Contestant] = {
             one: Contestant(habit.call(it), memory_of(it.graphs.buffers)) for one, it in zip(names, made, strict=True)
         }
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]

@@ -15,7 +15,7 @@ import slotgraph
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import html, pictures, printable, printed, tables
+from slotgraph.runners.explained.pages import html, pictures, printable
 from slotgraph.runners.serial import to_data
 from tests.runners.explained.houses import (
     HARM,
@@ -24,6 +24,7 @@ from tests.runners.explained.houses import (
     harmful_runner,
     many_runner,
     pooled_runner,
+    printed,
     proxy,
 )
 
@@ -75,17 +76,12 @@ def pooled() -> RunnerExplanation:
     return slotgraph.explain(pooled_runner())
 
 
-def shown(explanation: RunnerExplanation) -> str:
-    """The tables as a wide terminal has them."""
-    return printed(tables(explanation), 400)
-
-
 def test_tables_and_page_say_it_all() -> None:
     """Slots, steps, plans, places, bytes, decisions and shared memory are in both, and each slot by name."""
     explanation = pooled()
     page = Parsed(html(explanation))
     assert {"h2", "pre"} <= {tag for tag, _ in page.tags}
-    for text in (shown(explanation), page.text):
+    for text in (printed(explanation), page.text):
         for part in (
             "DecodeRunner on cpu",
             "slots of FullInputs",
@@ -99,9 +95,9 @@ def test_tables_and_page_say_it_all() -> None:
         ):
             assert part in text
         assert all(text.count(slot.name) >= 3 for slot in explanation.declaration.slots)
-    assert "nothing is captured yet: call capture()" in shown(many())
+    assert "nothing is captured yet: call capture()" in printed(many())
     for part in ("fused kernel, the graph's first node", " 0.25 ", "eager.too_large.steps"):
-        assert part in shown(full()), part
+        assert part in printed(full()), part
 
 
 def test_page_loads_and_runs_nothing() -> None:
@@ -128,7 +124,7 @@ def test_hostile_names_are_letters() -> None:
     assert not re.search("[\x00\x1b\u202e]", page)
     assert json.loads(json.dumps(to_data(explanation)))["buckets"][0]["graphs"][0]["why"].endswith(HARM)
     assert "<script>" not in mermaid(explanation.declaration)
-    assert "<script>alert(1)</script>" in shown(explanation)
+    assert "<script>alert(1)</script>" in printed(explanation)
 
 
 @pytest.mark.parametrize("explained", [full, many, harmful, pooled])

@@ -21,6 +21,7 @@ from tests.strategies import HIDDEN, Round, declarations, rounds, same_bytes
 from tests.strategies import batch_of as drawn_batch
 
 KINDS = ("tensor", "array", "list")
+END: Any = ["end"]
 
 
 def as_kind(value: torch.Tensor, kind: str) -> Any:
@@ -116,8 +117,8 @@ def test_plain_data(value: object) -> None:
         ({1, 2}, "builtins.set"),
         (b"bytes", "builtins.bytes"),
         (1j, "complex"),
-        (functools.reduce(lambda inner, _: [inner], range(5_000), "end"), "recursion"),
-        (functools.reduce(lambda inner, _: [inner, inner], range(20), ["end"]), "more than 4,194,304 letters"),
+        (functools.reduce(lambda inner, _: [inner], range(5_000), END), "recursion"),
+        (functools.reduce(lambda inner, _: [inner, inner], range(20), END), "more than 4,194,304 letters"),
         (1 << 20_000, "4300 digits"),
         (torch.float32, "torch.dtype"),
         (np.array(["text"]), "numpy.str_"),
