@@ -3,7 +3,7 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
@@ -13,20 +13,109 @@ from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step
 from slotgraph.backends import Backend
-from slotgraph.dataflow.capabilities import HOST
+from slotgraph.dataflow.axes import extent
+from slotgraph.dataflow.capabilities import HOST, Capabilities
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
-from slotgraph.dataflow.slots import Copied
-from tests.life.reference import WIDE, Given, Reference, plain
+from slotgraph.dataflow.slots import Computed, Constant, Copied, Slot, Staged
+from slotgraph.dataflow.tails import Pad, resolve_value
 from tests.life.worlds import steps_of
 from tests.runners.models import bytes_of
 from tests.strategies import AXES, HIDDEN, PAGES, Round, Sizes, batch_of, declarations, noise, same_bytes, source_for
 
 PAGES_MOST: Final = 3
+WIDE: Final = 2
+"""The size of HIDDEN."""
 BUCKETS: Final = ((2, 6), (1, 4), (5,))
 EXAMPLES: Final = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 6
 Batch = tuple[Any, dict[str, Any]]
+
+
+@attrs.frozen(eq=False)
+class Given:
+    """One batch: its sources by slot, without those that are absent, the field that it carries, and its live sizes."""
+
+    sources: Mapping[str, torch.Tensor]
+    tag: int
+    live: Sizes
+
+
+@attrs.frozen(eq=False)
+class Reference:
+    """The rules of one declaration on one device."""
+
+    inputs: type[Inputs]
+    capabilities: Capabilities
+
+    def path(self, given: Given, buckets: tuple[int, ...], capacity: Sizes, patterns: set[frozenset[str]]) -> str:
+        """In one word, where a batch goes: `fits`, or why it is run eagerly."""
+        optional = {name for name, slot in self.inputs.slotgraph.slots.items() if slot.optional}
+        if given.live[BATCH] > max(buckets) or any(given.live[axis] > capacity[axis] for axis in AXES):
+            return "too_large"
+        if frozenset(optional - given.sources.keys()) not in patterns:
+            return "absent"
+        return "fits" if given.tag == 3 else "field_differs"
+
+    def faults(
+        self, view: Mapping[str, Any], given: Given, padded: Sizes, capacity: Sizes | None, unseen: Collection[str] = ()
+    ) -> Iterator[str]:
+        """Every slot that does not hold what it must. capacity: of the buffers, where it is known. unseen: left out."""
+        step = Step(given.live, padded)
+        known = {**view, "step": step, "tag": given.tag}
+        for name, slot in self.inputs.slotgraph.slots.items():
+            value, source = view[name], given.sources.get(name)
+            if name in unseen:
+                continue
+            if isinstance(slot, Copied) and source is None:
+                holds = value is None
+            elif tuple(value.shape) != extent(slot.shape, step.padded_sizes):
+                holds = False
+            elif isinstance(slot, Computed):
+                holds = same_bytes(value.cpu(), _computed(slot, known, value.shape).to(value.dtype))
+            elif isinstance(slot, Constant):
+                holds = capacity is None or same_bytes(value.cpu(), _constant(slot, value, capacity))
+            else:
+                holds = self._rows(slot, value.cpu(), source, extent(slot.shape, step.live_sizes))
+            if not holds:
+                yield f"{name}, {slot}: {value}"
+
+    def _rows(self, slot: Slot, value: torch.Tensor, source: torch.Tensor | None, live: tuple[int, ...]) -> bool:
+        """Whether the live part is the source, and all beyond it the tail's value, where the rule names one."""
+        parts, rule = tuple(slice(0, size) for size in live), slot.rule()
+        if source is not None and not same_bytes(value[parts], source.cpu().to(value.dtype)):
+            return False
+        if not isinstance(slot, Copied | Staged) or not isinstance(rule, Pad):
+            return True
+        beyond = torch.ones(value.shape, dtype=torch.bool)
+        beyond[parts] = False
+        found = value[beyond]
+        return same_bytes(found, torch.full_like(found, resolve_value(rule.value, self.capabilities, {HIDDEN: WIDE})))
+
+
+def _computed(slot: Computed, known: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
+    compute = slot.function
+    arguments = {name: _on_host(known[name]) for name in compute.needs}
+    if compute.writes_out:
+        out = torch.empty(shape, dtype=next(iter(arguments.values())).dtype)
+        compute.function(**arguments, out=out)
+        return out
+    return torch.as_tensor(compute.function(**arguments)).expand(shape)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _constant(slot: Constant, value: torch.Tensor, capacity: Sizes) -> torch.Tensor:
+    """Row i of a bucket is row i of the whole."""
+    whole = extent(slot.shape, capacity)
+    if callable(slot.value):
+        made = torch.as_tensor(slot.value(Step(capacity, capacity)))
+    else:
+        number = resolve_value(slot.value, Capabilities(), {HIDDEN: WIDE})
+        made = torch.full(whole, number, dtype=value.dtype)  # a NaN that is converted may have other bits
+    return made.to(value.dtype)[tuple(slice(0, size) for size in value.shape)]
 
 
 def whole_view(view: Any) -> dict[str, torch.Tensor]:
@@ -224,7 +313,7 @@ class Life(RuleBasedStateMachine):
         slots = self.inputs.slotgraph.slots
         names = [n for n, slot in slots.items() if type(slot) is Copied and n in given.sources and not slot.optional]
         name = names[which % len(names)]
-        one, sources = given.sources[name], {n: plain(source) for n, source in given.sources.items()}
+        one, sources = given.sources[name], {n: source.clone() for n, source in given.sources.items()}
         spoil: dict[str, Callable[[], torch.Tensor | None]] = {
             "missing": lambda: None,
             "dtype": lambda: one.to(torch.complex64),
@@ -237,7 +326,7 @@ class Life(RuleBasedStateMachine):
         with pytest.raises(BatchError, match=f"{name!r}|bound to memory that cannot grow"):
             self.runner(batch, **side)
         assert self.memory() == before
-        assert all(same_bytes(plain(source), sources[n]) for n, source in given.sources.items())
+        assert all(same_bytes(source, sources[n]) for n, source in given.sources.items())
         assert steps_of(self.runner) == self.steps
         if self.kept is not None:
             self.replay()
