@@ -125,22 +125,12 @@ def whole_view(view: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in seen.items() if value is not None}
 
 
-@attrs.define(eq=False)
-class Kept:
-    """The view that was filled last, of which batch, in a bucket of which sizes, and whether by a graph."""
-
-    view: Any
-    given: Given
-    padded: Sizes
-    by_graph: bool
-
-
 class Life(RuleBasedStateMachine):
     """One runner at a time, and what plain Python knows of it."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.lowerings = backend, list(backend.capabilities.lowerings)
         self.runner: Any = None
         self.kept: Any = None
         self.owned: dict[str, torch.Tensor] = {}
@@ -156,13 +146,11 @@ class Life(RuleBasedStateMachine):
         self.pattern = frozenset(data.draw(st.sets(st.sampled_from(optional)))) if optional else frozenset[str]()
         self.patterns = {frozenset[str](), self.pattern}
         self.width = data.draw(st.integers(1, 2))
-        self.make(data.draw(st.sampled_from(BUCKETS)), data.draw(st.sampled_from(self.lowerings())))
-
-    def lowerings(self) -> list[str]:
-        return list(self.backend.capabilities.lowerings)
+        self.make(data.draw(st.sampled_from(BUCKETS)), data.draw(st.sampled_from(self.lowerings)))
 
     def make(self, buckets: tuple[int, ...], lowering: str, *, lazy: bool = False, **bind: torch.Tensor) -> None:
         self.buckets, self.lazy, self.steps = buckets, lazy, 0
+        self.capacity = self.padded(max(buckets))
         sizes = {PAGES: PAGES_MOST, HIDDEN: WIDE}
         self.runner = DecodeRunner(
             self.inputs,
@@ -183,9 +171,10 @@ class Life(RuleBasedStateMachine):
     def padded(self, rows: int) -> Sizes:
         return {BATCH: rows, TOKENS: rows * self.width, PAGES: PAGES_MOST, HIDDEN: WIDE}
 
-    def batch(self, rows: int, pages: int, seed: int, *, absent: bool, usual: bool) -> tuple[Batch, Given]:
+    def drawn(self, drawn: tuple[int, int, int, bool, bool]) -> tuple[Batch, Given]:
         """A batch as engines have them, and the same as plain facts."""
-        live = {BATCH: rows, TOKENS: rows * self.width, PAGES: pages, HIDDEN: WIDE}
+        rows, pages, seed, absent, usual = drawn
+        live = {**self.padded(rows), PAGES: pages}
         gone = self.pattern if absent else frozenset[str]()
         turn = Round(live, live, gone, choices=seed, seed=seed - seed % 7 + (3 if usual else 4))
         slots = self.inputs.slotgraph.slots
@@ -216,10 +205,6 @@ class Life(RuleBasedStateMachine):
         with pytest.raises(CaptureError, match="make a new runner to capture again"):
             self.runner.capture()
 
-    def drawn(self, drawn: tuple[int, int, int, bool, bool]) -> tuple[Batch, Given]:
-        rows, pages, seed, absent, usual = drawn
-        return self.batch(rows, pages, seed, absent=absent, usual=usual)
-
     @precondition(lambda self: self.is_captured)
     @rule(drawn=sized, split=st.booleans())
     def run(self, drawn: Any, split: bool) -> None:  # noqa: FBT001 - drawn
@@ -239,8 +224,7 @@ class Life(RuleBasedStateMachine):
 
     def cannot_grow(self, batch: Any, side: dict[str, Any], given: Given) -> bool:
         """A batch that is too large for memory that was adopted is refused, and changes nothing."""
-        capacity = self.padded(max(self.buckets))
-        refused = self.is_bound and any(given.live[axis] > capacity[axis] for axis in AXES)
+        refused = self.is_bound and any(given.live[axis] > self.capacity[axis] for axis in AXES)
         if refused:
             before = self.memory()
             with pytest.raises(BatchError, match="bound to memory that cannot grow"):
@@ -250,7 +234,7 @@ class Life(RuleBasedStateMachine):
 
     def expect(self, batch: Any, side: dict[str, Any], given: Given) -> tuple[Sizes, bool]:
         """The padded sizes that a batch is run with, and whether a graph does it."""
-        why = self.reference.path(given, self.buckets, self.padded(max(self.buckets)), self.patterns)
+        why = self.reference.path(given, self.buckets, self.capacity, self.patterns)
         decision = self.runner.decide(batch, **side)
         assert decision.why == why
         if why != "fits":
@@ -264,7 +248,7 @@ class Life(RuleBasedStateMachine):
         slots = self.inputs.slotgraph.slots
         seen = {name: found.get(name) for name, slot in slots.items() if slot.placement == "device"}
         unseen = {name: given.sources.get(name) for name in slots if name not in seen}  # others are computed from them
-        capacity = self.padded(max(self.buckets)) if by_graph else None
+        capacity = self.capacity if by_graph else None
         assert list(self.reference.faults({**unseen, **seen}, given, padded, capacity, unseen)) == []
 
     @precondition(lambda self: self.is_captured)
@@ -282,26 +266,24 @@ class Life(RuleBasedStateMachine):
         view = self.runner.fill(batch, **side)
         if before is not None:
             with pytest.raises(ReplayError, match="was not filled last"):
-                self.runner.replay(before.view)
-        self.kept = Kept(view, given, padded, by_graph)
+                self.runner.replay(before[0])
+        self.kept = view, given, padded, by_graph
         if not by_graph:
-            self.whole(view, given, padded, None)
+            self.whole(view, given, padded, by_graph=False)
         assert steps_of(self.runner) == self.steps
         return True
 
-    def whole(self, view: Any, given: Given, padded: Sizes, capacity: Sizes | None) -> None:
+    def whole(self, view: Any, given: Given, padded: Sizes, *, by_graph: bool) -> None:
         """A view with all its slots is what it must be."""
-        assert list(self.reference.faults(view.__dict__, given, padded, capacity)) == []
+        assert list(self.reference.faults(vars(view), given, padded, self.capacity if by_graph else None)) == []
 
     @precondition(lambda self: self.kept is not None)
     @rule()
     def replay(self) -> None:
         """The view that was filled last, again and again; after a graph's replay its computed slots are there too."""
-        kept = self.kept
-        outputs = self.runner.replay(kept.view)
-        self.check(outputs, kept.given, kept.padded, by_graph=kept.by_graph)
-        capacity = self.padded(max(self.buckets)) if kept.by_graph else None
-        self.whole(kept.view, kept.given, kept.padded, capacity)
+        view, given, padded, by_graph = self.kept
+        self.check(self.runner.replay(view), given, padded, by_graph=by_graph)
+        self.whole(view, given, padded, by_graph=by_graph)
         self.steps += 1
         assert steps_of(self.runner) == self.steps
 
@@ -352,7 +334,7 @@ class Life(RuleBasedStateMachine):
         cut = {one.name: one.view(capacity) for one in self.runner.graphs.buffers if fits}
         adopted = {name: one for name, one in cut.items() if type(slots[name]) is Copied and one.is_contiguous()}
         self.kept = None
-        self.make(buckets, data.draw(st.sampled_from(self.lowerings())), lazy=lazy, **adopted)
+        self.make(buckets, data.draw(st.sampled_from(self.lowerings)), lazy=lazy, **adopted)
         places = {one.name: one.tensor.data_ptr() for one in self.runner.graphs.buffers}
         assert all(places[name] == tensor.data_ptr() for name, tensor in adopted.items())
 
@@ -367,7 +349,7 @@ class Life(RuleBasedStateMachine):
         self.kept = self.runner = None
         gc.collect()
         assert [one() for one in held] == [None] * len(held)
-        self.make(buckets, self.lowerings()[0])
+        self.make(buckets, self.lowerings[0])
 
 
 @pytest.mark.usefixtures("_quick_collections")
