@@ -41,58 +41,6 @@ class Given:
     live: Sizes
 
 
-@attrs.frozen(eq=False)
-class Reference:
-    """The rules of one declaration on one device."""
-
-    inputs: type[Inputs]
-    capabilities: Capabilities
-
-    def path(self, given: Given, buckets: tuple[int, ...], capacity: Sizes, patterns: set[frozenset[str]]) -> str:
-        """In one word, where a batch goes: `fits`, or why it is run eagerly."""
-        optional = {name for name, slot in self.inputs.slotgraph.slots.items() if slot.optional}
-        if given.live[BATCH] > max(buckets) or any(given.live[axis] > capacity[axis] for axis in AXES):
-            return "too_large"
-        if frozenset(optional - given.sources.keys()) not in patterns:
-            return "absent"
-        return "fits" if given.tag == 3 else "field_differs"
-
-    def faults(
-        self, view: Mapping[str, Any], given: Given, padded: Sizes, capacity: Sizes | None, unseen: Collection[str] = ()
-    ) -> Iterator[str]:
-        """Every slot that does not hold what it must. capacity: of the buffers, where it is known. unseen: left out."""
-        step = Step(given.live, padded)
-        known = {**view, "step": step, "tag": given.tag}
-        for name, slot in self.inputs.slotgraph.slots.items():
-            value, source = view[name], given.sources.get(name)
-            if name in unseen:
-                continue
-            if isinstance(slot, Copied) and source is None:
-                holds = value is None
-            elif tuple(value.shape) != extent(slot.shape, step.padded_sizes):
-                holds = False
-            elif isinstance(slot, Computed):
-                holds = same_bytes(value.cpu(), _computed(slot, known, value.shape).to(value.dtype))
-            elif isinstance(slot, Constant):
-                holds = capacity is None or same_bytes(value.cpu(), _constant(slot, value, capacity))
-            else:
-                holds = self._rows(slot, value.cpu(), source, extent(slot.shape, step.live_sizes))
-            if not holds:
-                yield f"{name}, {slot}: {value}"
-
-    def _rows(self, slot: Slot, value: torch.Tensor, source: torch.Tensor | None, live: tuple[int, ...]) -> bool:
-        """Whether the live part is the source, and all beyond it the tail's value, where the rule names one."""
-        parts, rule = tuple(slice(0, size) for size in live), slot.rule()
-        if source is not None and not same_bytes(value[parts], source.cpu().to(value.dtype)):
-            return False
-        if not isinstance(slot, Copied | Staged) or not isinstance(rule, Pad):
-            return True
-        beyond = torch.ones(value.shape, dtype=torch.bool)
-        beyond[parts] = False
-        found = value[beyond]
-        return same_bytes(found, torch.full_like(found, resolve_value(rule.value, self.capabilities, {HIDDEN: WIDE})))
-
-
 def _computed(slot: Computed, known: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
     compute = slot.function
     arguments = {name: _on_host(known[name]) for name in compute.needs}
@@ -141,10 +89,8 @@ class Life(RuleBasedStateMachine):
         hosts = any(slot.placement == HOST for slot in inputs.slotgraph.slots.values())
         assume(not (hosts and self.backend.capabilities.host_parameters))
         self.inputs = inputs
-        self.reference = Reference(inputs, self.backend.capabilities)
         optional = sorted(name for name, slot in inputs.slotgraph.slots.items() if slot.optional)
         self.pattern = frozenset(data.draw(st.sets(st.sampled_from(optional)))) if optional else frozenset[str]()
-        self.patterns = {frozenset[str](), self.pattern}
         self.width = data.draw(st.integers(1, 2))
         self.make(data.draw(st.sampled_from(BUCKETS)), data.draw(st.sampled_from(self.lowerings)))
 
@@ -234,7 +180,12 @@ class Life(RuleBasedStateMachine):
 
     def expect(self, batch: Any, side: dict[str, Any], given: Given) -> tuple[Sizes, bool]:
         """The padded sizes that a batch is run with, and whether a graph does it."""
-        why = self.reference.path(given, self.buckets, self.capacity, self.patterns)
+        optional = {name for name, slot in self.inputs.slotgraph.slots.items() if slot.optional}
+        why = "fits" if given.tag == 3 else "field_differs"
+        if optional - given.sources.keys() not in (set(), self.pattern):
+            why = "absent"
+        if given.live[BATCH] > max(self.buckets) or any(given.live[axis] > self.capacity[axis] for axis in AXES):
+            why = "too_large"
         decision = self.runner.decide(batch, **side)
         assert decision.why == why
         if why != "fits":
@@ -249,7 +200,42 @@ class Life(RuleBasedStateMachine):
         seen = {name: found.get(name) for name, slot in slots.items() if slot.placement == "device"}
         unseen = {name: given.sources.get(name) for name in slots if name not in seen}  # others are computed from them
         capacity = self.capacity if by_graph else None
-        assert list(self.reference.faults({**unseen, **seen}, given, padded, capacity, unseen)) == []
+        assert list(self.faults({**unseen, **seen}, given, padded, capacity, unseen)) == []
+
+    def faults(
+        self, view: Mapping[str, Any], given: Given, padded: Sizes, capacity: Sizes | None, unseen: Collection[str] = ()
+    ) -> Iterator[str]:
+        """Every slot that does not hold what it must. capacity: of the buffers, where it is known. unseen: left out."""
+        step = Step(given.live, padded)
+        known = {**view, "step": step, "tag": given.tag}
+        for name, slot in self.inputs.slotgraph.slots.items():
+            value, source = view[name], given.sources.get(name)
+            if name in unseen:
+                continue
+            if isinstance(slot, Copied) and source is None:
+                holds = value is None
+            elif tuple(value.shape) != extent(slot.shape, step.padded_sizes):
+                holds = False
+            elif isinstance(slot, Computed):
+                holds = same_bytes(value.cpu(), _computed(slot, known, value.shape).to(value.dtype))
+            elif isinstance(slot, Constant):
+                holds = capacity is None or same_bytes(value.cpu(), _constant(slot, value, capacity))
+            else:
+                holds = self._rows(slot, value.cpu(), source, extent(slot.shape, step.live_sizes))
+            if not holds:
+                yield f"{name}, {slot}: {value}"
+
+    def _rows(self, slot: Slot, value: torch.Tensor, source: torch.Tensor | None, live: tuple[int, ...]) -> bool:
+        """Whether the live part is the source, and all beyond it the tail's value, where the rule names one."""
+        parts, rule = tuple(slice(0, size) for size in live), slot.rule()
+        if source is not None and not same_bytes(value[parts], source.cpu().to(value.dtype)):
+            return False
+        if not isinstance(slot, Copied | Staged) or not isinstance(rule, Pad):
+            return True
+        beyond = torch.ones(value.shape, dtype=torch.bool)
+        beyond[parts] = False
+        number, found = resolve_value(rule.value, self.backend.capabilities, {HIDDEN: WIDE}), value[beyond]
+        return same_bytes(found, torch.full_like(found, number))
 
     @precondition(lambda self: self.is_captured)
     @rule(drawn=sized)
@@ -275,7 +261,7 @@ class Life(RuleBasedStateMachine):
 
     def whole(self, view: Any, given: Given, padded: Sizes, *, by_graph: bool) -> None:
         """A view with all its slots is what it must be."""
-        assert list(self.reference.faults(vars(view), given, padded, self.capacity if by_graph else None)) == []
+        assert list(self.faults(vars(view), given, padded, self.capacity if by_graph else None)) == []
 
     @precondition(lambda self: self.kept is not None)
     @rule()
