@@ -56,6 +56,7 @@ Spans = Sequence[tuple[int, int]]
 Copies = Sequence[torch.Tensor]
 """Copies of a state's pieces, or which of their words differ."""
 Index = tuple[Any, ...]
+Leads = tuple[Callable[[Any], Any], ...]
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -274,8 +275,7 @@ def _check_room(
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
-        held = () if holder is None else _holdings(holder)
-        names = {one.place[0]: f"{one.name}: " for one in held}
+        names = {one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)}
         told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in pieces)
         named = "; ".join(dict.fromkeys(told))
         raise CheckError(
@@ -307,7 +307,7 @@ class Holding:
     """
 
     name: str
-    leads: tuple[Callable[[Any], Any], ...]
+    leads: Leads
     same: tuple[int, int]
     storage: StorageWeakRef
     place: tuple[int, int]
@@ -344,8 +344,12 @@ class Holdings:
 
     def look(self) -> None:
         """Add what the step reaches now in ways in which it reached nothing before."""
-        for one in _holdings(self._step):
-            self.found.setdefault(one.name, one)
+        for name, leads, tensor in reached(self._step):
+            if address := _address(tensor):
+                storage = tensor.untyped_storage()
+                kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
+                place, text = _place(storage), text_of(tensor)
+                self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 
     def changed(self) -> list[Change]:
         """Tensors that are not where they were, of those that the step still reaches in the same way."""
@@ -363,23 +367,25 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if plain and tensor.numel() else 0
 
 
-def _holdings(step: Any) -> Iterator[Holding]:
-    seen, todo = set[int](), [(step, "", tuple[Callable[[Any], Any], ...]())]
+def reached(
+    holder: Any, closed: tuple[type, ...] = _CLOSED, depth: int = DEPTH
+) -> Iterator[tuple[str, Leads, torch.Tensor]]:
+    """The tensors that an object leads to, each once: what its author calls it, and how it is reached.
+
+    closed: what is not looked into. depth: how far from the object.
+    """
+    seen, todo = set[int](), [(holder, "", Leads())]
     while todo and len(seen) < MOST:
         one, name, leads = todo.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
-            if address := _address(one):
-                storage = one.untyped_storage()
-                kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
-                same, place = (id(one), address), _place(storage)
-                yield Holding(name.removeprefix("."), leads, same, kept_by_others, place, text_of(one))
-        elif len(leads) < DEPTH:
+            yield name.removeprefix("."), leads, one
+        elif len(leads) < depth:
             for said, lead in _leads(one):
                 with contextlib.suppress(*_LOST):  # such as a closure's variable that is not bound yet
-                    if not isinstance(inner := lead(one), _CLOSED):
+                    if not isinstance(inner := lead(one), closed):
                         todo.append((inner, name + said, (*leads, lead)))
 
 

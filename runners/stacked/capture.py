@@ -1,6 +1,5 @@
 """Capturing the stack of a step: what of a bucket is captured, on which arguments, and what its graphs may not read."""
 
-import copyreg
 import functools
 import re
 import types
@@ -30,7 +29,7 @@ from ..graphs import Look
 from ..outputs import check_rows, map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage, V
-from ..state import State
+from ..state import State, reached
 from .replay import VALUES, Stack, StackCall, broken, other_object, slots_of
 
 T = TypeVar("T")
@@ -40,7 +39,7 @@ _OWN: Final = str(Path(__file__).parents[1])
 _LIVE: Final = "live"
 _DEPTH: Final = 5
 """How far into an object tensors are looked for."""
-_CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType)
+_CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
 """What is not looked into: it has the same tensors in each step."""
 _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda", "is_cpu", "requires_grad"})
 """What may be asked of a slot over requests in a graph: it is the same in each step."""
@@ -171,8 +170,8 @@ def _tensors_of(call: StackCall) -> Iterator[tuple[int, torch.Tensor]]:
     for place, leaf in enumerate(call.leaves):
         if isinstance(leaf, torch.Tensor):
             yield place, leaf
-        elif leaf is not call.view and not isinstance(leaf, VALUES):
-            yield from ((place, one) for one in tensors_within(leaf) if id(one) not in slots)
+        elif leaf is not call.view and not isinstance(leaf, (*VALUES, *_CLOSED)):
+            yield from ((place, one) for *_, one in reached(leaf, _CLOSED, _DEPTH) if id(one) not in slots)
 
 
 class ReadWatch(OperatorWatch):
@@ -238,28 +237,6 @@ class Fence(TorchFunctionMode):
             if id(leaf) in self._slots:
                 raise CaptureError(_reads(name, self._slots[id(leaf)]))
         return func(*args, **given)
-
-
-def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an object holds, a few levels down."""
-    seen, todo = set[int](), [(holder, 0)]
-    while todo:
-        one, depth = todo.pop()
-        if id(one) in seen or isinstance(one, _CLOSED):
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif depth < _DEPTH:
-            todo += [(inner, depth + 1) for inner in parts_of(one)]
-
-
-def parts_of(holder: Any) -> list[Any]:
-    """What an object holds, one level down."""
-    if isinstance(holder, Mapping | list | tuple | set):
-        return [*(holder.values() if isinstance(holder, Mapping) else holder)]
-    names: list[str] = copyreg._slotnames(type(holder))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
-    return [*getattr(holder, "__dict__", {}).values(), *(getattr(holder, name, None) for name in names)]
 
 
 def _reads(what: str, slot: str) -> str:
