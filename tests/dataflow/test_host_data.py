@@ -1,5 +1,6 @@
 """Host data: what each lowering makes of lists, tuples and arrays is what torch makes of them, within their limits."""
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -211,10 +212,16 @@ def test_limits(form: str, rows: list[Any], *, there: bool) -> None:
     check_limits({slot: FORMS[form]([LIMIT, 1])})
 
 
+BOXES: Final[list[Callable[[Any], Any]]] = [
+    lambda rows: np.array(rows).reshape(-1, 2),
+    lambda rows: torch.tensor(rows).view(-1, 2),
+    *(functools.partial(lambda box, rows: [box(row) for row in rows], box) for box in (np.array, tuple, list)),
+]
+
+
 @given(
     rows=st.lists(st.lists(st.integers(0, 2 * LIMIT + 3), min_size=2, max_size=2), max_size=6),
-    form=st.sampled_from([lambda rows: np.array(rows).reshape(-1, 2), lambda rows: torch.tensor(rows).view(-1, 2)])
-    | st.sampled_from([np.array, tuple, list]).map(lambda boxed: lambda rows: [boxed(row) for row in rows]),
+    form=st.sampled_from(BOXES),
 )
 def test_limits_in_two_dims(rows: list[list[int]], form: Any) -> None:
     """Lists of lists, tuples and arrays, arrays and tensors from a side argument: the element is named by its place."""
