@@ -28,14 +28,10 @@ from .bits import bits, first_unequal, text_of
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
-SHARE: Final = 0.5
-"""The share of a device's free memory that copies of a state may take."""
-WORD: Final = 16
-"""Bytes of the largest element, a complex number's."""
-DEPTH: Final = 12
-"""How far from the step tensors are looked for."""
-MOST: Final = 200_000
-"""Objects that are looked at."""
+SHARE: Final = 0.5  # of a device's free memory that copies of a state may take
+WORD: Final = 16  # bytes of the largest element, a complex number's
+DEPTH: Final = 12  # how far from the step tensors are looked for
+MOST: Final = 200_000  # objects that are looked at
 _CLOSED: Final = (
     type,
     types.ModuleType,
@@ -370,10 +366,7 @@ def _address(tensor: torch.Tensor) -> int:
 def reached(
     holder: Any, closed: tuple[type, ...] = _CLOSED, depth: int = DEPTH
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
-    """The tensors that an object leads to, each once: what its author calls it, and how it is reached.
-
-    closed: what is not looked into. depth: how far from the object.
-    """
+    """The tensors that an object leads to, with their names and ways, but for what lies beyond `closed` or `depth`."""
     seen, todo = set[int](), [(holder, "", Leads())]
     while todo and len(seen) < MOST:
         one, name, leads = todo.pop()

@@ -28,8 +28,7 @@ from ..testing.timing import occupier
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial, rebuilt
 
-STEPS: Final = ENTRIES + SEGMENT
-"""Steps in flight: more than a ring has entries."""
+STEPS: Final = ENTRIES + SEGMENT  # in flight: more than a ring has entries
 SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
@@ -172,11 +171,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
 
 
 def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
-
-    Sources are overwritten as soon as the call returns. The slot through which it came is one whose values differ, or
-    one that the device reads late.
-    """
+    """Run batches one behind the other, with sources overwritten after each call, and each by itself, to compare."""
     wanted = _sequence(subject, list(batches))
     try:
         given = [_copied(subject, one) for one in wanted]

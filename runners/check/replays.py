@@ -37,10 +37,8 @@ from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"
 PARITY: Final = "parity"
-MOST: Final = 4096
-"""Values of live rows that are looked at to choose from."""
-COPIES: Final = 2
-"""Copies of the state at once that parity takes: as it was, and as the step left it."""
+MOST: Final = 4096  # values of live rows that are looked at to choose from
+COPIES: Final = 2  # of the state at once that parity takes: as it was, and as the step left it
 OTHER_SHAPES: Final[Tolerances] = {
     **USUAL,
     torch.float16: (1e-2, 1e-2),
@@ -128,10 +126,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
 
 
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
-    """What a slot's tail must bear, by what it declares. None if it must hold what its rule says.
-
-    Padded rows run, too: whole numbers are those of live rows, floats any. A kept tail or an output holds anything.
-    """
+    """What a slot's tail must bear: live rows' whole numbers, any floats. None if it must hold its rule's value."""
     rule, said, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
     if isinstance(said, tuple) and not unread:

@@ -109,8 +109,6 @@ CONTEXTS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
 ROWS: Final = 8
 TABLE: Final = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
 LAYER: Final = torch.nn.Linear(1, 4)
-EMBEDDING: Final = torch.nn.Embedding(16, 4)
-TO_TYPE: Final = "torch.LongTensor"
 
 
 def _attended(x: torch.Tensor) -> torch.Tensor:
@@ -120,9 +118,9 @@ def _attended(x: torch.Tensor) -> torch.Tensor:
 READS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "long": lambda x: x.long(),
     "to a dtype": lambda x: x.to(torch.float64),
-    "type": lambda x: x.type(TO_TYPE),
+    "type": lambda x: x.type("torch.LongTensor"),
     "view of views": lambda x: x.unsqueeze(1).expand(-1, 3)[:, 1].view(-1).float(),
-    "embedding module": EMBEDDING,
+    "embedding module": torch.nn.Embedding(16, 4),
     "linear module": lambda x: LAYER(x.float()[:, None]),
     "softmax": lambda x: functional.softmax(x.float()[:, None].expand(-1, 4), dim=-1),
     "attention": lambda x: _attended(x.float()[:, None, None].expand(-1, 2, 4)),

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from slotgraph.backends import Backend
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "checking.md"
-ROOM = 64
-BUCKETS = [2, 4, 8]
 
 
 class Sound(Inputs):  # one slot of each rule
@@ -53,12 +51,12 @@ def sound(view: Any) -> torch.Tensor:
 @functools.cache
 def tables_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A table of words and a cache on a device; moved there in a warm-up, since a captured step could not."""
-    return TABLE.to(device), torch.zeros(ROOM, TABLE.shape[1], device=device)
+    return TABLE.to(device), torch.zeros(64, TABLE.shape[1], device=device)
 
 
 def runner_of(step: Callable[[Any], Any], backend: Any, inputs: type[Inputs] = Sound, **options: Any) -> Any:
     """A captured runner."""
-    given: dict[str, Any] = {"buckets": BUCKETS, "progress": False, **options}
+    given: dict[str, Any] = {"buckets": [2, 4, 8], "progress": False, **options}
     runner = DecodeRunner(inputs, step, backend=backend, **given)
     runner.capture()
     return runner

@@ -154,7 +154,8 @@ def test_device_that_stops(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("row", "said"), [(3, "row 3 (its tail)"), (1, "row 1 (a live row)")], ids=["tail", "live"])
 def test_fill_that_is_not_the_oracles(cpu: str, monkeypatch: pytest.MonkeyPatch, row: int, said: str) -> None:
     """A lowering that forgets a tail, or writes a wrong live row, is told from one that leaves the right bytes."""
-    runner, fill = plain_runner(cpu), type(plain_runner(cpu)).fill
+    runner = plain_runner(cpu)
+    fill = type(runner).fill
     assert found_by("poison", runner, [random_batch(3, 5)]) == []
 
     def wrong(self: Any, batch: Any, **side: Any) -> PlainInputs:
