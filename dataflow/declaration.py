@@ -13,7 +13,7 @@ from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
-from .sources import OUT, RANKS, SETTINGS, STEP, Call, Path, Source, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Path, Source, look_up
 
 Faults = Iterator[tuple[str, str]]
 """Pairs of a slot's or a field's name and what is wrong with it."""
@@ -43,14 +43,14 @@ class Declaration:
     following: tuple[Axis, ...] = ()
 
     @functools.cached_property
-    def order(self) -> tuple[str, ...]:
-        """Computed slots, each after all that it needs; the same for any order of declaration.
+    def functions(self) -> Mapping[str, Compute]:
+        """What computes each computed slot, after all that it needs; in the same order for any order of declaration.
 
         Raises graphlib.CycleError, whose second argument is the path, where slots need each other in a circle.
         """
-        slots = sorted(self.slots.items())
-        edges = {n: sorted(need for need in slot.needs if need in self.slots) for n, slot in slots if slot.computes()}
-        return tuple(name for name in graphlib.TopologicalSorter(edges).static_order() if name in edges)
+        found = {name: compute for name, slot in sorted(self.slots.items()) if (compute := slot.computes())}
+        edges = {n: sorted(need for need in one.needs if need in self.slots) for n, one in found.items()}
+        return {name: found[name] for name in graphlib.TopologicalSorter(edges).static_order() if name in found}
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -155,7 +155,7 @@ def declare(
         if seen.setdefault(axis.name, axis) != axis:
             faults.append(DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them"))
     try:
-        _ = made.order
+        _ = made.functions
     except graphlib.CycleError as cycle:
         path = " -> ".join(reversed(cycle.args[1]))
         faults.append(CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them"))

@@ -45,12 +45,9 @@ def fill_slot_by_slot(
             _reset_tail(slot, view, step, resolve_value(rule.value, capabilities, fixed))
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
-    for name in declaration.order:
-        compute = declaration.slots[name].computes()
-        if compute is not None:
-            target = buffers[name].view(step.padded_sizes)
-            known = {**declaration.given(step), **views}
-            Computation.bind(name, compute, known, declaration.fields, target).run(batch)
+    for name in declaration.functions:
+        known, target = {**declaration.given(step), **views}, buffers[name].view(step.padded_sizes)
+        Computation.bind(name, declaration, known, target).run(batch)
     return views
 
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import DEVICE, Capabilities, Lowering, Placement, dtype_text, resolve_dtype
+from .capabilities import DEVICE, HOST, Capabilities, Lowering, Placement, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .packet import has_lane, head_bytes, rounded
 from .slots import Slot
@@ -263,7 +263,7 @@ class _Planning:
             return ()
         room = self._room.keys() & slots.keys()
         brought = sorted(self.pattern.hosted & room)
-        computed = [name for name in self.declaration.order if name in room and self._is_value(name)]
+        computed = [name for name in self.declaration.functions if name in room and self._is_value(name)]
         few = len(computed) <= FEW_NUMBERS and all(math.prod(extent(slots[n].shape, self.sizes)) <= 1 for n in computed)
         return tuple(brought if few and not brought else brought + computed)
 
@@ -273,17 +273,13 @@ class _Planning:
 
     def _is_value(self, name: str) -> bool:
         """Whether the host computes a slot, and returns what it computed."""
-        compute = self.declaration.slots[name].computes()
-        return compute is not None and self.declaration.side(name) != DEVICE and not compute.writes_out
+        return self.declaration.side(name) == HOST and not self.declaration.functions[name].writes_out
 
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
-        for name in self.declaration.order:
-            slot = self.declaration.slots[name]
-            compute = slot.computes()
-            if compute is not None:
-                needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
-                rides = name in packed or (name in self._room and self._is_value(name) and not self._apart(slot))
-                yield ComputeStep(name, compute.name, needs, self.declaration.side(name), rides)
+        for name, compute in self.declaration.functions.items():
+            needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
+            is_fused = name in self._room and self._is_value(name) and not self._apart(self.declaration.slots[name])
+            yield ComputeStep(name, compute.name, needs, self.declaration.side(name), name in packed or is_fused)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
         """Groups of slots that are copied alike; of foreach copies no group is larger than the device bears."""

@@ -156,19 +156,20 @@ def _cut(
     values: Mapping[str, Any], declared: Mapping[str, Slot], info: ViewInfo, ranges: Ranges, step: Step
 ) -> dict[str, Any]:
     """A view's values in the micro-batch: slices, and what is computed anew; without what cannot be had there."""
-    made, slots, order = dict(values), info.declaration.slots, info.declaration.order
-    for name in (name for name in declared if name not in order):
+    made, slots, functions = dict(values), info.declaration.slots, info.declaration.functions
+    for name in (name for name in declared if name not in functions):
         tensor = values.get(name)
         made[name] = None if tensor is None else _slice(name, declared[name], tensor, info, ranges)
-    for name in (name for name in order if values.get(name) is not None):
-        slot, needs = declared[name], declared[name].needs
-        brought = [need for need in needs if need in slots]
+    for name, compute in functions.items():
+        if values.get(name) is None:
+            continue
+        slot, brought = declared[name], [need for need in compute.needs if need in slots]
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
             made[name] = _computed(name, slot, {**values, **made}, info.declaration, step)
             continue
         same = all(need in made and made[need] is values[need] for need in brought)
-        if not same or STEP in needs or not slot.axes.isdisjoint(ranges):
+        if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
             del made[name]  # what the host computed for all rows is not right for these
     return made
 
@@ -191,12 +192,9 @@ def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: 
 def _computed(name: str, slot: Slot, values: Mapping[str, Any], declaration: Declaration, step: Step) -> torch.Tensor:
     """A computed slot of the micro-batch, in memory of its own: its rows, its tail and all."""
     before: torch.Tensor = values[name]
-    compute = slot.computes()
-    if compute is None:  # an order holds computed slots only; this tells the type checkers
-        return before
     with torch.inference_mode(mode=False):
         target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
-    known = {**dict.fromkeys(declaration.fields), **values, **declaration.given(step)}
+    known = {**dict.fromkeys(declaration.fields), **declaration.given(step), **values}
     with torch.no_grad():
-        Computation.bind(name, compute, known, {}, target).run(None)
+        Computation.bind(name, declaration, known, target).run(None)
     return target

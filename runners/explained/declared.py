@@ -108,7 +108,7 @@ def explain_declaration(
         slots=slots,
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
-        order=declaration.order,
+        order=tuple(declaration.functions),
         plan=plan_fill(declaration, padded, capabilities, pattern, lowering=how) if extents else None,
         nbytes=sum(slot.nbytes or 0 for slot in slots) if extents else None,
         copied=sum(slot.copied or 0 for slot in slots) if extents else None,

@@ -126,11 +126,9 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
             tails = [_box(*map(slice, padded[:dim]), end) for dim, end in ends]
         if source is not None or slot.rewritten:
             plan.copied.append((plain_name(source), source, buffer, rows, tails, pad))
-    for name in declaration.order:
-        if (compute := declaration.slots[name].computes()) is not None:
-            given = {**known, **declaration.given(step)}
-            bound = Computation.bind(name, compute, given, declaration.fields, known[name])
-            plan.computed.append((known[name], bound.function, bound.fields))
+    for name in declaration.functions:
+        bound = Computation.bind(name, declaration, {**declaration.given(step), **known}, known[name])
+        plan.computed.append((known[name], bound.function, bound.fields))
     return plan
 
 
