@@ -152,24 +152,18 @@ class Step:
     """The sizes of one step, as a computed slot sees them.
 
     live_sizes: rows that the batch brought, per axis. padded_sizes: rows of the bucket, per axis. Fixed axes are in
-    both. An axis that the batch does not tell is in neither.
+    both. An axis that the batch does not tell is in neither: to ask for it raises DeclarationError.
     """
 
     live_sizes: Sizes
     padded_sizes: Sizes
 
     def live(self, size: Axis | Dim) -> int:
-        """Rows that the batch brought on an axis, or an expression's value at these sizes.
-
-        Raises DeclarationError for an axis that the batch does not tell.
-        """
+        """Rows that the batch brought on an axis, or an expression's value at these sizes."""
         return self._at(size, self.live_sizes)
 
     def padded(self, size: Axis | Dim) -> int:
-        """Rows of the bucket on an axis, or an expression's value at these sizes.
-
-        Raises DeclarationError for an axis that the batch does not tell.
-        """
+        """Rows of the bucket on an axis, or an expression's value at these sizes."""
         return self._at(size, self.padded_sizes)
 
     def _at(self, size: Axis | Dim, sizes: Sizes) -> int:

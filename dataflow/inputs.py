@@ -33,13 +33,9 @@ class _Declaring(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         makes_anew = name == "__attrs_attrs__" or name.startswith("__dataclass_")
-        if _is_declared(cls) and (makes_anew or slot_in(value) is not None):
+        if isinstance(vars(cls).get("slotgraph"), Declaration) and (makes_anew or slot_in(value) is not None):
             raise _made_already(cls.__name__)
         super().__setattr__(name, value)
-
-
-def _is_declared(cls: type) -> bool:
-    return isinstance(vars(cls).get("slotgraph"), Declaration)
 
 
 def _made_already(name: str) -> DeclarationErrors:
@@ -71,7 +67,7 @@ class Inputs(metaclass=_Declaring):
         drop: slots and fields of a base that this declaration does without. Raises DeclarationErrors.
         """
         super().__init_subclass__(**keywords)
-        if _is_declared(cls):
+        if isinstance(vars(cls).get("slotgraph"), Declaration):
             raise _made_already(cls.__name__)
         bases, found = _inherited(cls), list[DeclarationError]()
         if isinstance(drop, str) or not isinstance(drop, Iterable):

@@ -21,11 +21,7 @@ _IS_MAPPING: Final[dict[type, bool]] = {}
 
 
 def look_up(holder: object, name: str) -> Any:
-    """One name in a mapping or on an object; None where it is not there.
-
-    A mapping is asked whether it has the name first: `__missing__` would answer for one that it has not, as that of a
-    `defaultdict` does, and leave what it made there.
-    """
+    """One name in a mapping or on an object; None where it is not there, without `__missing__` of a `defaultdict`."""
     kind = type(holder)
     is_mapping = _IS_MAPPING.get(kind)
     if is_mapping is None:
@@ -44,10 +40,7 @@ class Source(abc.ABC):
 
 
 class Answering:
-    """A batch that stands in for one of another class, and so answers in the place of functions that look into that.
-
-    A plain class: to ask an abstract one whether a batch is of it would take three times as long as the look-up.
-    """
+    """A batch that stands in for one of another class; no ABC, whose instance checks would take three times as long."""
 
     @abc.abstractmethod
     def answer(self, source: Source) -> Any:
@@ -111,10 +104,7 @@ def side(path: str) -> Path:
 
 
 def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:
-    """A declaration's `source=`: a dotted path, a side argument, a function; None where it said nothing.
-
-    Raises TypeError or ValueError for anything else.
-    """
+    """A declaration's `source=`: a dotted path, a side argument, a function or None. TypeError, ValueError else."""
     if source is None or isinstance(source, Source):
         return source
     if isinstance(source, str):
@@ -171,9 +161,8 @@ class Gather:
 class Compute:
     """A function and the names that it needs, as pytest fixtures have them.
 
-    needs: parameters in order: slots, fields of the batch, `step` for the step's sizes, `settings` for the runner's,
-    `ranks` for those that run the step together.
-    writes_out: whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
+    needs: parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`. writes_out: whether it takes
+    `out`, the slot's own buffer, and fills it instead of returning a value.
     """
 
     function: Callable[..., Any]

@@ -27,10 +27,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Aliases:
-    """Aliases of some tensors, by name, for code that is not ours.
-
-    They are the same ones at each call, until one was changed in place (`unsqueeze_`, `set_`, `.data =`).
-    """
+    """Aliases of some tensors, by name: the same ones until one was changed in place (`unsqueeze_`, `.data =`)."""
 
     def __init__(self, tensors: Views) -> None:
         self._tensors = tensors
@@ -65,9 +62,8 @@ class Aliases:
 class ViewInfo:
     """What a view remembers of its fill: the step's sizes, which axes follow from others, the runner's declaration.
 
-    whole: slots that must not be cut, since a replay hands all of each to every operator of its graph. captured:
-    whether the view is for a capture, in which no function on the host can be called for a micro-batch: each replay
-    would see what it returned then. exact: whether it has live rows only, as steps without a graph do.
+    whole: slots that must not be cut, since operators take all of each. captured: whether the view is for a capture,
+    which would freeze what functions on the host return for a micro-batch. exact: whether it has live rows only.
     """
 
     step: Step
@@ -107,10 +103,7 @@ def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
 
 
 def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:
-    """The micro-batch of a range of rows on some axes: see `Inputs.narrow`. BatchError where it cannot be cut.
-
-    declared: the slots of the view's class, of which a runner may have switched some off, or carry them as fields.
-    """
+    """`Inputs.narrow` of a view whose class has these slots, enabled or not. BatchError where it cannot be cut."""
     if info is None:
         raise BatchError("only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself")
     sizes, every = info.step.padded_sizes, _all_ranges(info, ranges)
@@ -166,7 +159,12 @@ def _cut(
         slot, brought = declared[name], [need for need in compute.needs if need in slots]
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
-            made[name] = _computed(name, slot, {**values, **made}, info.declaration, step)
+            with torch.inference_mode(mode=False):
+                target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # its rows, its tail and all
+            known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
+            with torch.no_grad():
+                Computation.bind(name, info.declaration, known, target).run(None)
+            made[name] = target
             continue
         same = all(need in made and made[need] is values[need] for need in brought)
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
@@ -187,14 +185,3 @@ def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: 
         start = size.at(first)
         tensor = tensor.narrow(dim, 0 if isinstance(slot, Constant) else start, size.at(last) - start)
     return tensor
-
-
-def _computed(name: str, slot: Slot, values: Mapping[str, Any], declaration: Declaration, step: Step) -> torch.Tensor:
-    """A computed slot of the micro-batch, in memory of its own: its rows, its tail and all."""
-    before: torch.Tensor = values[name]
-    with torch.inference_mode(mode=False):
-        target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
-    known = {**dict.fromkeys(declaration.fields), **declaration.given(step), **values}
-    with torch.no_grad():
-        Computation.bind(name, declaration, known, target).run(None)
-    return target
