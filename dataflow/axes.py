@@ -15,14 +15,11 @@ from .errors import DeclarationError
 
 def python_number(value: Any) -> Any:
     """A NumPy number as Python's own; all else as it is."""
-    if isinstance(value, np.floating):
-        return float(value)
-    return value.item() if isinstance(value, np.bool_ | np.integer) else value
+    return value.item() if isinstance(value, np.bool_ | np.integer | np.floating) else value
 
 
 Sizes = Mapping["Axis", int]
-MOST: Final = 2**63 - 1
-"""The largest size that torch counts to."""
+MOST: Final = 2**63 - 1  # the largest size that torch counts to
 
 
 class _Arithmetic:

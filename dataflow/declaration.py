@@ -15,9 +15,7 @@ from .errors import BatchError, ConfigError, CycleError, DeclarationError, Decla
 from .slots import Output, Slot
 from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Path, Source, look_up
 
-Faults = Iterator[tuple[str, str]]
-"""Pairs of a slot's or a field's name and what is wrong with it."""
-_RESERVED: Final = frozenset({STEP, SETTINGS, OUT})
+Faults = Iterator[tuple[str, str]]  # the names of slots or fields, and what is wrong with each
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
 
 
@@ -159,7 +157,7 @@ def _faults(made: Declaration) -> Faults:
     for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
-        if name in _RESERVED:
+        if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if slot.computes() and slot.reads(name) is not None:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
@@ -197,9 +195,7 @@ def _enabled(name: str, slot: Slot, settings: object) -> bool:
         try:
             return bool(slot.when(settings))
         except Exception as error:
-            raise DeclarationError(
-                f"slot {name!r}: its function when= raised {type(error).__name__}: {error}"
-            ) from error
+            raise DeclarationError(f"slot {name!r}: when= raised {type(error).__name__}: {error}") from error
     value = functools.reduce(look_up, slot.when.split("."), settings)
     if value is None or isinstance(value, str | torch.Tensor):  # 'false' would be true; many numbers are neither
         way_out = "give settings with that name, true or false"

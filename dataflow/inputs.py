@@ -15,10 +15,8 @@ from .views import ViewInfo, narrowed
 
 _NEEDED: Final = frozenset({"slotgraph", "narrow", "placeholder", "self", "attr_dict", "NOTHING"})
 """Names that the class itself needs, the last three in the constructor that attrs writes."""
-_UNMADE: Final = type(attrs.field())
-"""What a field is until attrs makes an attribute of it."""
-_CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")
-"""Prefixes of annotations that attrs ignores."""
+_UNMADE: Final = type(attrs.field())  # what a field is until attrs makes an attribute of it
+_CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")  # attrs ignores these
 _Bases = dict[str, list[tuple[type, Slot | None]]]
 
 
@@ -123,10 +121,9 @@ class Inputs(metaclass=_Declaring):
             raise AttributeError(message)
 
 
-def _attributes(cls: type) -> tuple[Any, ...]:
+def _attributes(cls: type) -> Any:
     """The attributes of a class that attrs made, inherited ones, too."""
-    found: tuple[Any, ...] = vars(cls).get("__attrs_attrs__", ())
-    return found
+    return vars(cls).get("__attrs_attrs__", ())
 
 
 def _own(cls: type) -> dict[str, Slot | None]:

@@ -1,7 +1,6 @@
 """Events: to structlog if it is configured, else to the logger `slotgraph` of the standard library; never to stdout.
 
-No handler is added to that logger. Where the user has set up no logging at all, Python's last resort then writes
-warnings to stderr, and nothing below them: a step that falls back to eager is not to go unnoticed.
+No handler is added to that logger: where the user has set up no logging at all, Python writes its warnings to stderr.
 """
 
 import functools

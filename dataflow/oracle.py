@@ -30,7 +30,6 @@ def fill_slot_by_slot(
 
     given: values in the place of the batch's own. No grouping, no memory of earlier fills, no checks.
     """
-    fixed = {axis: size for axis, size in step.padded_sizes.items() if axis.fixed}
     views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
         source, rule, view = slot.reads(name), slot.rule(), buffers[name].view(step.padded_sizes)
@@ -40,7 +39,7 @@ def fill_slot_by_slot(
         is_absent = source is not None and value is None
         views[name] = None if is_absent else view
         if isinstance(rule, Pad) and not is_absent:
-            number = resolve_value(rule.value, capabilities, fixed)
+            number = resolve_value(rule.value, capabilities, step.padded_sizes)
             for dim in slot.varying:
                 live = slot.shape[dim].at(step.live_sizes)
                 view.narrow(dim, live, view.shape[dim] - live).fill_(number)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import attrs
 import torch
@@ -288,11 +288,11 @@ class _Planning:
             dtype = resolve_dtype(slot.dtype, self.capabilities)
             alike = dtype, casts.get(name, dtype), slot.placement, *self._how(name, slot)
             groups.setdefault(alike, []).append(name)
-        for alike in sorted(groups, key=lambda alike: (_ORDER.index(alike[3]), *map(str, alike))):
+        for alike in sorted(groups, key=lambda alike: (get_args(How).index(alike[3]), *map(str, alike))):
             names = groups[alike]
-            chunk = self.capabilities.foreach_chunk if alike[3] == "foreach" else 0
-            for start in range(0, len(names), chunk or len(names)):
-                yield CopyGroup(tuple(names[start : start + (chunk or len(names))]), *alike)
+            most = (self.capabilities.foreach_chunk if alike[3] == "foreach" else 0) or len(names)
+            for start in range(0, len(names), most):
+                yield CopyGroup(tuple(names[start : start + most]), *alike)
 
     def _how(self, name: str, slot: Slot) -> tuple[How, str]:
         """How a slot is copied, and what sets it apart."""
@@ -324,6 +324,3 @@ class _Planning:
         if (slot.strided and not (packs and name in self.pattern.hosted)) or any(dim > 0 for dim in slot.varying):
             return "strided"
         return "large" if self._nbytes(slot) >= LARGE_BYTES else ""
-
-
-_ORDER: Final[tuple[How, ...]] = ("fused", "foreach", "single", "in place")

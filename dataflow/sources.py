@@ -12,12 +12,10 @@ STEP: Final = "step"
 SETTINGS: Final = "settings"
 RANKS: Final = "ranks"
 OUT: Final = "out"
-_NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 Sources: TypeAlias = tuple[Any, ...]
-_IS_MAPPING: Final[dict[type, bool]] = {}
-"""Remembered by type: asking an abstract class costs more than the look-up itself."""
+_IS_MAPPING: Final[dict[type, bool]] = {}  # asking an abstract class costs more than the look-up itself
 
 
 def look_up(holder: object, name: str) -> Any:
@@ -184,11 +182,9 @@ def compute_of(function: Callable[..., Any]) -> Compute:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:  # a function in C, or what only looks like one
-        raise TypeError(
-            f"its parameters cannot be read ({error}): write a function that calls it, with names of slots"
-        ) from error
+        raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
     for parameter in parameters:
-        if parameter.kind not in _NAMED:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
@@ -203,9 +199,7 @@ def one_argument(function: Callable[..., Any], expected: str) -> Callable[..., A
     except ValueError:  # a function in C that does not tell its parameters
         return function
     except TypeError as error:
-        raise TypeError(
-            f"expected {expected}: it is called with one argument, which it does not take ({error})"
-        ) from error
+        raise TypeError(f"expected {expected}, called with one argument, which it does not take ({error})") from error
     return _no_coroutine(function)
 
 

@@ -130,15 +130,11 @@ def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
     sizes, every = info.step.padded_sizes, dict(ranges)
     for axis, (start, stop) in ranges.items():
         if axis not in sizes:
-            raise BatchError(
-                f"this view has no rows on {axis}, which no slot of {info.declaration.name} tells: narrow another"
-            )
+            raise BatchError(f"no slot of {info.declaration.name} tells the rows on {axis}: narrow another axis")
         if not 0 <= start <= stop <= sizes[axis]:
             raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
         if axis in info.relations and not set(ranges) & info.relations[axis].axes:
-            raise BatchError(
-                f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
-            )
+            raise BatchError(f"{axis} follows from {info.relations[axis]}: narrow that axis in its place")
         for other, size in info.relations.items():
             if axis in size.axes:
                 every.setdefault(other, (size.at({**sizes, axis: start}), size.at({**sizes, axis: stop})))
@@ -179,9 +175,7 @@ def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: 
         if size.axes.isdisjoint(ranges):
             continue
         if any(sum(axis in ranges for axis in axes) != 1 for axes, _ in size.terms):
-            raise BatchError(
-                f"slot {name!r}: dim {dim} is {size}, whose rows belong to no one range; compute it instead"
-            )
+            raise BatchError(f"slot {name!r}: rows of dim {dim}, {size}, belong to no one range: compute it instead")
         start = size.at(first)
         tensor = tensor.narrow(dim, 0 if isinstance(slot, Constant) else start, size.at(last) - start)
     return tensor

@@ -133,7 +133,7 @@ class MicroInputs(Inputs):  # every kind of slot whose rows belong to a request 
     starts: torch.Tensor = computed(  # of all rows before it, so that a slice of the whole would be wrong
         lambda lens: lens.cumsum(0) - lens, shape=BATCH, dtype=torch.int64
     )
-    later: torch.Tensor = computed(lambda starts, lens: starts + lens, shape=BATCH, dtype=torch.int64)
+    later: torch.Tensor = computed(lambda starts, ranks: starts + ranks, shape=BATCH, dtype=torch.int64)
     ranks: torch.Tensor = constant(lambda step: list(range(step.padded(BATCH))), shape=BATCH, dtype=torch.int64)
     made: torch.Tensor = staged(BATCH, dtype=torch.float32, pad=0)
     logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
