@@ -366,11 +366,10 @@ def _facts_of(name: str) -> dict[str, Any]:
     """What is known of one backend; one that fails to load is listed with what it raised."""
     facts = {"name": name, "available": False, "device": None, "reason": "", "capabilities": None}
     try:
-        kind = load(name)
-        available = kind.is_available()
+        available = load(name).is_available()
         facts["reason"] = available.reason
         if available:
-            backend = kind()
+            backend = load(name)()
             facts |= {"available": True, "device": str(backend.device), "capabilities": to_data(backend.capabilities)}
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is reported, not hidden
         facts["reason"] = f"{type(error).__name__}: {error}"

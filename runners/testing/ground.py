@@ -1,6 +1,6 @@
 """Ground: a declaration on a backend, with the largest size of each axis, and its fills by any lowering."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, final
 
 import attrs
@@ -22,6 +22,7 @@ from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
 from ..bits import first_unequal, garbage
 from ..graphs import Filler
+from ..sampling import Sample, Values, sample_batch
 from ..stage import NO_SIZES, Stage
 
 Relations = Mapping[Axis, Dim]
@@ -92,6 +93,11 @@ class Ground:
     def live(self, sizes: Sizes) -> tuple[int, ...]:
         """Sizes as a fill takes them: one for each varying axis."""
         return tuple(sizes[axis] for axis in self.declaration.varying)
+
+    def sample(self, live: Sizes, seed: int, absent: Collection[str], values: Values) -> Sample:
+        """A batch of given sizes, without some optional slots."""
+        given = self.declaration, self.backend.capabilities, live, torch.Generator().manual_seed(seed)
+        return sample_batch(*given, absent=absent, values=values, device=self.backend.device)
 
     def oracle(self, buffers: Buffers, batch: Any, side: Side, live: Sizes, padded: Sizes) -> Views:
         """Fill slot by slot in the plainest code."""
