@@ -45,8 +45,7 @@ from ..serial import to_data
 from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, show_rows
 
-FAILED: Final = 1
-"""A check failed, or a backend cannot run here. What was not understood exits with 2, as typer has it."""
+FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 app = typer.Typer(

@@ -22,8 +22,7 @@ from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, 
 from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
 
-SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
-"""Live and padded rows."""
+SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))  # live and padded rows
 BARE: Final = "bare"
 ORACLE: Final[Lowering] = "slot_by_slot"
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
@@ -105,8 +104,8 @@ def captured_runner(
     inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any
 ) -> DecodeRunner[Any]:
     """A captured runner: the public path, with sizing, routing and checks."""
-    given: dict[str, Any] = {"buckets": [padded], "lowering": lowering, "progress": False, **options}
-    runner = DecodeRunner(inputs, plus_one, backend=backend, **given)
+    options |= {"buckets": [padded], "lowering": lowering, "progress": False}
+    runner = DecodeRunner(inputs, plus_one, backend=backend, **options)
     runner.capture()
     return runner
 
