@@ -23,7 +23,6 @@ from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
 
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))  # live and padded rows
-BARE: Final = "bare"
 ORACLE: Final[Lowering] = "slot_by_slot"
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("input_ids", TOKENS, torch.int64, 0),
@@ -97,7 +96,7 @@ def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str
 
         found[name] = Contestant(step, memory)
     found |= {name: Contestant(runner, memory_of(runner.graphs.buffers)) for name, runner in runners.items()}
-    return {**found, BARE: Contestant(lambda _: graph.replay(), memory)}
+    return {**found, "bare": Contestant(lambda _: graph.replay(), memory)}
 
 
 def captured_runner(

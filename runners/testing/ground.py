@@ -173,7 +173,7 @@ def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
         elif (got.dtype, got.shape) != (expected.dtype, expected.shape):
             facts = [f"{one.dtype} of shape {list(one.shape)}" for one in (got, expected)]
             yield f"slot {name!r} is {facts[0]}, and the oracle's {facts[1]}"
-        elif (where := difference(got, expected)) is not None:
+        elif (where := first_unequal(got, expected)) is not None:
             rows = extent(slots[name].shape, live)
             part = "a live row" if all(i < size for i, size in zip(where, rows, strict=True)) else "its tail"
             held = f"it holds {got[where].item()}, and the oracle's {expected[where].item()}"
@@ -184,14 +184,9 @@ def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
     """Slots of which rows were written that no rule lets a fill write: kept tails, constants, other buckets' rows."""
     for buffer in mine:
         if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
-            where = difference(buffer.tensor, right[buffer.name].tensor)
+            where = first_unequal(buffer.tensor, right[buffer.name].tensor)
             if where is not None:
                 yield f"slot {buffer.name!r}, row {_row(where)}: written, though no rule has a fill write it"
-
-
-def difference(mine: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | None:
-    """Where two tensors of one shape and dtype first differ in a byte, on whatever device. None if they do not."""
-    return first_unequal(mine.detach().cpu(), right.detach().cpu())
 
 
 def _row(where: tuple[int, ...]) -> str:
