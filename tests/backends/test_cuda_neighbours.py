@@ -2,9 +2,7 @@
 
     python -m tests.backends.test_cuda_neighbours KIND ORDER
 
-As a program: captured steps beside others in the same process who clear what libraries keep. KIND: what the captured
-step calls. ORDER: whether the runner or the compiled model is made first. It ends with an error where an output
-differs, or the device refuses to go on.
+As a program: KIND of step beside a compiled model; ORDER: which is made first. It fails where an output differs.
 """
 
 import os
@@ -88,11 +86,8 @@ KINDS: Final[dict[str, Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor
 
 def runner_of(kind: str) -> tuple[DecodeRunner[Any], Callable[[torch.Tensor], torch.Tensor]]:
     """A captured runner, and its step on ids alone."""
-    draw = torch.Generator(device="cuda").manual_seed(1)
-    table = torch.randn(64, WIDE, generator=draw, device="cuda", dtype=torch.bfloat16)
-    weights = [
-        torch.randn(WIDE, WIDE, generator=draw, device="cuda", dtype=torch.bfloat16) / WIDE**0.5 for _ in range(3)
-    ]
+    here: Any = {"generator": torch.Generator(device="cuda").manual_seed(1), "device": "cuda", "dtype": torch.bfloat16}
+    table, weights = torch.randn(64, WIDE, **here), [torch.randn(WIDE, WIDE, **here) / WIDE**0.5 for _ in range(3)]
 
     def run(ids: torch.Tensor) -> torch.Tensor:
         return KINDS[kind](table[ids], weights)

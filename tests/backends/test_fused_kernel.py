@@ -49,9 +49,8 @@ class Launch:
 class Way:
     """One way to run the kernel.
 
-    blocks: elements for each table row that are tried. exact: whether a converted NaN must have the reference's very
-    bits. Torch has no one answer on the CPU: they hang on how many elements there are, and so on its vector code.
-    programs: about how many one launch may have at most; the interpreter takes a millisecond for each.
+    blocks: elements for each table row that are tried. exact: whether a converted NaN has the reference's very bits,
+    which on the CPU hang on torch's vector code. programs: about how many one launch may have at most.
     """
 
     device: torch.device
@@ -66,20 +65,20 @@ def way(name: str) -> Way:
     if name == "cuda":
         return on_device()
     here = torch.device("cpu")
-    if name == "interpreter":
+    if name == "interpreter":  # which takes a millisecond for each program
         return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
-    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=by_host)
+    return Way(
+        here,
+        (8, 64, HOST_FUSION.block),
+        exact=False,
+        run=lambda launch: HOST_FUSION.kernel(launch.table, launch.packet, launch.buffers)(),
+    )
 
 
 def need_triton() -> None:
     """Skip where there is none."""
     if sys.platform != "linux" or importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed, or not made for this system: it is for Linux")
-
-
-def by_host(launch: Launch) -> None:
-    """The same in plain code."""
-    HOST_FUSION.kernel(launch.table, launch.packet, launch.buffers)()
 
 
 def by_triton(module: Any, launch: Launch) -> None:
@@ -105,15 +104,11 @@ def interpreted() -> ModuleType:
     need_triton()
     triton = importlib.import_module("triton")  # as it is: only our module is to be interpreted
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(
-            f"triton {triton.__version__}: its interpreter leaves the language changed, for compiled kernels too"
-        )
+        pytest.skip(f"triton {triton.__version__}: its interpreter leaves the language changed for compiled kernels")
     found = importlib.util.find_spec(KERNEL)
     assert found is not None
-    spec = importlib.util.spec_from_file_location(KERNEL + "_interpreted", found.origin)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    spec: Any = importlib.util.spec_from_file_location(KERNEL + "_interpreted", found.origin)
+    module: ModuleType = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
@@ -178,15 +173,15 @@ class Case:
     shape: tuple[int, ...]
     dim: int | None
     live: int
-    room: int
-    pad: Number | None
-    action: str
-    before: int
-    ahead: int
-    turned: bool
     seed: int
-    apart: int = attrs.field(default=0, kw_only=True)
-    bits: torch.Tensor | None = attrs.field(default=None, kw_only=True)
+    room: int = 0
+    pad: Number | None = None
+    action: str = "copy"
+    before: int = 0
+    ahead: int = 0
+    turned: bool = False
+    apart: int = 0
+    bits: torch.Tensor | None = None
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
         whole = self.whole
@@ -303,10 +298,7 @@ def noise(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, meant_for: int | None = None) -> None:
-    """Run the kernel over lanes, and compare every byte of every buffer with what torch makes of it.
-
-    owner: the table's number. meant_for: the packet's, where that is another.
-    """
+    """Run it, and compare every byte of every buffer with torch's; meant_for: the packet's owner, where not ours."""
     raws = [case.buffer(kernel.device) for case in cases]
     wanted = [raw.clone() for raw in raws]
     values = [case.values(kernel.device) for case in cases]
@@ -346,7 +338,7 @@ def test_every_alignment(kernel: Way) -> None:
     """Every mix of places that are multiples of four, eight and sixteen bytes, and that are not."""
     mixes = itertools.product((16, 20, 24), (0, 4, 8, 13), (0, 1, 4, 8), (0, 4, 8))
     lanes = [
-        Case(torch.uint8, torch.uint8, (rows,), 0, live, 5, 7, "copy", before, ahead, turned=False, seed=number)
+        Case(torch.uint8, torch.uint8, (rows,), 0, live, number, room=5, pad=7, before=before, ahead=ahead)
         for number, (rows, live, before, ahead) in enumerate(mixes)
     ]
     fill(kernel, lanes, kernel.blocks[1])
@@ -356,22 +348,17 @@ def test_every_alignment(kernel: Way) -> None:
 @settings(max_examples=5)
 def test_every_conversion(kernel: Way, live: int, seed: int, block: int) -> None:
     """Every pair of dtypes that may be converted is, whole numbers by wrapping."""
-    pads = [True if target == torch.bool else 1 for _, target in PAIRS]
     lanes = [
-        Case(target, source, (96,), 0, live, 1, pad, "copy", 0, 1, turned=False, seed=seed + number)
-        for number, ((source, target), pad) in enumerate(zip(PAIRS, pads, strict=True))
+        Case(target, source, (96,), 0, live, seed + number, room=1, pad=target == torch.bool or 1, ahead=1)
+        for number, (source, target) in enumerate(PAIRS)
     ]
     fill(kernel, lanes, kernel.blocks[block])
 
 
 def test_every_float(kernel: Way) -> None:
     """Floats are rounded to the nearest, ties to even: denormals, infinities and NaNs too."""
-    lanes = []
-    for source, target in itertools.product(FLOATS, repeat=2):
-        bits = float_bits(source)
-        count = bits.numel()
-        case = Case(target, source, (count,), 0, count, 0, None, "copy", 0, 0, turned=False, seed=1, bits=bits)
-        lanes.append(case)
+    pairs = [(float_bits(source), source, target) for source, target in itertools.product(FLOATS, repeat=2)]
+    lanes = [Case(target, source, (len(bits),), 0, len(bits), 1, bits=bits) for bits, source, target in pairs]
     fill(kernel, lanes, kernel.blocks[-1])
 
 
@@ -388,6 +375,4 @@ def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     options = {"num_warps": module.WARPS, "enable_fp_fusion": True}  # whose default differs by version
     made = compiler.compile(source, target=target, options=options)
     assert made.metadata.shared == 0
-    assert "ld.global.b64" in made.asm["ptx"]
-    assert "st.global.b64" in made.asm["ptx"]
-    assert "ld.local" not in made.asm["ptx"]
+    assert [one in made.asm["ptx"] for one in ("ld.global.b64", "st.global.b64", "ld.local")] == [True, True, False]

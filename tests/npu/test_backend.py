@@ -1,6 +1,10 @@
-"""The adapter on the stand-in runtime: what it says it can do, what it does, and how it refuses."""
+"""The adapter on the stand-in runtime: what it can do, does and refuses, and what it takes from torch_npu unseen."""
 
+import dataclasses
+import importlib
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,16 +183,20 @@ def test_task_queue_mode(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> N
     assert graph.outputs.tolist() == [2.0] * 8
 
 
+PRELUDE = """
+import torch
+from slotgraph.backends import choose
+from slotgraph.dataflow.errors import CaptureError
+backend, graphs = choose('npu'), []
+ones = torch.ones(8, device=backend.device)
+"""
+
+
 @pytest.mark.parametrize("code", ["207005", "207008"])
 def test_streams_run_out(code: str) -> None:
     """Too many graphs are told as that, by either number; those before are good, and what is dropped gives back."""
     *_, said = program(
-        "import torch\n"
-        "from slotgraph.backends import choose\n"
-        "from slotgraph.dataflow.errors import CaptureError\n"
-        "backend, graphs = choose('npu'), []\n"
-        "ones = torch.ones(4, device=backend.device)\n"
-        "try:\n"
+        f"{PRELUDE}try:\n"
         "    for number in range(9): graphs.append(backend.capture(lambda: ones + number))\n"
         "except CaptureError as error: said = str(error)\n"
         "for graph in graphs: graph.replay()\n"
@@ -238,12 +246,7 @@ def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: str) -> No
 def test_queue_that_broke() -> None:
     """A refusal that breaks torch_npu's own queue, which runs nothing more, is told as that."""
     *_, said = program(
-        "import torch\n"
-        "from slotgraph.backends import choose\n"
-        "from slotgraph.dataflow.errors import CaptureError\n"
-        "backend = choose('npu')\n"
-        "ones = torch.ones(8, device=backend.device)\n"
-        "try: backend.capture(lambda: ones.copy_(torch.rand(8), non_blocking=True))\n"
+        f"{PRELUDE}try: backend.capture(lambda: ones.copy_(torch.rand(8), non_blocking=True))\n"
         "except CaptureError as error: print(str(error))\n"
     )  # in what words, depends on whether the queue or the host was first to meet it
     assert "After this the device runs nothing more in this process (" in said
@@ -257,3 +260,50 @@ def test_other_refusals(backend: NpuBackend, ones: torch.Tensor) -> None:
     with pytest.raises(CaptureError, match="the step raised ZeroDivisionError") as caught:
         backend.capture(lambda: (ones + 1, 1 // 0))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_records_of_operators() -> None:
+    """A graph keeps a record of each operator that takes host arguments, with what it was given."""
+    graphs = importlib.import_module("torch_npu.npu.graphs")
+    record = graphs._GraphDispatchRecord
+    names = {field.name for field in dataclasses.fields(record)}
+    assert names >= {"event", "handle", "kwargs", "args", "op_cache_entry"}
+    source = inspect.getsource(graphs)
+    assert "self.graph_dispatch_records = []" in inspect.getsource(graphs._GraphDispatchMode.__init__)
+    assert "self.graph_dispatch_mode = _GraphDispatchMode()" in inspect.getsource(graphs.NPUGraph.__init__)
+    assert "update_stream = None" in source  # one for all graphs, unless one has its own
+    assert "torch.npu.stream(self.update_stream)" in source
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("_npu_paged_attention.default", ["context_lens"]),
+        ("npu_multi_head_latent_attention.out", ["context_lens"]),
+        ("npu_fused_infer_attention_score.out", ["actual_seq_lengths", "actual_seq_lengths_kv"]),
+        ("npu_fused_infer_attention_score_v2.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
+        ("npu_fusion_attention_v3.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
+    ],
+)
+def test_host_arguments(name: str, arguments: list[str]) -> None:
+    """The operators that take host arguments, and what these are called, are found where they were."""
+    handlers = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
+    specs = handlers._NPU_GRAPH_OP_HANDLERS[name].get_update_specs(name)
+    assert [one for _, _, one in specs] == arguments
+    assert all(where == "arg" and isinstance(place, int) for where, place, _ in specs)
+
+
+@pytest.mark.parametrize(
+    "text", [text for text, _ in (*NpuBackend.advice, *NpuBackend.conditions) if not text.isdigit()]
+)
+def test_what_errors_say(text: str) -> None:
+    """The wheel still says what the adapter tells its errors apart by."""
+    package: Any = importlib.import_module("torch_npu")
+    library = Path(package.__file__).parent / "lib" / "libtorch_npu.so"
+    assert text.encode() in library.read_bytes().lower()
+
+
+def test_versions() -> None:
+    """The wheel is for this torch."""
+    package: Any = importlib.import_module("torch_npu")
+    assert package.__version__.split(".")[:2] == torch.__version__.split(".")[:2] == ["2", "13"]
