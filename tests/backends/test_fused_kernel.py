@@ -5,8 +5,7 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,15 +33,8 @@ MARGIN = 64
 """Bytes around each buffer that must stay as they are."""
 
 
-@attrs.frozen
-class Launch:
-    """What one launch is given: the table and the packet, the buffers and the sources that these point to."""
-
-    table: torch.Tensor
-    packet: torch.Tensor
-    buffers: Sequence[torch.Tensor]
-    sources: Sequence[torch.Tensor]
-    block: int
+Run = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], int], None]
+"""A launch, by the table, the packet, the buffers and the sources that these point to, and the words of a block."""
 
 
 @attrs.frozen
@@ -56,7 +48,7 @@ class Way:
     device: torch.device
     blocks: tuple[int, int, int]
     exact: bool
-    run: Callable[[Launch], None]
+    run: Run
     programs: int = 1 << 30
 
 
@@ -67,12 +59,7 @@ def way(name: str) -> Way:
     here = torch.device("cpu")
     if name == "interpreter":  # which takes a millisecond for each program
         return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
-    return Way(
-        here,
-        (8, 64, HOST_FUSION.block),
-        exact=False,
-        run=lambda launch: HOST_FUSION.kernel(launch.table, launch.packet, launch.buffers)(),
-    )
+    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=lambda *given: HOST_FUSION.kernel(*given[:3])())
 
 
 def need_triton() -> None:
@@ -81,10 +68,9 @@ def need_triton() -> None:
         pytest.skip("triton is not installed, or not made for this system: it is for Linux")
 
 
-def by_triton(module: Any, launch: Launch) -> None:
+def by_triton(module: Any, table: torch.Tensor, packet: torch.Tensor, block: int) -> None:
     """The kernel of a module, compiled or interpreted."""
-    kernel = module.fill_lanes[(len(launch.table),)]
-    kernel(launch.table, launch.packet, BLOCK=launch.block, num_warps=module.WARPS)
+    module.fill_lanes[(len(table),)](table, packet, BLOCK=block, num_warps=module.WARPS)
 
 
 def on_device() -> Way:
@@ -96,7 +82,8 @@ def on_device() -> Way:
     module = importlib.import_module(KERNEL)
     device = torch.device("cuda", torch.cuda.current_device())
     exact = torch.cuda.get_device_capability(device) >= (8, 0)  # before, torch rounds to bfloat16 in code of its own
-    return Way(device, (8, 64, module.BLOCK), exact=exact, run=lambda launch: by_triton(module, launch))
+    run: Run = lambda table, packet, _buffers, _sources, block: by_triton(module, table, packet, block)  # noqa: E731
+    return Way(device, (8, 64, module.BLOCK), exact=exact, run=run)
 
 
 def interpreted() -> ModuleType:
@@ -115,42 +102,37 @@ def interpreted() -> ModuleType:
     return module
 
 
-def watched(module: ModuleType) -> Callable[[Launch], None]:
-    """A module's kernel in the interpreter, every access of which is held to what a device would take."""
+def watched(module: ModuleType) -> Run:
+    """A module's kernel in the interpreter: it may access only what it is given, and as a device would."""
+    builder: Any = importlib.import_module("triton.runtime.interpreter").interpreter_builder
 
-    def run(launch: Launch) -> None:
-        tensors = (launch.table, launch.packet, *launch.buffers, *launch.sources)
-        with watch([span(tensor) for tensor in tensors]), np.errstate(all="ignore"):  # float16 overflows as it should
-            by_triton(module, launch)
+    def run(
+        table: torch.Tensor,
+        packet: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        block: int,
+    ) -> None:
+        spans = [span(tensor) for tensor in (table, packet, *buffers, *sources)]
+        lows, highs = (np.array(ends, np.uint64) for ends in zip(*spans, strict=True))
+
+        def checked(access: Callable[..., Any], mask: int) -> Callable[..., Any]:
+            def call(pointers: Any, *rest: Any) -> Any:
+                size = pointers.get_element_ty().primitive_bitwidth // 8
+                used = pointers.data[np.broadcast_to(rest[mask].data, pointers.data.shape)]
+                inside = (used[:, None] >= lows) & (used[:, None] + np.uint64(size) <= highs)
+                assert inside.any(axis=1).all(), "out of bounds"
+                assert not (used % size).any(), "misaligned"
+                return access(pointers, *rest)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):  # float16 overflows as it should
+            for name, mask in (("create_masked_load", 0), ("create_masked_store", 1)):
+                patch.setattr(builder, name, checked(getattr(builder, name), mask))
+            by_triton(module, table, packet, block)
 
     return run
-
-
-@contextmanager
-def watch(spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Refuse accesses of the interpreter's outside some spans, and at addresses that only a host forgives."""
-    builder: Any = importlib.import_module("triton.runtime.interpreter").interpreter_builder
-    load, store = builder.create_masked_load, builder.create_masked_store
-    lows, highs = (np.array(ends, np.uint64) for ends in zip(*spans, strict=True))
-
-    def check(pointers: Any, mask: Any) -> None:
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        used = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
-        assert ((used[:, None] >= lows) & (used[:, None] + np.uint64(size) <= highs)).any(axis=1).all(), "out of bounds"
-        assert not (used % size).any(), "misaligned"
-
-    def checked_load(pointers: Any, mask: Any, *rest: Any) -> Any:
-        check(pointers, mask)
-        return load(pointers, mask, *rest)
-
-    def checked_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        check(pointers, mask)
-        return store(pointers, value, mask, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "create_masked_load", checked_load)
-        patch.setattr(builder, "create_masked_store", checked_store)
-        yield
 
 
 @pytest.fixture(scope="module", params=["host", "interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -311,7 +293,7 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
     packet = torch.tensor([owner if meant_for is None else meant_for, *words, *paces, *sources], device=kernel.device)
     assert packet.nbytes == head_bytes(len(lanes))
     if len(table):
-        kernel.run(Launch(table, packet, raws, values, block))
+        kernel.run(table, packet, raws, values, block)
     for case, got, want, source in zip(cases, raws, wanted, values, strict=True):
         if meant_for is None:
             case.refer(want, source)

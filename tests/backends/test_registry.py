@@ -49,14 +49,13 @@ class BrokenBackend(PreferredBackend):  # type: ignore[misc]  # as above
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes entry points look installed: name and object."""
+    everything = importlib.metadata.entry_points
 
     def install(**points: str) -> None:
-        found = [EntryPoint(name.replace("_", "-"), value, GROUP) for name, value in points.items()]
-        everything = importlib.metadata.entry_points
+        found = [EntryPoint(name, value, GROUP) for name, value in points.items()]
 
         def entry_points(**wanted: Any) -> Any:
-            own = everything(**wanted)
-            return EntryPoints([*own, *found]) if wanted.get("group") == GROUP else own
+            return EntryPoints([*everything(**wanted), *found]).select(**wanted)
 
         monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 

@@ -3,6 +3,9 @@
 import dataclasses
 import importlib
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import choose, load
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError
-from tests.npu.programs import program
+from tests.strategies import draw
+
+
+def program(source: str, **environment: str) -> list[str]:
+    """What a program in a process of its own prints: for settings that are read once, and what a start looks like."""
+    variables = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
+    words = [sys.executable, "-c", source]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
+    assert not done.returncode or done.stdout, done.stderr
+    return done.stdout.strip().splitlines()
 
 
 @pytest.fixture
@@ -68,24 +80,6 @@ def test_chosen_where_there_is_one(backend: NpuBackend) -> None:
     assert backend.device == torch.device("npu", 0)
 
 
-def test_record(backend: NpuBackend) -> None:
-    """The capability record says what is known of the device."""
-    record = backend.capabilities
-    assert (CACHE_LOC.on(record), SEQ_LEN_FILL.on(record)) == (torch.int32, 0)
-    assert dict(record.roles) == {"cache_loc": torch.int32}
-    assert not record.pools_inputs
-    assert (record.foreach_device, record.foreach_host, record.foreach_chunk) == (True, False, 48)
-    assert record.packed_uploads
-    assert record.host_parameters
-    assert record.graphs_hint == 1800
-    assert record.lowerings == ("foreach", "slot_by_slot")
-
-
-def backwards(step: Step) -> list[int]:
-    """A list that the host computes."""
-    return [*range(step.padded(BATCH), 0, -1)]
-
-
 class Mixed(Inputs):
     """Slots of the role, and others of int64 that kernels demand as they are."""
 
@@ -95,18 +89,16 @@ class Mixed(Inputs):
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
     scales: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1.5)
     rows: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
-    order: torch.Tensor = computed(backwards, shape=BATCH, dtype=torch.int64)
+    order: torch.Tensor = computed(lambda step: [*range(step.padded(BATCH), 0, -1)], shape=BATCH, dtype=torch.int64)
 
 
 def batch_of(rows: int, seed: int) -> dict[str, Any]:
     """Random values of every slot, on the host."""
-    draw = torch.Generator().manual_seed(seed)
-    ids = {name: torch.randint(1, 1 << 40, (rows,), generator=draw) for name in ("input_ids", "positions")}
+    most = {"input_ids": 1 << 40, "positions": 1 << 40, "out_cache_loc": 1 << 30, "seq_lens": 99, "scales": 99}
+    dtypes = {"seq_lens": torch.int32, "scales": torch.float32}
     return {
-        **ids,
-        "out_cache_loc": torch.randint(1, 1 << 30, (rows,), generator=draw),
-        "seq_lens": torch.randint(1, 99, (rows,), generator=draw, dtype=torch.int32),
-        "scales": torch.rand(rows, generator=draw),
+        name: draw(1, high, (rows,), seed + at, dtypes.get(name, torch.int64))
+        for at, (name, high) in enumerate(most.items())
     }
 
 
@@ -254,12 +246,9 @@ def test_queue_that_broke() -> None:
 
 
 def test_other_refusals(backend: NpuBackend, ones: torch.Tensor) -> None:
-    """An operator that no graph can hold is told apart; a step's own error is the cause of the refusal."""
+    """An operator that no graph can hold is told apart."""
     with pytest.raises(CaptureError, match=r"no kernel that a graph can hold.*torch\.where"):
         backend.capture(lambda: ones[ones > 0])
-    with pytest.raises(CaptureError, match="the step raised ZeroDivisionError") as caught:
-        backend.capture(lambda: (ones + 1, 1 // 0))
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_records_of_operators() -> None:

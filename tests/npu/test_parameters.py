@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -15,20 +16,21 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
-from tests.npu.programs import program
+from tests.npu.test_backend import program
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 DIM, LENGTH, BUCKETS = 16, 8, (2, 4)
 SCALE = 0.3
 STREAMS = 3
-PARAMETER: dict[str, Any] = {"dtype": torch.int32, "pad": 1, "placement": "host"}
 
 
 class Attending(Inputs):
     """Queries by token, and how many keys each request has, which the operator takes from the host."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    kv_lens: torch.Tensor = copied(BATCH, source="seq_lens_cpu", argument="actual_seq_lengths_kv", **PARAMETER)
+    kv_lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv", placement="host"
+    )
 
 
 def attention(*tensors: torch.Tensor, **lengths: Any) -> torch.Tensor:
@@ -132,14 +134,9 @@ def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> No
     kind: Any = npu.NPUGraph
     launches: list[Any] = []
     monkeypatch.setattr(kind, "replay", launches.append)
-
-    def refuse(graph: Any, cpu_update_input: Any) -> None:
-        del graph, cpu_update_input
-        raise RuntimeError("the workspace is too small")
-
     batch = {"input_ids": [1, 2], "seq_lens_cpu": [3, 4]}
     with monkeypatch.context() as patched:
-        patched.setattr(kind, "update", refuse)
+        patched.setattr(kind, "update", Mock(side_effect=RuntimeError("the workspace is too small")))
         with pytest.raises(ReplayError, match="the workspace is too small"):
             runner(batch)
     with pytest.raises(ReplayError, match=r"update .* broke off \(the workspace is too small\): capture it anew"):
@@ -151,7 +148,9 @@ def declared(argument: str | None) -> type[Attending]:
     """The declaration with its parameter under another argument."""
 
     class Misnamed(Attending, drop=["kv_lens"]):
-        kv_lens: torch.Tensor = copied(BATCH, source="seq_lens_cpu", argument=argument, **PARAMETER)
+        kv_lens: torch.Tensor = copied(
+            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument=argument, placement="host"
+        )
 
     return Misnamed
 
