@@ -75,9 +75,6 @@ class _Fake(Backend):
             garbage = torch.full((math.prod(shape) * dtype.itemsize,), 0xA5, dtype=torch.uint8)
             return garbage.view(dtype).view(shape)
 
-    def pool(self) -> object | None:
-        return None
-
     @contextmanager
     def _stream(self) -> Iterator[object]:
         self._on_stream += 1
