@@ -77,12 +77,14 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the device has passed this point."""
+        ...
 
     def synchronize(self) -> None:
         """Wait until the device has passed this point."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Device time from this event to a later one, in milliseconds; both must have passed."""
+        ...
 
 
 @attrs.frozen

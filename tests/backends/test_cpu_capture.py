@@ -236,16 +236,6 @@ def test_a_refusal_names_the_operation_and_the_way_out() -> None:
         capture(lambda: value[value > 0])
 
 
-def multi_head(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A module that torch takes apart into many operators, made inside the step from the step's own tensors."""
-    heads = torch.nn.MultiheadAttention(4, 2, bias=False)
-    with torch.no_grad():
-        cast("torch.Tensor", heads.in_proj_weight).copy_(torch.cat((one, other, one)))
-        heads.out_proj.weight.copy_(other)
-    result: torch.Tensor = heads(one[:, None], other[:, None], other[:, None])[0]
-    return result
-
-
 STEPS = """
 (x.t()[1:3].reshape(-1), x.unflatten(1, (2, 2)).movedim(0, 2), y.as_strided((2, 2), (3, 1)))
 (x.view(2, 8)[0].add_(y.flatten()[:8]), x.diagonal().fill_(2.5), x.sum())
@@ -267,7 +257,8 @@ torch.zeros(4, 4).index_add_(0, torch.arange(4), x).addmm_(x, y)
 (functional.layer_norm(x, (4,)), functional.layer_norm(x, (4,), y[0], y[1]), x.clamp(y))
 x.reshape(2, 2, 4)[:, torch.arange(1, -1, -1), torch.arange(2)]
 (torch.complex(x, y).conj() @ torch.complex(y, x), torch.fft.fft(x), torch.view_as_real(torch.complex(x, y)))
-functional.batch_norm(x, y[0], y[1].abs_(), training=True, momentum=0.3); multi_head(x, y)
+functional.batch_norm(x, y[0], y[1].abs_(), training=True, momentum=0.3)
+functional.multi_head_attention_forward(x[None], y[None], y[None], 4, 2, x.repeat(3, 1), *[None] * 3, False, 0, y, None)
 functional.conv2d(x[None, None], y[None, None, :2, :2], padding=1)
 (x, y[1:], x.view(-1)); None; {"x": [x + y, (x - y, None, 7)], "y": torch.return_types.max((x[0], y[0]))}
 """
@@ -292,7 +283,7 @@ torch._assert_async(p.min() > 0); torch.func.vmap(lambda one, other: (one * othe
 def test_a_step_replays_as_eager_runs_it(expression: str) -> None:
     """Three replays on other data, each continuing from what the last wrote, match eager in result and in place."""
     captured, eager = Tensors(), Tensors()
-    graph = capture(lambda: value_of(expression, captured, multi_head=multi_head))
+    graph = capture(lambda: value_of(expression, captured))
     addresses = [leaf.data_ptr() for leaf in pytree.tree_leaves(graph.outputs) if isinstance(leaf, torch.Tensor)]
     for seed in range(3):
         for tensors in (captured, eager):  # at first, both as they were
@@ -305,7 +296,7 @@ def test_a_step_replays_as_eager_runs_it(expression: str) -> None:
         graph.replay()
         torch.manual_seed(29)
         with torch.inference_mode():
-            expected = value_of(expression, eager, multi_head=multi_head)
+            expected = value_of(expression, eager)
         torch.testing.assert_close(graph.outputs, expected, rtol=0, atol=0, equal_nan=True, check_stride=True)
         for key, value in vars(eager).items():
             torch.testing.assert_close(getattr(captured, key), value, rtol=0, atol=0, equal_nan=True)

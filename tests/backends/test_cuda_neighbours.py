@@ -62,25 +62,15 @@ def attention(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
     return functional.scaled_dot_product_attention(heads, heads, heads).reshape(hidden.shape) @ weights[1]
 
 
-def convolution(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """A convolution by cuDNN."""
-    rows = hidden.shape[0]
-    return functional.conv1d(hidden[None], weights[0][:rows, None, :4].contiguous(), groups=rows)[0]
-
-
-def transform(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """A Fourier transform by cuFFT, whose plans torch caches."""
-    spectrum: torch.Tensor = torch.fft.rfft(hidden.float() + weights[0][0, 0].float())
-    return spectrum.abs()
-
-
-def noise(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Products behind dropout: random numbers are drawn, and thrown away."""
-    return matrices(hidden, weights) + 0 * torch.rand_like(hidden)
-
-
 KINDS: Final[dict[str, Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]]] = {
-    one.__name__: one for one in (matrices, side_stream, attention, convolution, transform, noise)
+    "matrices": matrices,
+    "side_stream": side_stream,
+    "attention": attention,
+    "convolution": lambda hidden, weights: functional.conv1d(
+        hidden[None], weights[0][: len(hidden), None, :4].contiguous(), groups=len(hidden)
+    )[0],
+    "transform": lambda hidden, weights: torch.fft.rfft(hidden.float() + weights[0][0, 0].float()).abs(),
+    "noise": lambda hidden, weights: matrices(hidden, weights) + 0 * torch.rand_like(hidden),
 }
 
 

@@ -93,27 +93,19 @@ def test_contract(target: Path) -> None:
 
 
 INPUTS = """
-import types
-
 import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, computed, copied
 
-DTYPES = (torch.int64, torch.int32, torch.float32)
 
-
-def body(namespace):
-    names = [f"slot_{number}" for number in range(12)]
-    namespace["__annotations__"] = dict.fromkeys([*names, "count"], torch.Tensor)
-    for number, name in enumerate(names):
-        namespace[name] = copied(BATCH, dtype=DTYPES[number % 3], pad=number % 2)
-    namespace["count"] = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
-
-
-Mine = types.new_class("Mine", (Inputs,), {}, body)
+class Mine(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    places: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
+    count: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
 """
 SUITE = """
-from mine import BATCH, DTYPES, DecodeRunner, Mine, torch
+from mine import BATCH, DecodeRunner, Mine, torch
 
 
 def test_fill(benchmark_fill):
@@ -121,9 +113,10 @@ def test_fill(benchmark_fill):
 
 
 def test_ways(benchmark_ways, slotgraph_backend):
-    runner = DecodeRunner(Mine, lambda view: view.slot_0 + 1, buckets=[64], backend=slotgraph_backend, progress=False)
+    runner = DecodeRunner(Mine, lambda view: view.ids + 1, buckets=[64], backend=slotgraph_backend, progress=False)
     runner.capture()
-    batch = {f"slot_{number}": torch.ones(48, dtype=DTYPES[number % 3]) for number in range(12)}
+    dtypes = {"ids": torch.int64, "places": torch.int32, "weights": torch.float32}
+    batch = {name: torch.ones(48, dtype=dtype) for name, dtype in dtypes.items()}
     ways = {"fill": runner.fill, "runner": runner}
     benchmark_ways(ways, [batch, {**batch}], "a step", rounds=5, steps=10)
 """

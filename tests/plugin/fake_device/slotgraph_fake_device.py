@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
 import attrs
@@ -76,15 +76,12 @@ class _Fake(Backend):
             return garbage.view(dtype).view(shape)
 
     @contextmanager
-    def _stream(self) -> Iterator[object]:
+    def stream(self) -> Iterator[object]:
         self._on_stream += 1
         try:
             yield self
         finally:
             self._on_stream -= 1
-
-    def stream(self) -> AbstractContextManager[object]:
-        return self._stream()
 
     def capture(
         self,
