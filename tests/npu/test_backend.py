@@ -226,7 +226,7 @@ STEPS: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("step", "says"), STEPS)
+@pytest.mark.parametrize(("step", "says"), STEPS, ids=["item", "cpu", "pageable", "synchronize", "branch", "mask"])
 def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: Callable[[torch.Tensor], Any], says: str) -> None:
     """What no graph can hold is refused, with the line and the way out, and the next capture is good."""
     with pytest.raises(CaptureError, match=rf"at test_backend\.py:\d+, .*{says}") as caught:
