@@ -181,11 +181,6 @@ class PackedValue:
     nbytes: int
     pack: Callable[[Any], bytes] | None
 
-    @property
-    def slot(self) -> str:
-        """Which slot the value is for."""
-        return self.computation.slot
-
     @classmethod
     def of(cls, computation: Computation) -> "PackedValue":
         """The same computation with a host tensor as its target."""

@@ -37,7 +37,11 @@ def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     """
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
     if len(firsts) == len(tensors):
-        return _torch_guard(tensors) if tensors and _IS_TRIED else plain_guard(tensors)
+        if not tensors or not _IS_TRIED:
+            return plain_guard(tensors)
+        sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+        guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
+        return guards.check  # type: ignore[no-any-return] # which is in C
     places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
     check = own_guard([tensors[place] for place in once])  # torch's own refuse a tensor at several places
 
@@ -46,14 +50,6 @@ def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
         return are_again and check(*[found[place] for place in once])
 
     return check_all
-
-
-def _torch_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A guard of torch's own."""
-    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-    guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
-    check: Guard = guards.check
-    return check
 
 
 def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:

@@ -243,6 +243,10 @@ class Feed:
         self.upload.send(data, kept)
         self._data = data
 
+    def move(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor beside the packet: see `Upload.move`."""
+        return self.upload.move(source)
+
     def disarm(self) -> None:
         """Have the kernel do nothing, where it was armed."""
         if not self._data.startswith(_AT_REST):

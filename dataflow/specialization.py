@@ -55,7 +55,8 @@ Run = Callable[[Any, Side, Sources], Any]
 """A bound step: see `bind` of runners."""
 
 
-def _not_bound(*_: Any) -> Any:
+def not_bound(*_: Any) -> Any:
+    """What stands for a step or a fill that no runner has bound yet."""
     return MISS
 
 
@@ -75,19 +76,19 @@ class Specialization:
         kinds: Mapping[str, Kind],
         sources: Sources,
         buffers: Buffers,
-        feed: Feed | None,
+        feed: Feed,
     ) -> None:
         """Bind a plan.
 
         names: the slots that sources are for, in the order of sources; some may be absent. kinds: how each source
-        travels, by slot. sources: those that this is made for. feed: the packet; None where nothing is uploaded.
+        travels, by slot. sources: those that this is made for. feed: the packet.
         """
         self.made_for = made_for
         self.ready = planned.ready(made_for[1])
-        self.bound: list[Run] = [_not_bound, _not_bound]
+        self.bound: list[Run] = [not_bound, not_bound]
         self._planned = planned
         self._buffers = buffers
-        self._feed = feed
+        self._feed = feed if planned.uploads else None
         self._kinds = {place: (name, kinds[name]) for place, name in enumerate(names) if name in kinds}
         self._in_place = {p: buffers[n].tensor.data_ptr() for p, (n, kind) in self._kinds.items() if kind.in_place}
         self._by_address = [place for place, (_, kind) in self._kinds.items() if kind.carrier is None]
@@ -98,10 +99,6 @@ class Specialization:
         self.take = self._taker(sources)
         self.write = self._writer(len(names))
 
-    def is_bound(self, *, whole: bool) -> bool:
-        """Whether a runner has bound a step to it, or a fill where it is not `whole`."""
-        return self.bound[whole] is not _not_bound
-
     def _laid_out(self, kinds: Mapping[str, Kind], count: int) -> Callable[[tuple[int, ...]], bytes]:
         """Give all that the packet carries its place; what makes its first words out of the sources' addresses."""
         ready, feed, lanes = self.ready, self._feed, self._planned.lanes
@@ -109,7 +106,7 @@ class Specialization:
             return lambda _: b""
         at = rounded(head_bytes(len(lanes)))
         sizes = {name: rounded(kind.nbytes) for name, kind in self._kinds.values() if kind.carrier is not None}
-        sizes |= {value.slot: value.nbytes for value in ready.packed}
+        sizes |= {value.computation.slot: value.nbytes for value in ready.packed}
         starts: dict[str, int] = {}
         for name, nbytes in sizes.items():
             starts[name] = at
@@ -118,7 +115,9 @@ class Specialization:
             raise ValueError(f"the packet has {feed.room} bytes, too few for a bucket that it was not made for")
         self._read_from_packet(starts, feed.upload.packet, count)
         slots, address = [lane.slot for lane in lanes], feed.upload.packet.data_ptr()
-        words = self._planned.words(kinds, frozenset(value.slot for value in ready.packed), ready.step.live_sizes)
+        words = self._planned.words(
+            kinds, frozenset(value.computation.slot for value in ready.packed), ready.step.live_sizes
+        )
         given = [self._kinds[place][0] for place in self._by_address]
         order = {name: at for at, name in enumerate(given) if not kinds[name].in_place}
         fixed = [address + starts[name] if name in starts else 0 for name in slots]
