@@ -32,10 +32,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def unreadable(source: Any) -> str:  # noqa: PLR0911 - a reason a line
-    """Why the elements of a tensor cannot be read at its address, and the way out; nothing where they can.
-
-    Nothing is said of what is no tensor. A nested tensor must be asked nothing but whether it is one.
-    """
+    """Why the elements of a tensor cannot be read at its address, and the way out; nothing where they can."""
     if not isinstance(source, torch.Tensor):
         return ""
     if source.is_nested or source.layout != torch.strided:
@@ -89,10 +86,7 @@ def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> list[tuple[Buff
 
 
 def placed(to: Buffer, source: Any, tensor: torch.Tensor, buffers: Buffers, move: Move | None) -> torch.Tensor:
-    """An admitted source as a tensor where its slot is, which can be read while slots are written.
-
-    move: what takes host data to the device, in memory of its own there.
-    """
+    """An admitted source as a tensor where its slot is, which can be read while slots are written."""
     if _is_hosted(to, source):
         made = _dense(tensor, to.tensor.dtype, buffers)
         return made.to(to.tensor.device, copy=True) if move is None else move(made)
@@ -180,11 +174,9 @@ class Kind:
 def kind_of(
     to: Buffer, source: Any, tensor: torch.Tensor, buffers: Buffers, *, fused: bool, carries: bool, move: Move | None
 ) -> Kind:
-    """How a source that was admitted travels to its slot.
+    """How a source travels to its slot. tensor: what was admitted. fused: whether the kernel writes the slot.
 
-    tensor: what was admitted, on the host where it is host data. fused: whether the kernel writes the slot; else a copy
-    does. carries: whether the packet has room for its bytes. move: what takes to the device the host data that the
-    packet does not carry; None where nothing is uploaded.
+    carries: whether the packet has room for its bytes. move: takes other host data to the device; None without uploads.
     """
     if isinstance(source, torch.Tensor):
         if is_in_place(source, to):

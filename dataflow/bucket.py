@@ -9,7 +9,7 @@ import torch
 from .admission import Kind, check_sources, kind_of, placed
 from .axes import Sizes, extent
 from .buffers import Buffer, Buffers
-from .capabilities import DEVICE, Capabilities, Lowering
+from .capabilities import DEVICE, HOST, Capabilities, Lowering
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import below_modes, without_gradients
@@ -81,10 +81,7 @@ class Bucket:
     def tensors(
         self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
     ) -> tuple[Ready, dict[str, torch.Tensor]]:
-        """What a fill would copy, by slot, without writing anything; raises as a fill does.
-
-        Every source is a tensor where its slot is: host data is in memory of its own there.
-        """
+        """What a fill would copy, by slot, as tensors where slots are; nothing is written. Raises as a fill does."""
         ready, move = self.ready(live, absent), self.feed.move if self._packs else None
         rows = self._admitted(self.gather(batch, side), live, absent)
         return ready, {to.name: placed(to, source, tensor, self.buffers, move) for to, source, tensor in rows}
@@ -155,23 +152,18 @@ class Bucket:
 
 
 def hand_over(bucket: Bucket, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
-    """What a fill would have made ready, with the batch's tensors in the place of copies.
+    """What a fill would have made ready, with the batch's tensors in the place of copies, of their own dtypes.
 
-    A source whose dtype its slot converts comes through as it is; host data for a slot on the device, as a tensor of
-    its own there; one that the step writes, as a copy, because the batch is the caller's. Raises as a fill does.
+    Host data comes as a tensor where its slot is, and what the step writes as a copy. Raises as a fill does.
     """
     ready, given = bucket.tensors(batch, live, absent, side)
-    declaration, slots = bucket.declaration, bucket.declaration.slots
-    own = {
-        name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in given.items()
-    }
+    slots = bucket.declaration.slots
+    own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**ready.shown(), **own}
-    known, fields = {**declaration.given(ready.step), **views}, declaration.fields
-    packed, sizes = [value.computation for value in ready.packed], ready.step.padded_sizes
-    packed = [attrs.evolve(one, target=bucket.buffers[one.slot].view(sizes)) for one in packed]
-    host = [computation.on(known, fields) for computation in (*ready.host, *packed)]
+    planned, step = ready.planned, ready.step
+    computed = [(one.on, planned.computation(one, step, views)) for one in planned.plan.computed]
+    host, device = ([computation for on, computation in computed if on == place] for place in (HOST, DEVICE))
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
-    device = [computation.on(known, fields) for computation in ready.device]
     return attrs.evolve(ready, views=views, shown=lambda: views, host=host, device=device)

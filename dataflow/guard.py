@@ -19,10 +19,7 @@ _IS_TRIED: Final = (2, 11) <= tuple(int(part) for part in torch.__version__.spli
 
 
 def below_modes(call: Callable[..., T], *args: Any) -> T:
-    """Call something that only looks at tensors, without the modes that watch torch's functions.
-
-    A default device is such a mode. Torch asks it about each attribute of each tensor, which doubles a step's time.
-    """
+    """Call what only looks at tensors without modes that watch torch's functions, which would double a step's time."""
     if not FUNCTION_MODES():
         return call(*args)
     with _C.DisableTorchFunction():
@@ -30,10 +27,9 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
 
 
 def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A guard that takes as many tensors as it is made over; False where one differs.
+    """A guard that takes as many tensors as it is made over; False where one differs, or is not at all its places.
 
-    Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one. Where one tensor
-    stands at several places, it must again.
+    Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one.
     """
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
     if len(firsts) == len(tensors):

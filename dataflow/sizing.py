@@ -140,15 +140,12 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
 
 _PLAIN: Final = (int, float)
 _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
-"""The errors of a value that is not a box of numbers. No limit is held against it: the fill refuses it."""
+"""The errors of a value that is not a box of numbers, which the fill refuses."""
 
 
 @attrs.frozen
 class Limit:
-    """The largest value of one slot's host data.
-
-    A tensor for a slot on the device is not looked into, wherever it lies: that would wait for the device.
-    """
+    """The largest value of one slot's host data; no tensor for the device is read, which would wait for it."""
 
     name: str
     slot: Slot

@@ -39,9 +39,9 @@ _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImpo
 _UNLIKE: Final = (AttributeError, *NOT_CARRIED)
 """What is raised over a source that is of another kind."""
 ADDRESSES: Final = 256
-"""Sets of addresses that one specialization remembers the words of; the oldest goes first."""
+"""Sets of addresses that one specialization remembers the words of."""
 KEPT: Final = 4096
-"""Live sizes, each with a pattern of absent slots, that a table has specializations for; the oldest goes first."""
+"""Live sizes, each with a pattern of absent slots, that a table has specializations for."""
 KINDS: Final = 8
 """Specializations for one of these: for kinds of sources, and for the buckets that took it."""
 MISS: Final = object()
@@ -63,9 +63,8 @@ def not_bound(*_: Any) -> Any:
 class Specialization:
     """Fills from sources that are like those it was made for.
 
-    made_for: what it fills. ready: what its live sizes need. take: looks at sources and writes nothing; None where they
-    are not like those that it was made for. write: fills from what `take` gave, all but what the device computes; call
-    it without gradients, and expect ComputeError. bound: what runners bound to it: a fill by itself, and a whole step.
+    ready: what its live sizes need. take: looks at sources and writes nothing; None where they are unlike. write: fills
+    from what `take` gave, all but what the device computes; ComputeError. bound: a fill by runners, and a whole step.
     """
 
     def __init__(
@@ -78,11 +77,7 @@ class Specialization:
         buffers: Buffers,
         feed: Feed,
     ) -> None:
-        """Bind a plan.
-
-        names: the slots that sources are for, in the order of sources; some may be absent. kinds: how each source
-        travels, by slot. sources: those that this is made for. feed: the packet.
-        """
+        """Bind a plan. names: of slots, in the order of sources. kinds: how each travels. sources: those made for."""
         self.made_for = made_for
         self.ready = planned.ready(made_for[1])
         self.bound: list[Run] = [not_bound, not_bound]
@@ -113,7 +108,13 @@ class Specialization:
             at += nbytes
         if at > feed.room:
             raise ValueError(f"the packet has {feed.room} bytes, too few for a bucket that it was not made for")
-        self._read_from_packet(starts, feed.upload.packet, count)
+        targets = {name: view for copies in ready.late for name, view in copies.items()}
+        with torch.inference_mode(mode=False):  # the parts that copies read stand as tensors behind the sources
+            for name in starts.keys() & targets.keys():
+                target, start = targets[name], starts[name]
+                self._places[name] = count + len(self._fixed)
+                part = feed.upload.packet[start : start + target.nbytes]
+                self._fixed.append(part.view(target.dtype).view(target.shape))
         slots, address = [lane.slot for lane in lanes], feed.upload.packet.data_ptr()
         words = self._planned.words(
             kinds, frozenset(value.computation.slot for value in ready.packed), ready.step.live_sizes
@@ -124,16 +125,6 @@ class Specialization:
         picked = chosen([order.get(name, len(given) + at) for at, name in enumerate(slots)])
         pack = struct.Struct(f"<{len(slots)}Q{-head_bytes(len(lanes)) % UNIT}x").pack
         return lambda pointers: words + pack(*picked((*pointers, *fixed)))
-
-    def _read_from_packet(self, starts: Mapping[str, int], packet: torch.Tensor, count: int) -> None:
-        """Have the parts that copies read, where they lie at each step, stand as tensors behind the sources."""
-        targets = {name: view for copies in self.ready.late for name, view in copies.items()}
-        with torch.inference_mode(mode=False):
-            for name in starts.keys() & targets.keys():
-                target, start = targets[name], starts[name]
-                part = packet[start : start + target.nbytes].view(target.dtype).view(target.shape)
-                self._places[name] = count + len(self._fixed)
-                self._fixed.append(part)
 
     def _taker(self, like: Sources) -> Callable[[Sources], Taken | None]:
         """`take`, with what it needs in local names."""
@@ -171,10 +162,7 @@ class Specialization:
         return take
 
     def _anew(self, pointers: tuple[int, ...], sources: Sources) -> Taken | None:
-        """A packet's first words, and the sources, with copies of those that slots' writes would change, or lie askew.
-
-        None where a source is its slot's own memory now, or no longer is, or has no memory.
-        """
+        """A packet's first words, and sources, with copies of those that writes would change; None if one is unlike."""
         buffers, copies = self._buffers, dict[int, torch.Tensor]()
         low, high = buffers.near
         for place, pointer in zip(self._by_address, pointers, strict=True):
@@ -187,7 +175,10 @@ class Specialization:
                 if not has_memory(source) or (kind.prepare is None and is_in_place(source, buffers[name])):
                     return None
                 if pointer % source.itemsize or buffers.holds(source):
-                    copies[place] = _copy(source, apart=kind.pace is not None)
+                    if kind.pace is None:
+                        copies[place] = source.clone(memory_format=torch.contiguous_format)
+                    else:  # with its rows as far apart as the packet says
+                        copies[place] = source.new_empty_strided(source.shape, source.stride()).copy_(source)
         if not copies:
             words = keep_newest(self._known, ADDRESSES)[pointers] = self._words(pointers)
             return words, sources
@@ -312,10 +303,7 @@ class Specializations:
 
 
 def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Callable[[Sources], Hashable]:
-    """Make a call that tells from sources which sizes they have, and which optional ones are there.
-
-    Two batches that are alike in that have the same live sizes, and lack the same slots.
-    """
+    """Make a call that tells from sources which sizes they have, and which optional ones are there."""
     axes = [[(names.index(gauge.slot), gauge) for gauge in gauges] for gauges in size.gauges]
     firsts = [(place, gauge.dim) for (place, gauge), *_ in axes]
     absent = [names.index(name) for name in optional]
@@ -358,10 +346,3 @@ def _copy_of(copies: Targets, places: Mapping[str, int]) -> tuple[Callable[[Any]
     if len(views) == 1:
         return views[0].copy_, operator.itemgetter(*at)
     return functools.partial(_FOREACH_COPY, views), chosen(at)
-
-
-def _copy(source: torch.Tensor, *, apart: bool) -> torch.Tensor:
-    """A source elsewhere: as dense rows, or with its rows as far apart as the packet says."""
-    if not apart:
-        return source.clone(memory_format=torch.contiguous_format)
-    return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device).copy_(source)
