@@ -282,23 +282,3 @@ def test_tokens_that_follow_from_requests(four: Processes) -> None:
 def test_ranks_that_do_not_fit(four: Processes, case: str, said: str) -> None:
     """All are told alike, with the numbers."""
     assert all(told.startswith(f"ConfigError: {said}") for told in four.run(refused, case))
-
-
-def undivided(rank: int) -> tuple[str, list[Any]]:
-    """Two ranks share a batch of seven tokens, which no graph takes: what is raised, and what is wrong after it."""
-    world = World(2, 2)
-    one = Rank(world, rank, world.runner(Shared, gathering(2)))
-    batch = world.batch(0, 7, 3)
-    told = raised(one.runner, batch)
-    one.play([5], 4, ahead=False)
-    return told, one.wrong
-
-
-def test_a_step_without_padding_whose_tokens_do_not_divide(two: Processes) -> None:
-    """Nobody knows who has which: it is refused, with the way out; counts of what ranks bring need none."""
-    for told, wrong in two.run(undivided):
-        assert told.startswith(
-            "ComputeError: slot 'num_token_non_padded': 7 padded tokens do not divide among 2 attention-TP ranks"
-        )
-        assert "pad the batches of steps that run eagerly, or drop the slot there" in told
-        assert wrong == []

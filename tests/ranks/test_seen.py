@@ -98,9 +98,8 @@ def test_shown(two: Processes) -> None:
         ]
 
 
-def quiet(rank: int) -> RunnerExplanation:
+def quiet(_: int) -> RunnerExplanation:
     """Of ranks that are known to get the same batches."""
-    del rank
     runner = runner_of_counts(soon(equal=True))
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(quiet=runner)

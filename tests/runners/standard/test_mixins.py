@@ -1,21 +1,19 @@
-"""Mixins combine as plain bases, in any order; slots are overridden, dropped, and of the model's dtype."""
+"""Mixins combine as plain bases, in any order, and have slots of the model's dtype."""
 
 import types
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, copied, standard
+from slotgraph import BATCH, TOKENS, Inputs, standard
 from slotgraph.dataflow.axes import Step
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
-from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
+from slotgraph.dataflow.errors import DeclarationError, DeclarationErrors
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.sizing import limits_of
 from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
@@ -66,26 +64,6 @@ def test_any_base_with_any_mixins(
         assert same_bytes(got, expected), name
 
 
-def test_override_and_drop() -> None:
-    """A slot that is declared again is the new one, a dropped slot or field is gone, and a made-up one is refused."""
-
-    class Own(standard.DecodeInputs, standard.Mamba, drop=["seq_lens_cpu", "capture_hidden_mode", "mamba_track_mask"]):
-        seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-1)
-
-    slots = Own.slotgraph.slots
-    assert slots["seq_lens"].dtype == torch.int64
-    assert "seq_lens_cpu" not in slots
-    assert "mamba_track_mask" not in slots
-    assert "mamba_track_indices" in slots
-    assert Own.slotgraph.fields == {}
-    with pytest.raises(DeclarationErrors) as refused:
-
-        class Wrong(standard.DecodeInputs, drop=["capture_hidden_modes"]):
-            pass
-
-    assert "Wrong drops 'capture_hidden_modes', which no base declares" in str(refused.value.exceptions[0])
-
-
 def test_mixins_that_say_different_things_are_refused() -> None:
     """Counts are of buckets, told by ranks or carried: not both."""
     for bases in (
@@ -124,25 +102,3 @@ def test_models_dtype() -> None:
         pass
 
     assert "hidden_states" not in Dropped.slotgraph.slots
-
-
-def test_bounded_context() -> None:
-    """A request longer than the context is named with its row, its length and the limit; one as long passes."""
-
-    class Bounded(standard.DecodeInputs, standard.BoundedContext):
-        pass
-
-    def check(batch: dict[str, Any]) -> None:
-        for limit in limits_of(Bounded.slotgraph, {standard.CONTEXT: 16}):
-            limit.check(batch)
-
-    fits: list[Any] = [[3, 16], np.array([16, 1]), torch.tensor([16, 2], dtype=torch.int32)]
-    over: list[Any] = [[3, 17], np.array([2, 17]), torch.tensor([16, 17], dtype=torch.int64)]
-    for lens in fits:
-        check({"seq_lens": lens, "seq_lens_cpu": lens})
-    for lens in over:
-        said = r"slot 'seq_lens_cpu': row 1 is 17, over the limit of CONTEXT = 16"
-        with pytest.raises(BatchError, match=said):
-            check({"seq_lens": torch.tensor([3, 17]), "seq_lens_cpu": lens})
-    with pytest.raises(BatchError, match=r"slot 'seq_lens': row 1 is 17"):
-        check({"seq_lens": [3, 17]})
