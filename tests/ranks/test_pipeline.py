@@ -21,8 +21,6 @@ from tests.ranks.stepping import soon
 from tests.runners import prefilled
 from tests.runners.prefilled import HIDDEN, VOCAB, Prefill
 
-POISON: Final = 77
-
 
 @attrs.define(eq=False)
 class Place:
@@ -79,13 +77,6 @@ class Place:
         proxies = {key: torch.empty(rows, size, dtype=dtype, device="meta") for key, size, dtype in shapes}
         beside: dict[str, Any] = {"pp_proxy_tensors": proxies} if self.part.stage else {}
         self.stage.runner.agree_ahead(batch_of(rows, number), **beside)
-
-    def poison(self) -> None:
-        """Write what no step may depend on over all slots, as something that the runner is told of."""
-        graphs: Any = self.stage.runner.graphs
-        for buffer in graphs.buffers:
-            buffer.tensor.fill_(1 if buffer.tensor.dtype == torch.bool else POISON)
-        graphs.buffers.distrust()
 
 
 def check(stage: PipelineStage, batch: Any) -> None:
@@ -146,7 +137,7 @@ def played(rank: int, every: list[Plan], shards: int, options: dict[str, Any], g
     place, found = Place.of(rank, shards, group=group, **options), list[str]()
     before = place.exchanges
     for plan in every:
-        place.poison()
+        prefilled.poison(place.stage.runner)
         if plan.ahead:
             place.agree_ahead(plan.number, plan.rows)
         found.append(place.step(plan.number, plan.rows, plan.faults[rank]))

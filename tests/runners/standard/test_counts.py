@@ -14,7 +14,8 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import ComputeError, ConfigError, DeclarationError
 from slotgraph.runners.standard import counts
 from slotgraph.speculative import WIDTH
-from tests.runners.standard.batches import ranked
+from tests.runners.models import decoder
+from tests.runners.standard.batches import batch_of, fixed_of, ranked, sizes_of
 
 ways = st.sampled_from([lambda one: one, attrs.asdict, lambda one: SimpleNamespace(**attrs.asdict(one), other="name")])
 """Settings as the class for them, as a mapping, as an object of the user's own."""
@@ -78,20 +79,14 @@ def test_first_tokens(lens: list[int], requests: int, tokens: int) -> None:
     assert all(0 <= row < max(rows, 1) for row in found)
 
 
-@pytest.mark.parametrize("rank", [-1, 2, 5])
-def test_wrong_rank(rank: int) -> None:
-    """A rank that is none of the ranks is refused when the settings are made, or read."""
-    wrong: dict[str, Any] = {"attn_tp_size": 2, "attn_tp_rank": rank, "scattered": True}
-    with pytest.raises(ConfigError, match=rf"attn_tp_rank is {rank} of 2"):
-        standard.Sharding(**wrong)
-    with pytest.raises(ConfigError, match=rf"attn_tp_rank is {rank} of 2"):
-        counts.num_token_non_padded(Step({TOKENS: 1}, {TOKENS: 2}), wrong)
-
-
-def test_settings_that_do_not_say() -> None:
-    """Settings without a name that counts need are refused by that name, and missing ones when a runner is made."""
+def test_settings_that_make_no_sense() -> None:
+    """A wrong rank or a name that is not there is refused by its name, and missing settings when a runner is made."""
+    step = Step({TOKENS: 1}, {TOKENS: 2})
+    for rank in (-1, 2, 5):
+        with pytest.raises(ConfigError, match=rf"attn_tp_rank is {rank} of 2"):
+            counts.num_token_non_padded(step, {"attn_tp_size": 2, "attn_tp_rank": rank, "scattered": True})
     with pytest.raises(ConfigError, match="settings have no 'scattered'"):
-        counts.num_token_non_padded(Step({TOKENS: 1}, {TOKENS: 2}), {"attn_tp_size": 2, "attn_tp_rank": 0})
+        counts.num_token_non_padded(step, {"attn_tp_size": 2, "attn_tp_rank": 0})
 
     class Experts(standard.PrefillInputs, standard.ExpertParallel):
         pass
@@ -116,29 +111,21 @@ def plain(live: int, padded: int, accepted: list[int], sharding: standard.Shardi
     }
 
 
-def extended(live: int, accepted: list[int]) -> dict[str, Any]:
-    """A batch of random tokens and lists of counts."""
-    draw = torch.Generator().manual_seed(live)
-    ids = torch.randint(1, 99, (live * 3,), generator=draw)
-    lens = torch.randint(4, 99, (live,), generator=draw)
-    states = torch.rand(live * 3, 2, generator=draw)
-    tokens = {"input_ids": ids, "positions": ids + 1, "out_cache_loc": ids + 2, "hidden_states": states}
-    requests = {"req_pool_indices": lens + 1, "seq_lens": lens, "seq_lens_cpu": lens}
-    return {**tokens, **requests, "num_accept_tokens": accepted, "num_correct_drafts": accepted}
-
-
 @pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
 def test_counts_in_a_runner(backend: Backend, lowering: str) -> None:
     """Every lowering, exact fills and micro-batches show the counts that plain Python gives for their sizes."""
     if lowering not in backend.capabilities.lowerings:
         pytest.skip(f"{backend.name} has no lowering {lowering!r}")
     sharding = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=True)
-    inputs, step = standard.model_dtype(torch.float32)(Extended), lambda view: view.select_index + 0
-    sizes = {standard.HIDDEN: 2, standard.VOCAB: 2, standard.DP: 2}
-    how: dict[str, Any] = {"sizes": sizes, "settings": sharding, "backend": backend}
-    runner = DecodeRunner(inputs, step, buckets=[2, 8], width=3, lowering=lowering, output_rows=BATCH, **how)
-    runner.capture()
+    how: dict[str, Any] = {"sizes": fixed_of(Extended), "settings": sharding, "backend": backend}
+    options = {"buckets": [2, 8], "width": 3, "lowering": lowering, "output_rows": BATCH, **how}
+    runner = decoder(Extended, lambda view: view.select_index + 0, **options)
     names = [*plain(1, 1, [1], sharding)]
+
+    def extended(live: int, accepted: list[int]) -> dict[str, Any]:
+        batch, _ = batch_of(Extended.slotgraph, sizes_of(Extended, live, 3), live)
+        return {**batch, "num_accept_tokens": accepted, "num_correct_drafts": accepted}
+
     for live, padded in ((2, 2), (1, 2), (7, 8), (0, 2), (3, 8)):
         accepted = [1 + row % 3 for row in range(live)]
         view = runner.fill(extended(live, accepted))
@@ -150,9 +137,9 @@ def test_counts_in_a_runner(backend: Backend, lowering: str) -> None:
             part = view.narrow(BATCH, 2, 6)
             rows = max(min(live - 2, 4), 0)
             assert {n: getattr(part, n).tolist() for n in names} == plain(rows, 4, accepted[2:][:rows], sharding)
-    how["sizes"] = {**sizes, WIDTH: 3}
+    how["sizes"] = {**fixed_of(Extended), WIDTH: 3}
     for no_copy in (False, True):
-        eager = EagerRunner(inputs, step, no_copy=no_copy, **how)
+        eager = EagerRunner(Extended, lambda view: view.select_index, no_copy=no_copy, **how)
         view = eager.fill(extended(4, [3, 1, 2, 2]))
         assert {name: getattr(view, name).tolist() for name in names} == plain(4, 4, [3, 1, 2, 2], sharding)
         with pytest.raises(ComputeError, match="9 padded tokens do not divide among 2"):
