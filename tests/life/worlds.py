@@ -156,7 +156,6 @@ def prefilling(backend: Backend, kind: str = "breakable", **options: Any) -> Wor
 def drafting(backend: Backend, **options: Any) -> World:
     """A captured draft runner of three steps, held to plain Python's trees."""
     runner = test_draft.made(backend, 2, 3, **options)
-    runner.capture()
 
     def assert_right(outputs: Any, batch: Batch) -> None:
         test_draft.assert_right(outputs, batch, 2, 3)

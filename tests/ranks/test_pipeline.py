@@ -132,7 +132,10 @@ class Plan:
         return found
 
 
-def played(rank: int, every: list[Plan], shards: int, options: dict[str, Any], group: Any = None) -> tuple[Any, int]:
+Said = tuple[list[str], int]
+
+
+def played(rank: int, every: list[Plan], shards: int, options: dict[str, Any], group: Any = None) -> Said:
     """What each step of a plan says, with poisoned slots, and the flush behind the last; exchanges that they took."""
     place, found = Place.of(rank, shards, group=group, **options), list[str]()
     before = place.exchanges

@@ -21,7 +21,7 @@ from tests.ranks.stepping import runner_on, tokens_of_ranks
 from tests.strategies import noise
 
 
-class Common(Inputs):
+class Alone(Inputs):
     """Slots on the device and on the host, of which one may be absent, and a field that graphs have seen."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
@@ -29,16 +29,11 @@ class Common(Inputs):
     extra: torch.Tensor | None = copied(TOKENS, dtype=torch.float32, pad=0.0, default=None)
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST)
     mode: str = "null"
-
-
-class Alone(Common):
-    """What a runner without ranks counts."""
-
     counts: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=DP, dtype=torch.int32)
 
 
-class Ranked(Common):
-    """The same, asked of the ranks."""
+class Ranked(Alone):
+    """The same, with counts that are asked of the ranks."""
 
     counts: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
 

@@ -226,21 +226,21 @@ def test_forward_is_put_back(backend: Backend) -> None:
     model.inner.forward = own  # type: ignore[method-assign] # as some libraries do
     runner = runner_of("breakable", model, backend, buckets=[4])
     runner.capture()
-    plain = Model().to(backend.device)
-    batch = batch_of([2, 1], 2, backend.device)
-    with torch.no_grad():
+    plain, batch = Model().to(backend.device), batch_of([2, 1], 2, backend.device)
+
+    @torch.no_grad()
+    def check() -> None:
         view = runner.fill(batch)
         assert torch.equal(runner.replay(view), plain(view) * 2)
-    assert model.inner.forward is own
+        assert model.inner.forward is own
+
+    check()
     hook = model.inner.register_forward_hook(lambda *_: [(_ for _ in ()).throw(fault) for fault in faults] and None)
     faults.append(OSError("in a hook"))
     with pytest.raises(OSError, match="in a hook"):
         runner(batch)
     hook.remove()
-    assert model.inner.forward is own
-    with torch.no_grad():
-        view = runner.fill(batch)
-        assert torch.equal(runner.replay(view), plain(view) * 2)
+    check()
 
 
 def asked_field(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
