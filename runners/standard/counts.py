@@ -55,7 +55,8 @@ def model_dtype(dtype: torch.dtype) -> Callable[[type[V]], type[V]]:
         body["__annotations__"] = {one.name: one.type for one in own}
         for one in own:
             body[one.name] = slot(attrs.evolve(slots[one.name], dtype=dtype), init=one.init, default=one.default)
-        made: type[V] = type(inputs.__name__, (inputs,), body)
+        kind: Any = type(inputs)
+        made: type[V] = kind(inputs.__name__, (inputs,), body)
         return made
 
     return settle
