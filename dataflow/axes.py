@@ -163,7 +163,10 @@ class Step:
 
         Raises DeclarationError for an axis that the batch does not tell.
         """
-        return self._at(size, self.live_sizes)
+        try:
+            return self.live_sizes[size]  # type: ignore[index] # an axis, in most cases
+        except (KeyError, TypeError):
+            return self._at(size, self.live_sizes)
 
     def padded(self, size: Axis | Dim) -> int:
         """Rows of the bucket on an axis, or an expression's value at these sizes.

@@ -334,7 +334,18 @@ def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Calla
             found += [sources[place] is None for place in absent]
         return tuple(found)
 
-    return key
+    if len(firsts) != 1 or absent:
+        return key
+    ((place, dim),) = firsts
+
+    def only(sources: Sources) -> Hashable:
+        source = sources[place]
+        try:
+            return source.shape[dim] if dim or type(source) is not list else len(source)
+        except (*NOT_TOLD, IndexError):
+            return key(sources)
+
+    return only
 
 
 def _some(places: list[int], count: int) -> Callable[[Sources], Sources] | None:
