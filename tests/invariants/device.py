@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slotgraph.backends import HOST, NO_PARAMETERS, Capabilities, Event, Fusion, Graph, Placement, Upload, load
+from slotgraph.backends import HOST, Capabilities, Event, Fusion, Graph, Placement, Upload, load
 from slotgraph.backends.cpu import HOST_FUSION, HostBackend
 from slotgraph.backends.ring import Ring
 
@@ -103,15 +103,8 @@ class Device(HostBackend):
         self._host.append(memory)
         return memory
 
-    def capture(
-        self,
-        step: Callable[[], Any],
-        *,
-        pool: object | None = None,
-        error_mode: str | None = None,
-        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
-    ) -> Graph:
-        return LaterGraph(INNER.capture(step, pool=pool, error_mode=error_mode, parameters=parameters), self)
+    def capture(self, step: Callable[[], Any], **options: Any) -> Graph:
+        return LaterGraph(INNER.capture(step, **options), self)
 
     def upload(self, nbytes: int) -> Upload:
         packet, sent = torch.zeros(nbytes, dtype=torch.uint8), set[int]()

@@ -25,14 +25,13 @@ from tests.invariants.steps import (
     LOWERINGS,
     Quick,
     drawn,
+    each_lowering,
     everything,
     neighbours,
     on,
     runner_of,
     wrong,
 )
-
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 
 
 def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:

@@ -9,9 +9,20 @@ import torch
 
 from slotgraph.backends import Backend
 from tests.invariants.device import Device
-from tests.invariants.steps import BEYOND, EITHER, LOWERINGS, Quick, Slots, Values, drawn, on, runner_of, taken, wrong
+from tests.invariants.steps import (
+    BEYOND,
+    EITHER,
+    Quick,
+    Slots,
+    Values,
+    drawn,
+    each_lowering,
+    on,
+    runner_of,
+    taken,
+    wrong,
+)
 
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 Form = Callable[[torch.Tensor], Any]
 
 

@@ -16,7 +16,6 @@ from tests.invariants.steps import (
     BEYOND,
     BUCKETS,
     EITHER,
-    LOWERINGS,
     TAILS,
     Quick,
     Slots,
@@ -24,13 +23,13 @@ from tests.invariants.steps import (
     apart,
     breaking,
     drawn,
+    each_lowering,
     neighbours,
     on,
     runner_of,
     wrong,
 )
 
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 ADOPTED = {"ids": torch.int64, "weights": torch.float32, "here": torch.int64}
 
 
@@ -150,10 +149,6 @@ def test_planted_lowerings_that_leave_out(backend: Backend) -> None:
 
 
 Bring = Callable[[Values, Values], dict[str, Any]]
-WITHOUT: dict[str, Bring] = {
-    "no key": lambda values, _: {**values},
-    "None": lambda values, _: {**values, "extra": None},
-}
 
 
 def shown_where_absent(backend: Backend, lowering: str, bring: Bring) -> list[torch.Tensor]:
@@ -168,11 +163,11 @@ def shown_where_absent(backend: Backend, lowering: str, bring: Bring) -> list[to
     return [one for one in seen if one is not None]
 
 
-@pytest.mark.parametrize("how", WITHOUT)
-def test_absent_slots_are_none(backend: Backend, how: str) -> None:
+@pytest.mark.parametrize("absent", [{}, {"extra": None}], ids=["no key", "None"])
+def test_absent_slots_are_none(backend: Backend, absent: dict[str, None]) -> None:
     """Never the rows of the step before, in graphs and eagerly."""
     for lowering in backend.capabilities.lowerings:
-        assert shown_where_absent(backend, lowering, WITHOUT[how]) == []
+        assert shown_where_absent(backend, lowering, lambda values, _: {**values, **absent}) == []
 
 
 def test_planted_slot_that_stays(backend: Backend) -> None:

@@ -11,8 +11,7 @@ import pytest
 from slotgraph.backends import Backend, load
 from slotgraph.errors import CaptureError
 from tests.life import worlds
-from tests.life.injection import ACTS, Injection, interrupt_everywhere, points
-from tests.life.worlds import WORLDS, World
+from tests.life.worlds import ACTS, WORLDS, Injection, World, interrupt_everywhere, points
 
 
 @pytest.mark.parametrize("name", WORLDS)
