@@ -4,11 +4,9 @@
     python -m tests.mutations --only a-name another-name
     python -m tests.mutations --list
 
-tests/mutations.toml has the bugs: a piece of a file's text, what stands there instead, what a user would see, and the
-tests that should catch it. Each is planted in a copy of the repository. pytest then runs the tests that are named with
-the mutation and, where these pass, a wider suite. `--suite` without paths leaves the wider suite out. Before all this,
-the named tests must pass in a copy without a bug. Exit code 0 where each bug is caught but for those that are known to
-survive, 1 where that is not so, 2 where the list does not fit the files any more.
+tests/mutations.toml has the bugs. Each is planted in a copy of the repository. pytest then runs the tests that are
+named with it and, where these pass, a wider suite, which `--suite` without paths leaves out. Exit code 0 where each bug
+is caught but for those that are known to survive, 1 where not, 2 where the list does not fit the files any more.
 """
 
 import argparse

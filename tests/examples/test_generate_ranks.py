@@ -23,8 +23,6 @@ from tests.examples.demo import FOLDER, NEEDS, Generate, Result, module, save_ll
 
 pytest.importorskip("transformers", reason=NEEDS)
 
-PATIENCE = 600
-"""Seconds after which a launch has failed, that no test ever waits for a rank in vain."""
 SHORT = ("--max-new-tokens", "5", "--max-prefill-tokens", "64", "--max-batch", "2", "--rounds", "0")
 FEW = ("--max-new-tokens", "4", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")
 
@@ -37,7 +35,7 @@ def launch(*command: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         encoding="utf-8",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"},
-        timeout=PATIENCE,
+        timeout=600,
         check=False,
     )
 

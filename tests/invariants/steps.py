@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
-import attrs
 import pytest
 import torch
 
@@ -50,15 +49,11 @@ class Quick(Inputs):
     twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
 
 
-class Afar(Quick):
-    """With one of two dims that vary, which no kernel fills."""
-
+class Afar(Quick):  # with one of two dims that vary, which no kernel fills
     table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=TAILS["table"])
 
 
-class Slots(Afar):
-    """With one in the host's memory, of which the step copies when the device gets there."""
-
+class Slots(Afar):  # with one in the host's memory, of which the step copies when the device gets there
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["here"], placement=HOST)
 
 
@@ -114,8 +109,7 @@ def drawn(rows: int, seed: int, *, absent: bool = False, inputs: type[Quick] = S
         "here": torch.randint(10, 99, (rows,), generator=draw),
         "extra": torch.randint(10, 99, (rows,), generator=draw).double(),
     }
-    fields: Any = inputs  # a class of attrs, which no type checker can see
-    known = {field.name for field in attrs.fields(fields)} - ({"extra"} if absent else set())
+    known = inputs.slotgraph.slots.keys() - ({"extra"} if absent else set())
     return {name: value for name, value in values.items() if name in known}
 
 

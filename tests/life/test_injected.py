@@ -32,7 +32,7 @@ def test_broken_off_at_a_new_size(backend: Backend, name: str) -> None:
 
 
 def test_broken_off_with_host_data(backend: Backend) -> None:
-    """Lists and arrays, which are made tensors of and taken up in one packet, are as they were too."""
+    """Lists, which are made tensors of and taken up in one packet, are as they were too."""
     world = worlds.decoding(backend)
     lists = attrs.evolve(world, batch=lambda size, seed: {n: v.tolist() for n, v in world.batch(size, seed).items()})
     interrupt_everywhere(lists.warm(), ACTS["call"], 7)

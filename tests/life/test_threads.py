@@ -50,9 +50,7 @@ def answer(outputs: Any) -> list[Any]:
 
 
 @attrs.frozen(eq=False)
-class Held:
-    """A step in another thread, which stands still in its fill until it is let go."""
-
+class Held:  # a step in another thread, which stands still in its fill until it is let go
     inside: threading.Event = attrs.field(factory=threading.Event)
     go: threading.Event = attrs.field(factory=threading.Event)
     outputs: list[list[Any]] = attrs.field(factory=list)
