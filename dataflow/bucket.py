@@ -10,6 +10,7 @@ from .admission import Kind, Wanted, check_sources, kind_of, placed
 from .axes import Sizes, extent
 from .buffers import Buffers
 from .capabilities import DEVICE, Capabilities, Lowering
+from .computation import Computation
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import below_modes, without_gradients
@@ -183,12 +184,12 @@ def hand_over(bucket: Bucket, batch: Any, live: tuple[int, ...], absent: Absent 
         name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in given.items()
     }
     views = {**ready.shown(), **own}
-    known, fields = {**declaration.given(ready.step), **views}, declaration.fields
+    known = {**declaration.given(ready.step), **views}
     packed, sizes = [value.computation for value in ready.packed], ready.step.padded_sizes
     packed = [attrs.evolve(one, target=bucket.buffers[one.slot].view(sizes)) for one in packed]
-    host = [computation.on(known, fields) for computation in (*ready.host, *packed)]
+    host = [Computation.bind(one.slot, declaration, known, one.target) for one in (*ready.host, *packed)]
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
-    device = [computation.on(known, fields) for computation in ready.device]
+    device = [Computation.bind(one.slot, declaration, known, one.target) for one in ready.device]
     return attrs.evolve(ready, views=views, shown=lambda: views, host=host, device=device)

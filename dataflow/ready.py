@@ -118,7 +118,6 @@ class Planned:
         self.lanes = tuple(
             Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused
         )
-        self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
         self._bucket_views = self._views(padded)
         self._bucket_shown = Aliases(self._bucket_views)
         self._asked = False
@@ -177,7 +176,7 @@ class Planned:
         Raises DeclarationError then. Any other error waits for the fill that needs the function's value.
         """
         for planned in self.plan.computed:
-            compute = self._computes[planned.slot]
+            compute = self._declaration.functions[planned.slot]
             if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
                 given = self._declaration.given(step)
                 try:
@@ -199,7 +198,9 @@ class Planned:
         together: list[dict[str, torch.Tensor]] = []
         alone: list[Targets] = []
         for group in groups:
-            views = {n: self._buffers[n].view(padded if n in self._computes else sizes) for n in group.slots}
+            views = {
+                n: self._buffers[n].view(padded if n in self._declaration.functions else sizes) for n in group.slots
+            }
             if group.how == "single":
                 alone += [{name: view} for name, view in views.items()]
             elif group.how == "foreach" and together and self.plan.mixed:
@@ -211,4 +212,4 @@ class Planned:
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         target = self._buffers[planned.slot].view(step.padded_sizes)
         known = {**self._declaration.given(step), **views}
-        return Computation.bind(planned.slot, self._computes[planned.slot], known, self._declaration.fields, target)
+        return Computation.bind(planned.slot, self._declaration, known, target)
