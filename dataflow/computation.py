@@ -27,8 +27,7 @@ _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
     """What a slot's buffer holds at first: a number, a tensor or nested lists.
 
-    Raises ComputeError where a number that the slot may be given does not fit its dtype on this device, or where the
-    function of a constant raises.
+    Raises ComputeError where a declared number does not fit its dtype here, or the function of a constant raises.
     """
     dtype, found = resolve_dtype(slot.dtype, capabilities), []
     for value in slot.declared_values():
@@ -89,9 +88,8 @@ def field_of(batch: Any, name: str, default: Any) -> Any:
 class Computation:
     """A function with all that is known of its arguments before the batch; `fields` come from the batch.
 
-    read: the slots among its arguments, by name, and aliases of them, which are what it is given: each alias has a
-    version counter of its own. aliases: these alone. versions: what they counted last. A function that writes a slot
-    which it is given would change what later steps see.
+    read: slots among its arguments, and aliases of them, which it is given: each has a version counter of its own.
+    versions: what these counted last. A function that writes a slot which it is given would change later steps.
     """
 
     slot: str
@@ -168,19 +166,11 @@ class Computation:
 
 @attrs.frozen(eq=False)
 class PackedValue:
-    """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
-
-    nbytes: bytes in the upload, in whole units. pack: for one number of the slot's own kind.
-    """
+    """A computation whose result becomes bytes, in whole units: one number by `pack`, all else by a host tensor."""
 
     computation: Computation
     nbytes: int
     pack: Callable[[Any], bytes] | None
-
-    @property
-    def slot(self) -> str:
-        """Which slot the value is for."""
-        return self.computation.slot
 
     @classmethod
     def of(cls, computation: Computation) -> "PackedValue":

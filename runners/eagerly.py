@@ -124,8 +124,6 @@ class Eagerly(Generic[V]):
 
     def _over(self, buffers: Buffers) -> tuple[Bucket, HostReads]:
         declaration, backend = self.stage.declaration, self.stage.backend
-        capabilities, feed = backend.capabilities, None
-        if capabilities.packed_uploads:
-            feed = Feed(backend.upload, packet_bytes(declaration, buffers.capacity, capabilities))
-        over = declaration, buffers.capacity, capabilities, buffers
+        over = declaration, buffers.capacity, backend.capabilities, buffers
+        feed = Feed(backend.upload, packet_bytes(*over[:3]))
         return Bucket(*over, exact=True, feed=feed, table=self._table), HostReads(backend, buffers)
