@@ -22,8 +22,7 @@ from slotgraph.dataflow.ready import Ready
 from slotgraph.speculative import WIDTH
 from tests.examples.demo import EXAMPLES, NEEDS, module, stale
 
-MODELS = ("windows", "speculating", "states")
-"""Packages that take transformers."""
+MODELS = ("windows", "speculating", "states")  # packages that take transformers
 SHORT = {
     "twins": ["--sequences", "8", "--max-new-tokens", "20"],
     "engine": ["--requests", "40", "--tokens", "30"],

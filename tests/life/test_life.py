@@ -25,8 +25,7 @@ from tests.runners.models import bytes_of
 from tests.strategies import AXES, HIDDEN, PAGES, Round, Sizes, batch_of, declarations, noise, same_bytes, source_for
 
 PAGES_MOST: Final = 3
-WIDE: Final = 2
-"""The size of HIDDEN."""
+WIDE: Final = 2  # the size of HIDDEN
 BUCKETS: Final = ((2, 6), (1, 4), (5,))
 EXAMPLES: Final = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 6
 Batch = tuple[Any, dict[str, Any]]

@@ -19,8 +19,7 @@ from tests.invariants.steps import Quick, drawn, everything, on, runner_of
 from tests.life.worlds import BUCKETS, WORLDS, World, decoding, eager, prefilling, steps_of
 from tests.runners import prefilled
 
-PATIENCE: Final = 120.0
-"""Seconds after which a thread that should have come is given up."""
+PATIENCE: Final = 120.0  # seconds after which a thread that should have come is given up
 BUSY: Final = "is in the middle of a step or a capture: another thread runs it, or its own step calls it"
 Pause = Callable[[], int]
 
@@ -56,7 +55,6 @@ class Held:  # a step in another thread, which stands still in its fill until it
     outputs: list[list[Any]] = attrs.field(factory=list)
 
     def pause(self) -> int:
-        """Say so, and wait."""
         self.inside.set()
         assert self.go.wait(PATIENCE)
         return 1

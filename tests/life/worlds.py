@@ -27,8 +27,7 @@ BUCKETS: Final = (4, 16)
 OURS: Final = (str(Path(slotgraph.__file__).parent), *(str(one.__file__) for one in (steps, prefilled, test_draft)))
 """Where points count: the package, and the steps that it runs."""
 POINTS: Final = frozenset({"call", "c_call", "c_return"})
-FEW: Final = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5
-"""How many points of each act are tried."""
+FEW: Final = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5  # points of each act that are tried
 Act = Callable[[Any, Batch, Any], object]
 ACTS: Final[dict[str, Act]] = {
     "call": lambda runner, batch, _: runner(batch),

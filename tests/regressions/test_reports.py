@@ -24,7 +24,7 @@ from slotgraph.dataflow.tails import Pad
 from slotgraph.pool import InputPool
 from tests.backends.test_ring import LazyDevice, chance, play
 from tests.runners.models import decoder
-from tests.strategies import draw
+from tests.strategies import declaration_of, draw
 
 BACKEND: Final = "cpu-capture"
 PAGES: Final = Axis("PAGES")
@@ -60,11 +60,8 @@ def rope(view: Any) -> Any:
 
 def test_sglang_24361_positions_beyond_the_table() -> None:
     """A: positions in padded rows walk on, step by step, until they are beyond the rope table."""
-
-    class Positions(Inputs):
-        positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True)
-
-    runner = captured(Positions, rope)
+    positions = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True)
+    runner = captured(declaration_of({"positions": positions}), rope)
     runner({"positions": draw(CONTEXT - 9, CONTEXT - 4, (4,), 1)})
     for position in range(40):
         assert runner({"positions": [position]}).tolist() == [position / 4]
@@ -288,11 +285,8 @@ def test_sglang_19507_phases_that_do_share() -> None:
 
 def test_sglang_23037_outputs_kept_over_a_replay() -> None:
     """C: what one step hands to the next is the graph's own memory, which the next replay writes before it was read."""
-
-    class Shares(Inputs):
-        shares: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=0.0)
-
-    runner = captured(Shares, lambda view: {"topk_p": view.shares.max(1).values}, debug=True, output_rows=BATCH)
+    shares = declaration_of({"shares": copied(BATCH, 2, dtype=torch.float32, pad=0.0)})
+    runner = captured(shares, lambda view: {"topk_p": view.shares.max(1).values}, debug=True, output_rows=BATCH)
     first = runner({"shares": [[0.1, 0.9], [0.8, 0.2]]})
     cloned = first["topk_p"].clone()
     runner({"shares": [[0.3, 0.7], [0.4, 0.6]]})
