@@ -5,7 +5,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import rich.console
@@ -18,7 +18,8 @@ from ..dataflow.errors import CaptureError, CheckError, ComputeError
 from ..dataflow.ready import Ready
 from ..dataflow.views import alias
 from .outputs import map_tensors
-from .statistics import human_bytes
+
+T = TypeVar("T")
 
 
 @attrs.define(eq=False)
@@ -146,14 +147,13 @@ def told_as_capture_error() -> Iterator[None]:
         raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
 
-def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> Iterator[int]:
-    """Walk over buckets under a progress bar that shows the bucket and the memory left; no bar off a terminal."""
+def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Iterator[T]:
+    """Walk over items under a progress bar that says what is done to each; no bar off a terminal."""
     console = rich.console.Console(stderr=True)
     hidden = not (show and console.is_terminal)
     with rich.progress.Progress(console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("capture", total=len(buckets))
-        for bucket in buckets:
-            free = human_bytes(backend.memory().free)
-            progress.update(task, description=f"capturing bucket {bucket}, {free} free")
-            yield bucket
+        task = progress.add_task("", total=len(items))
+        for one in items:
+            progress.update(task, description=text(one))
+            yield one
             progress.advance(task)

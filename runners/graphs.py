@@ -41,7 +41,7 @@ from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
 from .state import Holdings, State, check_writes
-from .statistics import CaptureReport, MemoryAccount
+from .statistics import CaptureReport, MemoryAccount, human_bytes
 from .traffic import HostReads
 
 
@@ -253,15 +253,19 @@ class GraphSet(Generic[V]):
         start, before = time.perf_counter(), backend.memory()
         known = self.report or CaptureReport((), {}, 0.0, self.memory())
         reasons, shows = dict(known.failed), self.config.progress and self.coordinator.rank == 0 and not late
+
+        def text(rows: int) -> str:
+            return f"capturing bucket {rows}, {human_bytes(backend.memory().free)} free"
+
         with frozen_garbage(), self._at_rest(always=late):
-            for rows in progress_over(buckets, backend, show=shows):
+            for rows in progress_over(buckets, text, show=shows):
                 try:
                     self._capture_bucket(rows)
                 except CaptureError as error:
                     errors.append(error)
                     reasons[rows] = str(error)
         if buckets and self.holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
-            self.holdings = self.holdings.joined(Holdings.of(self.holder))
+            self.holdings.look()
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self._captured}))

@@ -54,7 +54,7 @@ _LOST: Final = (AttributeError, LookupError, TypeError, ValueError)
 _MODULE: Final = ("_parameters", "_buffers", "_modules")
 Spans = Sequence[tuple[int, int]]
 Copies = Sequence[torch.Tensor]
-Apart = Sequence[torch.Tensor]
+"""Copies of a state's pieces, or which of their words differ."""
 Index = tuple[Any, ...]
 
 
@@ -158,11 +158,11 @@ class State:
         with _as_it_is():
             return [piece.copy() for piece in self.pieces]
 
-    def apart(self, copies: Copies) -> Apart:
+    def apart(self, copies: Copies) -> Copies:
         """In which words of each piece it is not what it was. They take some hundredths of a copy's memory."""
         return [_unlike(piece.memory, was) for piece, was in zip(self.pieces, copies, strict=True)]
 
-    def told(self, apart: Apart, besides: Sequence[Apart] = ()) -> list[str]:
+    def told(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
         """What messages call the pieces with such words. Words in `besides` do not count."""
         found = zip(self.pieces, apart, *besides, strict=True)
         return [piece.told for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
@@ -331,39 +331,26 @@ class Holding:
         return None if is_same else now
 
 
-@attrs.frozen(eq=False)
-class Change:
-    """A tensor that is not where it was. now: the one that the step reaches in its place."""
-
-    holding: Holding
-    now: torch.Tensor
-
-    @property
-    def what(self) -> str:
-        """What became of it."""
-        return "the memory of the capture is freed" if self.holding.is_freed else "it is other memory than at capture"
+Change = tuple[Holding, torch.Tensor]
+"""A tensor that is not where it was, and the one that the step reaches in its place."""
 
 
-@attrs.frozen(eq=False)
 class Holdings:
     """All tensors that a step reaches without its view (closures, globals, attributes), by name, as they were once."""
 
-    step: Callable[..., Any] | None
-    found: Mapping[str, Holding] = attrs.field(factory=dict)
+    def __init__(self, step: Callable[..., Any] | None) -> None:
+        self._step = step
+        self.found: dict[str, Holding] = {}
 
-    @classmethod
-    def of(cls, step: Callable[..., Any]) -> "Holdings":
-        """What a step reaches now."""
-        return cls(step, {one.name: one for one in _holdings(step)})
-
-    def joined(self, later: "Holdings") -> "Holdings":
-        """These, and what came later in other ways."""
-        return Holdings(self.step, {**later.found, **self.found})
+    def look(self) -> None:
+        """Add what the step reaches now in ways in which it reached nothing before."""
+        for one in _holdings(self._step):
+            self.found.setdefault(one.name, one)
 
     def changed(self) -> list[Change]:
         """Tensors that are not where they were, of those that the step still reaches in the same way."""
-        pairs = ((one, one.moved(self.step)) for one in self.found.values())
-        return [Change(one, now) for one, now in pairs if now is not None]
+        pairs = ((one, one.moved(self._step)) for one in self.found.values())
+        return [(one, now) for one, now in pairs if now is not None]
 
 
 def _place(storage: torch.UntypedStorage) -> tuple[int, int]:

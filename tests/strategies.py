@@ -77,8 +77,8 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors hold the same bytes; NaN equals itself here."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    a, b = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right))
-    return torch.equal(a, b)
+    a, b = (one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in (left, right))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def shapes(axes: tuple[Axis, ...] = AXES) -> st.SearchStrategy[tuple[int | Axis | Dim, ...]]:

@@ -11,7 +11,6 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers, SharedMemory
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
@@ -21,7 +20,6 @@ from ..comparison import (
     USUAL,
     Seen,
     Tolerances,
-    computed_apart,
     copies,
     differences,
     graph_of,
@@ -35,7 +33,7 @@ from ..comparison import (
 from ..sampling import Sample, is_location
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
-from .trial import NOTHING, Finding, Subject, Tensors, Trial
+from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"
 PARITY: Final = "parity"
@@ -190,7 +188,7 @@ class Poisoning:
         """What is wrong with the step. Nothing if its live rows depend on no tail."""
         usual = self._trial.run(self._live)
         if isinstance(usual, Exception):
-            return [Finding(POISON, None, f"the step raised {_error_text(usual)} on a batch that was filled as ever")]
+            return [Finding(POISON, None, f"the step raised {error_text(usual)} on a batch that was filled as ever")]
         if self._trial.raised:
             return []
         self._usual = usual
@@ -229,7 +227,7 @@ class Poisoning:
         """What poison changes on this rank, else on another one; whether on this one. None, on all, if nothing."""
         found, told = self._trial.run(self._live, poison), ""
         if isinstance(found, Exception):
-            told = f"the step raised {_error_text(found)}"
+            told = f"the step raised {error_text(found)}"
         else:
             for apart in itertools.islice(mismatches(self._usual, found), 1):
                 where = f"the {apart.where}" if apart.row is None else f"live row {apart.row} of the {apart.where}"
@@ -288,14 +286,6 @@ class Poisoning:
         return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
 
 
-def _error_text(error: BaseException) -> str:
-    """What a step raised, in a line."""
-    if isinstance(error, ReplayError) and error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 def _of(poison: Tensors, names: Collection[str]) -> Tensors:
     return {name: poison[name] for name in names if name in poison}
 
@@ -303,10 +293,7 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
 def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Hold graphs to their step: on the padded view, or else beside the batch alone, since that follows from it."""
     subject.state.check_room(COPIES)
-    for one in batches:
-        finding = apart_from_step(subject, one)
-        if finding is not None:
-            yield finding
+    yield from filter(None, (apart_from_step(subject, one) for one in batches))
 
 
 def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
@@ -320,7 +307,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
         try:
             exact: Seen | str = seen(view, runner.eager.run(view))
         except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
-            exact = f"the step raised on the batch without padding: {type(error).__name__}: {error}"
+            exact = f"the step raised on the batch without padding: {error_text(error)}"
     trial = subject.trial(one)
     finding = parity_fault(trial)
     if subject.together.any(finding is not None):
@@ -334,7 +321,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
         return None
     if found.where in graph.copied:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
-    apart = computed_apart(graph, exact)
+    apart = list(mismatches(graph.computed, exact.computed, step=graph.step))
     told = "; ".join(map(str, apart)) or "all slots agree in their live rows"
     message = (
         f"{found}; {told}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
@@ -399,4 +386,4 @@ def _raised(found: object) -> Finding | None:
     """A finding on a rank on which the step raised."""
     if not isinstance(found, Exception):
         return None
-    return Finding(PARITY, None, f"the step raised {type(found).__name__}: {found} where its graph is replayed")
+    return Finding(PARITY, None, f"the step raised {error_text(found)} where its graph is replayed")

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -111,19 +111,6 @@ def captured_runner(
     return runner
 
 
-def check_bytes(
-    title: str,
-    inputs: type[Inputs],
-    backend: Backend,
-    found: Mapping[str, Contestant],
-    batches: Iterable[tuple[int, Any]],
-) -> None:
-    """Hold contestants, but for the bare replay, to the lowering slot by slot, over batches with their live rows."""
-    others = {name: one for name, one in found.items() if name not in (ORACLE, BARE)}
-    sized = (({BATCH: rows, TOKENS: rows}, batch) for rows, batch in batches)
-    verify(title, inputs.slotgraph, backend, found[ORACLE], others, sized)
-
-
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
     """Whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
@@ -131,8 +118,9 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
         inputs = declare_decode(count)
         found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend)
         batches = [drawn(live, number) for number in range(SETS)]
-        others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
-        check_bytes(f"{count} slots", inputs, backend, found, [*((live, batch) for batch in batches), *others])
+        others = [drawn(size) for size in (padded, 1, live)]  # that grow and shrink
+        sized = ((dict.fromkeys((BATCH, TOKENS), one.rows), one) for one in (*batches, *others))
+        verify(f"{count} slots", inputs.slotgraph, backend, found[ORACLE], found, sized)
         rows += [{"slots": count, "live": live, "padded": padded, "lowering": name} for name in found]
         runs += [Run(one.call, batches) for one in found.values()]
     measure(runs, backend, *effort)

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -17,7 +17,7 @@ from ...dataflow.plan import CopyGroup, FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import Output
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
-from ..ranks.group import Ranks
+from ..recording.records import RanksRecord
 from ..runner import Runner
 from ..sharing import Layout, lasting
 from ..statistics import Decision
@@ -25,7 +25,6 @@ from .declared import NOT_SIZED, Explanation, explain_declaration
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
 Phase = Literal["fill", "kernel", "replay", "outputs"]
-_KERNEL: Final = {"in_graph": "fused kernel, the graph's first node", "fused": "fused kernel"}
 
 
 @attrs.frozen(kw_only=True)
@@ -125,19 +124,14 @@ class MemoryFacts:
 
 
 @attrs.frozen(kw_only=True)
-class RankFacts:
+class RankFacts(RanksRecord):
     """The ranks that run each step together.
 
-    rank, size: which one this is, of how many. on: where they exchange before a step, "host" or a device's kind. None
-    if they do not. equal: whether all are known to get the same batches. shards: over how many ranks a bucket's tokens
-    are spread. agreed: what all did in the last step.
+    on: where they exchange before a step, "host" or a device's kind. None if they do not. agreed: what all did in the
+    last step.
     """
 
-    rank: int
-    size: int
     on: str | None
-    equal: bool
-    shards: int
     agreed: Decision | None
 
 
@@ -199,12 +193,8 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     if buffers is not None:
         plan = attrs.evolve(plan_fill(declared, buffers.capacity, capabilities), tails=())
         eager = _fill(plan, declared, capabilities, parts=0)
-    pool, facts = None if seat is None else seat.layout, None
-    ranks: Ranks | None = declared.ranks
-    if ranks is not None:
-        where = None if ranks.quiet else ranks.on
-        told: dict[str, Any] = {name: getattr(ranks, name) for name in ("rank", "size", "equal", "shards")}
-        facts = RankFacts(**told, on=where, agreed=runner.agreed)
+    pool, ranks = None if seat is None else seat.layout, declared.ranks
+    where = None if ranks is None or ranks.quiet else ranks.on
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
@@ -219,7 +209,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
         statistics=_as_json(runner.stats()),
         member=seat.name if seat is not None and pool is not None else None,
         pool=pool,
-        ranks=facts,
+        ranks=None if ranks is None else RankFacts.of(ranks, on=where, agreed=runner.agreed),
     )
 
 
@@ -288,7 +278,8 @@ def _fill(  # noqa: C901 - one kind of step after the other
     if slots := plan.fused or plan.packed:
         add("upload", "one packet", slots, 1, plan.packed or [one.slot for one in plan.computed if one.packed])
     if plan.fused:
-        add("kernel", _KERNEL[plan.lowering], slots, int(not is_first), inside=is_first)
+        label = "fused kernel, the graph's first node" if is_first else "fused kernel"
+        add("kernel", label, slots, int(not is_first), inside=is_first)
     for told in _copies(late, mixed=plan.mixed):
         add("copy", *told)
     compute(DEVICE, inside=whole and parts > 0 and plan.lowering != "slot_by_slot")

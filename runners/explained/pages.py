@@ -129,11 +129,6 @@ def cell(value: Any) -> str:
     return printable(text) or "-"
 
 
-def printed(shown: RenderableType, width: int = WIDE) -> str:
-    """What a console without colours prints."""
-    return _on_paper(shown, width).export_text()
-
-
 def tables(explanation: Explanation | RunnerExplanation) -> Group:
     """All tables of a declaration or of a runner, for a rich console."""
     made = _of_declaration(explanation) if isinstance(explanation, Explanation) else _of_runner(explanation)

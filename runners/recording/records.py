@@ -7,7 +7,7 @@ import pathlib
 import platform
 import tempfile
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
 from ..explained.declared import explain_declaration
-from ..ranks.group import Message
+from ..ranks.group import Message, Ranks
 from ..runner import Runner
 from ..serial import from_data, json_data, to_data
 from ..statistics import Decision
@@ -116,6 +116,11 @@ class RanksRecord:
     equal: bool
     shards: int
 
+    @classmethod
+    def of(cls, ranks: Ranks, **more: Any) -> Self:
+        """Those of a declaration. more: the fields of a subclass."""
+        return cls(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards, **more)
+
     def __str__(self) -> str:
         """The ranks in a sentence."""
         shards = f", {self.shards} shards" if self.shards > 1 else ""
@@ -181,7 +186,7 @@ class RunnerRecord:
             facts[f"filling of slot {slot.name!r}"] = ", ".join(filter(None, (slot.tail, slot.source, slot.function)))
         record, ranks = None, declaration.ranks
         if ranks is not None:
-            record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
+            record = RanksRecord.of(ranks)
             needed["ranks"] = str(record)
         return cls(needed=needed, facts=facts, ranks=record)
 

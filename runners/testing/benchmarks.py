@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import attrs
 import numpy as np
@@ -49,13 +49,9 @@ TakesBatch = Callable[[Any], Any]
 ByHand = Callable[..., None]
 """Fills from a batch, its live rows on each varying axis, and its side arguments."""
 Box = slice | tuple[slice, ...]
-
-
-class _Plan(NamedTuple):
-    """What a step of given sizes does, in lists of tuples."""
-
-    copied: list[Any]  # name or None, source or None, buffer, live rows, tails, and what these hold
-    computed: list[Any]  # target, function, fields of the batch
+_Plan = tuple[list[Any], list[Any]]
+"""What a step of given sizes does. Copies: name or None, source or None, buffer, live rows, tails, and what these hold.
+Computed slots: target, function, and fields of the batch."""
 
 
 def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
@@ -72,10 +68,10 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     def fill(batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
         if live not in plans:
             plans[live] = _planned(declaration, backend, declaration.step(live, padded), slots)
-        plan = plans[live]
+        copied, computed = plans[live]
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
         zeros, copies = list[torch.Tensor](), dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]()  # of foreach
-        for name, source, buffer, box, tails, pad in plan.copied:
+        for name, source, buffer, box, tails, pad in copied:
             value = None
             if source is not None:
                 value = get(name, None) if name else source.read(batch, side)
@@ -101,7 +97,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
             _FOREACH_ZERO(zeros)
         for targets, sources in copies.values():
             _FOREACH_COPY(targets, sources, non_blocking=True)
-        for target, function, fields in plan.computed:
+        for target, function, fields in computed:
             value = function(**{need: field_of(batch, need, default) for need, default in fields.items()})
             if isinstance(value, int | float):
                 target.fill_(value)
@@ -113,7 +109,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
 
 def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapping[str, torch.Tensor]) -> _Plan:
     """Slices and functions for a step of given sizes: made once, as constants of code by hand are."""
-    plan, known = _Plan([], []), dict[str, Any]()
+    copied, computed, known = list[Any](), list[Any](), dict[str, Any]()
     for name, slot in declaration.slots.items():
         source, buffer, rule, tails, pad = slot.reads(name), slots[name], slot.rule(), list[Box](), None
         sizes, padded = (extent(slot.shape, one) for one in (step.live_sizes, step.padded_sizes))
@@ -125,13 +121,13 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
             ends = [(dim, slice(sizes[dim], padded[dim])) for dim in slot.varying if sizes[dim] < padded[dim]]
             tails = [_box(*map(slice, padded[:dim]), end) for dim, end in ends]
         if source is not None or slot.rewritten:
-            plan.copied.append((plain_name(source), source, buffer, rows, tails, pad))
+            copied.append((plain_name(source), source, buffer, rows, tails, pad))
     for name in declaration.order:
         if (compute := declaration.slots[name].computes()) is not None:
             given = {**known, **declaration.given(step)}
             bound = Computation.bind(name, compute, given, declaration.fields, known[name])
-            plan.computed.append((known[name], bound.function, bound.fields))
-    return plan
+            computed.append((known[name], bound.function, bound.fields))
+    return copied, computed
 
 
 def _box(*ranges: slice) -> Box:

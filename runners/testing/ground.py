@@ -24,10 +24,6 @@ from ..bits import first_unequal, garbage
 from ..graphs import Filler
 from ..stage import NO_SIZES, Stage
 
-VARYING: Final = 8
-"""The size of a varying axis by default."""
-FIXED: Final = 3
-"""The size of a fixed axis by default."""
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
@@ -74,7 +70,7 @@ class Ground:
             if axis not in known or axis in relations:
                 why = "which follows from others by relations=" if axis in known else "an axis that no slot has"
                 raise ConfigError(f"max_sizes names {axis!r}, {why}: leave it out")
-        most = {axis: FIXED if axis.fixed else VARYING for axis in known} | dict(max_sizes)
+        most = {axis: 3 if axis.fixed else 8 for axis in known} | dict(max_sizes)
         fixed = {axis: size for axis, size in most.items() if axis.fixed}
         stage = Stage.of(inputs, no_step, backend, fixed, settings, relations)
         return cls(stage, _followed(most, relations), tuple(sorted(leads)))

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from slotgraph.backends import HOST, NO_PARAMETERS, Capabilities, Event, Fusion, Graph, Placement, Upload, load
-from slotgraph.backends.cpu import HostBackend
+from slotgraph.backends.cpu import HOST_FUSION, HostBackend
 from slotgraph.backends.ring import Ring
 
 INNER: Final = load("cpu-capture")()
@@ -71,13 +71,6 @@ class LaterGraph(Graph):
 
     def check_addresses(self) -> None:
         self._inner.check_addresses()
-
-
-def whole() -> Fusion:
-    """The kernel that leaves nothing out."""
-    fusion = INNER.fusion()
-    assert fusion is not None
-    return fusion
 
 
 @final
@@ -136,8 +129,8 @@ class Device(HostBackend):
         return Ring(packet, pinned, start, lambda: self._point("mark"), self.synchronize)
 
     def fusion(self) -> Fusion:
-        kernel, last = whole().kernel, -1 if self.fault == "kernel" else None
-        return Fusion(whole().block, lambda table, *more: kernel(table[:last], *more))
+        last = -1 if self.fault == "kernel" else None
+        return Fusion(HOST_FUSION.block, lambda table, *more: HOST_FUSION.kernel(table[:last], *more))
 
     def stream_key(self) -> Callable[[], int]:
         return lambda: self.current

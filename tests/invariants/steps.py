@@ -1,6 +1,6 @@
 """What the tests of invariants share: a declaration, a step that returns all that it sees, and plain answers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -67,6 +67,7 @@ class Slots(Afar):
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["here"], placement=HOST)
 
 
+DTYPES: Final[Mapping[str, Any]] = {name: slot.dtype for name, slot in Slots.slotgraph.slots.items()}
 EITHER: Final[tuple[type[Quick], ...]] = (Quick, Slots)
 """The declaration that goes the quickest way, and the one with all kinds of slots."""
 
@@ -129,15 +130,15 @@ def on(backend: Backend, values: Values) -> Values:
     }
 
 
-def expected(values: Values, *, exact: bool = False) -> Seen:
-    """What the step must see of them, worked out without slotgraph. exact: without a graph, whatever the rows."""
+def expected(values: Mapping[str, Any], buckets: Sequence[int] = BUCKETS) -> Seen:
+    """What the step must see of tensors or lists, worked out without slotgraph; without buckets, all is exact."""
     rows = len(values["ids"])
-    bucket = None if exact else next((size for size in BUCKETS if size >= rows), None)
-    padded = rows if bucket is None else bucket
+    bucket = next((size for size in buckets if size >= rows), None)
     found: dict[str, torch.Tensor | None] = {"extra": None}
-    for name, value in values.items():
+    for name, given in values.items():
+        value = torch.as_tensor(given, dtype=DTYPES[name], device="cpu")
         columns = (MOST_PAGES,) if name == "table" and bucket is not None else value.shape[1:]
-        whole = torch.full((padded, *columns), TAILS[name], dtype=value.dtype)
+        whole = torch.full((bucket or rows, *columns), TAILS[name], dtype=value.dtype)
         whole[tuple(slice(0, size) for size in value.shape)] = value
         found[name] = whole
     ids = found["ids"]
@@ -158,9 +159,9 @@ def apart(seen: Seen, right: Seen) -> list[str]:
     return sorted(name for name in right if not same(seen[name], right[name]))
 
 
-def wrong(seen: Seen, values: Values, *, exact: bool = False) -> list[str]:
+def wrong(seen: Seen, values: Mapping[str, Any], buckets: Sequence[int] = BUCKETS) -> list[str]:
     """The slots that do not hold what a batch of these values gives."""
-    return apart(seen, expected(values, exact=exact))
+    return apart(seen, expected(values, buckets))
 
 
 def taken(outputs: Seen) -> Seen:

@@ -1,18 +1,34 @@
-"""A tool that raises in the middle of the library's own code, at each point where an exception can come."""
+"""A tool that raises in the middle of the library's own code, wherever an exception can come; what is right then."""
 
 import inspect
+import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 import attrs
+import torch
 
 import slotgraph
+from slotgraph.errors import ReplayError
+from tests.invariants import steps
+from tests.life.worlds import World, steps_of
+from tests.runners import prefilled, test_draft
+from tests.runners.models import Batch, same_batch, snapshot
 
-OURS: Final = (str(Path(slotgraph.__file__).parent),)
-"""Where points count: the package."""
+OURS: Final = (str(Path(slotgraph.__file__).parent), *(str(one.__file__) for one in (steps, prefilled, test_draft)))
+"""Where points count: the package, and the steps that it runs."""
 POINTS: Final = frozenset({"call", "c_call", "c_return"})
+FEW: Final = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5
+"""How many points of each act are tried."""
+Act = Callable[[Any, Batch, Any], object]
+ACTS: Final[dict[str, Act]] = {
+    "call": lambda runner, batch, _: runner(batch),
+    "fill": lambda runner, batch, _: runner.fill(batch),
+    "replay": lambda runner, _, view: runner.replay(view),
+}
 
 
 class InjectedError(Exception):
@@ -25,13 +41,11 @@ class Injection:
 
     A point is where a function of ours begins, where it calls one of C, which then may fail without having done
     anything, and where that has returned, so that it is done: it is there that Python handles signals.
-    at: n, from 1 on; 0 for never. error: what is raised. more: files beside our folders whose points count. seen:
-    points so far. where: the place of the raise.
+    at: n, from 1 on; 0 for never. error: what is raised. seen: points so far. where: the place of the raise.
     """
 
     at: int = 0
     error: type[BaseException] = InjectedError
-    more: tuple[str, ...] = ()
     seen: int = 0
     where: str = ""
     _before: Any = None
@@ -53,7 +67,7 @@ class Injection:
 
     def _point(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event not in POINTS or not code.co_filename.startswith((*OURS, *self.more)):
+        if event not in POINTS or not code.co_filename.startswith(OURS):
             return
         if event == "call" and code.co_flags & inspect.CO_GENERATOR:  # one that is closed has nobody to raise to
             return
@@ -64,3 +78,45 @@ class Injection:
             what = getattr(argument, "__qualname__", "") or code.co_qualname
             self.where = f"{code.co_filename}:{frame.f_lineno} {event} {what}"
             raise self.error(self.where)
+
+
+def points(total: int, few: int = FEW) -> Iterator[tuple[int, type[BaseException]]]:
+    """Points out of so many, and what is raised there."""
+    stride = max(1, total // few) | 1  # odd, so that both kinds of errors come
+    for at in range(1, total + 1, stride):
+        yield at, KeyboardInterrupt if at % 2 else InjectedError
+
+
+def interrupt(world: World, act: Act, size: int, at: int, error: type[BaseException] = InjectedError) -> str:
+    """Break an act off at one point, and hold all that is left to what it was; where it was, or nothing."""
+    runner, prior = world.runner, world.batch(3, 3)
+    view = runner.fill(prior)
+    batch = world.batch(size, at)
+    given, before = snapshot(batch), steps_of(runner)
+    with Injection(at, error) as injection:
+        act(runner, batch, view)
+    assert torch.is_grad_enabled()
+    assert same_batch(batch, given)
+    counted = steps_of(runner) - before
+    assert counted in ({0, 1} if injection.where and act is not ACTS["fill"] else {int(act is not ACTS["fill"])})
+    try:
+        outputs = runner.replay(view)
+    except ReplayError as refused:
+        assert "was not filled last" in str(refused)  # noqa: PT017 - it may as well be right
+    else:
+        world.assert_right(outputs, prior)
+    world.assert_well()
+    return injection.where
+
+
+def interrupt_everywhere(world: World, act: Act, size: int, step: int = 0, few: int = FEW) -> None:
+    """The same at some points of an act that was done before; each makes the batch larger by so many rows."""
+    total = 0
+    for seed in (1, 2):
+        view, batch = world.runner.fill(world.batch(3, seed)), world.batch(size, seed)
+        with Injection() as counting:
+            act(world.runner, batch, view)
+        total = counting.seen
+    tried = enumerate(points(total, few))
+    seen = {interrupt(world, act, size + number * step, at, error) for number, (at, error) in tried}
+    assert len(seen) > 1  # a later step may be shorter than the one that was counted

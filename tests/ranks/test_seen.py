@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 import slotgraph
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import html, printed, tables
+from slotgraph.runners.explained.pages import html
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.serial import from_data, to_data
@@ -19,6 +19,7 @@ from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon
+from tests.runners.explained.houses import printed
 
 SCHEDULE: Final = ([1, 7], [3, 2], [2, 9], [12, 9], [1, 11], [2, 2])
 FORCED: Final = {(1, "fits"): 1, (0, "fits"): 2, (1, "too_large"): 2, (0, "too_large"): 1}
@@ -80,7 +81,7 @@ def test_shown(two: Processes) -> None:
         forced = one.after.statistics["ranks"]["forced"]
         assert forced == {"0": {"fits": 1, "too_large": 1}, "1": {"fits": 1, "too_large": 2}}
         assert from_data(json.loads(json.dumps(to_data(one.after))), RunnerExplanation) == one.after
-        for text in (printed(tables(one.after), 300), html(one.after)):
+        for text in (printed(one.after), html(one.after)):
             assert "global_num_tokens" in text
             assert f"reason={reason}, rank=1" in text
         assert "given_ranks --> slot_" in mermaid(one.after.declaration)

@@ -3,6 +3,7 @@
 The docstring of each test begins with its class in docs/hazards.md, and says what went wrong there.
 """
 
+import functools
 from typing import Any, Final, final
 
 import numpy as np
@@ -22,24 +23,13 @@ from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, Rep
 from slotgraph.dataflow.tails import Pad
 from slotgraph.pool import InputPool
 from tests.backends.test_ring import LazyDevice, chance, play
+from tests.runners.models import decoder
 from tests.strategies import draw
 
 BACKEND: Final = "cpu-capture"
 PAGES: Final = Axis("PAGES")
 CONTEXT: Final = 64
-
-
-def runner_of(inputs: type[Inputs], step: Any, **options: Any) -> DecodeRunner[Any]:
-    """A runner over one bucket of four requests, unless told otherwise."""
-    given: dict[str, Any] = {"buckets": [4], "backend": BACKEND, "progress": False, **options}
-    return DecodeRunner(inputs, step, **given)
-
-
-def captured(inputs: type[Inputs], step: Any, **options: Any) -> DecodeRunner[Any]:
-    """The same, captured."""
-    runner = runner_of(inputs, step, **options)
-    runner.capture()
-    return runner
+captured = functools.partial(decoder, backend=BACKEND)
 
 
 class Ids(Inputs):
@@ -271,7 +261,8 @@ DRAFT, VERIFY = ({"ids": one, "positions": one} for one in (draw(1, 9, (4,), 1),
 def pooled(**options: Any) -> tuple[InputPool, DecodeRunner[Any], DecodeRunner[Any]]:
     """A pool, and a runner of each of its two phases: all join before the first is captured."""
     pool = InputPool("draft", "verify", **options)
-    one, two = (runner_of(Tokens, scored, phase=pool[phase], sharing=True) for phase in ("draft", "verify"))
+    given: dict[str, Any] = {"buckets": [4], "backend": BACKEND, "sharing": True}
+    one, two = (DecodeRunner(Tokens, scored, phase=pool[phase], **given) for phase in ("draft", "verify"))
     one.capture()
     two.capture()
     return pool, one, two

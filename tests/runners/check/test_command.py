@@ -67,9 +67,8 @@ def test_finding() -> None:
     assert (cells["poison"], cells["races"]) == (["8", "1", "weights"], ["8", "0", "-"])
     assert "poison: live row 0 of the output changed" in found.stdout
     assert "when the tail of slot 'weights' held nan instead of 1.0" in found.stdout
-    found = run(
-        "checked_engine:faulty", *["--format", "json", "--only", "poison", "--only", "coverage", "--rounds", "1"]
-    )
+    options = "--format json --only poison --only coverage --rounds 1"
+    found = run("checked_engine:faulty", *options.split())
     assert found.exit_code == 1
     data = json.loads(found.stdout)
     assert data["steps"] == {"poison": 6, "coverage": 6}
@@ -87,18 +86,18 @@ def test_sound() -> None:
         assert (found.exit_code, cells_of(found.stdout)) == (0, {"poison": [steps, "0", "-"]})
 
 
-REFUSED = [
-    ("checked_engine:number", 2, "'number' in checked_engine is no runner, nor a function without"),
-    ("checked_engine:make_trouble", 1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
-    ("checked_engine:captured --only poisson", 2, "there is no check 'poisson': checks are poison, parity"),
-    ("checked_engine:captured --batches number", 2, "'number' in checked_engine is no batches"),
-    ("checked_engine:captured --rounds 0", 2, "--rounds"),
-]
+REFUSED = {
+    "number": (2, "'number' in checked_engine is no runner, nor a function without"),
+    "make_trouble": (1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
+    "captured --only poisson": (2, "there is no check 'poisson': checks are poison, parity"),
+    "captured --batches number": (2, "'number' in checked_engine is no batches"),
+    "captured --rounds 0": (2, "--rounds"),
+}
 
 
 def test_refusals() -> None:
     """What is not understood exits with 2, what a user's code raises with 1; each says what it was."""
-    for arguments, status, said in REFUSED:
-        found = run(*arguments.split())
+    for arguments, (status, said) in REFUSED.items():
+        found = run(*f"checked_engine:{arguments}".split())
         assert found.exit_code == status, arguments
         assert said in " ".join(found.stderr.split()), found.stderr

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, Inputs
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.check.trial import Finding
-from slotgraph.runners.comparison import USUAL, differences, named, seen
-from tests.runners.check.planted import found_by
-from tests.runners.check.planted import runner_of as captured
-from tests.runners.check.test_addresses import Broken, broken_runner
+from slotgraph.runners.comparison import USUAL, differences, seen
+from tests.runners.check.test_addresses import broken_runner
+from tests.runners.check.test_planted import found_by
+from tests.runners.check.test_planted import runner_of as captured
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
@@ -129,11 +129,9 @@ def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stack_in_parts() -> None:
     """A number that is frozen in one graph of several is found."""
-    model = Broken()
-    runner = broken_runner(model, CAPTURES)
+    model, runner = broken_runner()
     assert findings(runner) == []
-    stack: Any = model.layers["stack"]
-    stack.eager, stack.scale = 5.0, 7.0
+    model.stack.eager, model.stack.scale = 5.0, 7.0
     (found,) = findings(runner)
     assert "all slots agree: the step reads something that is no slot" in found.message
 
@@ -151,32 +149,20 @@ def test_what_padded_rows_leave_is_no_fault(backend: "Backend", whose: str, told
 
     runner = runner_of(step, backend=backend, output_rows=BATCH)
     host["scale"] = 3.0  # frozen in graphs
-    found = findings(runner, [random_batch(rows, seed) for seed, rows in enumerate((3, 6))])
-    assert len(found) == (told if runner.stage.backend.name != "cpu" else 0)
+    found = findings(runner, [random_batch(rows, rows) for rows in (3, 6)])
+    assert len(found) == (told if backend.name != "cpu" else 0)
     assert all("leaves other bytes than the step" in one.message for one in found)
 
 
 @attrs.define
-class Both:
-    """Outputs in a container of one's own."""
-
+class Both:  # outputs in a container of one's own
     rows: torch.Tensor
     number: int = 3
 
 
-class Pair(NamedTuple):
-    """Outputs in a named tuple."""
-
+class Pair(NamedTuple):  # outputs in a named tuple
     left: torch.Tensor
-    right: list[torch.Tensor]
-
-
-def test_names_of_outputs() -> None:
-    """Each tensor of a nested result by the place where it is found."""
-    one, two, three, four = (torch.tensor(value) for value in (1, 2, 3, 4))
-    found = dict(named({"a": (one, Both(four), Pair(two, [three]))}))
-    assert found == {"['a'][0]": one, "['a'][1].rows": four, "['a'][2].left": two, "['a'][2].right[0]": three}
-    assert list(named(one)) == [("", one)]
+    right: tuple[torch.Tensor]
 
 
 SHARED = plain_runner("cpu")
@@ -187,10 +173,11 @@ SHARED = plain_runner("cpu")
 def test_first_difference_is_the_first(data: st.DataObject, rows: int, seed: int) -> None:
     """Of any two runs: the first copied slot that differs, else the first leaf, at its first element in row order."""
     view = SHARED.fill(random_batch(rows, seed))
-    outputs = {"a": [view.ids.double(), view.pairs.clone()], "b": Both(torch.rand(view.weights.shape[0], 2, 2))}
+    pair = Pair(view.ids.double(), (view.pairs.clone(),))
+    outputs = {"a": pair, "b": [Both(torch.rand(view.weights.shape[0], 2, 2))]}
     one, other = seen(view, outputs), seen(view, outputs)
     assert list(differences(one, other, USUAL)) == []
-    places = ["slot 'weights'", "slot 'pairs'", "outputs['a'][0]", "outputs['a'][1]", "outputs['b'].rows"]
+    places = ["slot 'weights'", "slot 'pairs'", "outputs['a'].left", "outputs['a'].right[0]", "outputs['b'][0].rows"]
     held = {**other.copied, **other.outputs}
     changed: dict[str, int] = {}
     for place in data.draw(st.sets(st.sampled_from(places), min_size=1)):
@@ -220,10 +207,8 @@ def test_differences_in_kind() -> None:
     assert told(nan, nan.clone()) == "None"
     assert told(torch.ones(4, 2), torch.ones(3, 2)) == "None"
     assert told(torch.ones(2, 4), torch.ones(2, 3)) == "None"  # 4 padded rows for 3 live ones
-    assert (
-        told(torch.ones(3, 4), torch.ones(3, 2))
-        == "outputs: graph float32 of shape [3, 4], eager float32 of shape [3, 2]"
-    )
+    said = "outputs: graph float32 of shape [3, 4], eager float32 of shape [3, 2]"
+    assert told(torch.ones(3, 4), torch.ones(3, 2)) == said
     assert told(torch.ones(3), torch.ones(3).double()).startswith("outputs: graph float32")
     assert told([nan], nan) == "outputs[0]: graph float32 of shape [3, 2], eager None"
     assert told(7, 8) == "outputs: graph 7, eager 8"

@@ -1,9 +1,11 @@
 """What the tests of explanations share: runners with something of everything, and names that mean harm."""
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from slotgraph import (
     BATCH,
@@ -23,7 +25,9 @@ from slotgraph import (
 )
 from slotgraph.backends import Backend
 from slotgraph.extend import once, side
+from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
+from slotgraph.runners.explained.pages import tables
 from slotgraph.runners.pool import InputPool
 
 PAGES = Axis("PAGES")
@@ -135,6 +139,13 @@ def many_runner(lowering: str = "in_graph") -> DecodeRunner[Any]:
     buckets = [1 << power for power in range(9)]
     options: dict[str, Any] = {"backend": "cpu", "sizes": {HIDDEN: 512}, "lowering": lowering}
     return DecodeRunner(inputs, lambda view: view.a_slot_with_a_name_01, buckets=buckets, **options)
+
+
+def printed(explanation: Explanation | RunnerExplanation) -> str:
+    """The tables as a wide terminal has them."""
+    console = Console(file=io.StringIO(), width=400, highlight=False, record=True)
+    console.print(tables(explanation))
+    return console.export_text()
 
 
 def places(explanation: RunnerExplanation) -> Mapping[str, SlotPlace]:

@@ -27,7 +27,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.plan import Pattern, plan_fill
 from slotgraph.extend import side
 from slotgraph.runners.explained.declared import Explanation, Extents, SlotFacts, explain_declaration, mermaid
-from slotgraph.runners.explained.pages import printed, tables
+from tests.runners.explained.houses import printed
 from tests.strategies import declarations
 
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_tables_show_everything() -> None:
     """Every slot, its dtype and role, the tail, where it comes from, the plan and the bytes are in the text."""
-    text = printed(tables(explained()), 200)
+    text = printed(explained())
     wanted = [slot.name for slot in explained().slots] + str(explained().plan).splitlines()
     wanted += ["int32 (cache_loc)", "keep (not read)", "_live_tokens(step)", "set once: 1", "computed on the host"]
     wanted += ["copied, optional, when _windowed", "carried from the batch as they are: mode", "[BATCH, 4]"]
@@ -169,9 +169,9 @@ def test_tables_show_everything() -> None:
     wanted += ["at most HIDDEN", "computed in this order: count, rank, kv_ends, rows", "bytes of buffers"]
     wanted += ["BATCH=37/48, HIDDEN=64, TOKENS=37/48"]
     assert [part for part in wanted if part not in text] == []
-    assert "Give the size of every axis" in printed(tables(explained({})), 200)
+    assert "Give the size of every axis" in printed(explained({}))
     off = explain_declaration(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
-    assert "switched off by the settings: ones" in printed(tables(off), 200)
+    assert "switched off by the settings: ones" in printed(off)
 
 
 def test_mermaid_draws_the_graph() -> None:
