@@ -12,6 +12,7 @@ import torch
 
 from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
+from .declaration import Declaration
 from .errors import ComputeError, blame
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
@@ -102,10 +103,9 @@ class Computation:
     versions: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def bind(
-        cls, slot: str, compute: Compute, known: Mapping[str, Any], fields: Mapping[str, Any], target: torch.Tensor
-    ) -> "Computation":
-        """Give a function what is known by name; `fields` are the declaration's fields with their defaults."""
+    def bind(cls, slot: str, declaration: Declaration, known: Mapping[str, Any], target: torch.Tensor) -> "Computation":
+        """Give a slot's function what is known by name; all else are fields of the declaration."""
+        compute = declaration.functions[slot]
         given = {need: known[need] for need in compute.needs if need in known}
         with torch.inference_mode(mode=False):
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
@@ -113,7 +113,7 @@ class Computation:
                 given[OUT] = target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # which count no versions
-        unknown = {need: fields[need] for need in compute.needs if need not in known}
+        unknown = {need: declaration.fields[need] for need in compute.needs if need not in known}
         function = functools.partial(compute.function, **given)
         aliases = tuple(alias for _, alias in read.values())
         is_number = target.numel() == 1 and not target.is_complex()

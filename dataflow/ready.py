@@ -110,7 +110,6 @@ class Planned:
         self.lanes = tuple(
             Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused
         )
-        self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
         self._bucket_views = self._views(padded)
         self._bucket_shown = Aliases(self._bucket_views)
         self._asked = False
@@ -169,7 +168,7 @@ class Planned:
         Any other error waits for the fill that needs the function's value.
         """
         for planned in self.plan.computed:
-            compute = self._computes[planned.slot]
+            compute = self._declaration.functions[planned.slot]
             if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
                 given = self._declaration.given(step)
                 try:
@@ -187,11 +186,11 @@ class Planned:
 
     def _copies(self, groups: Iterable[CopyGroup], sizes: Sizes) -> list[Targets]:
         """Where copies go. What the host computed has every padded row."""
-        padded = sizes if self.exact else self._padded
+        padded, names = sizes if self.exact else self._padded, self._declaration.functions
         together: list[dict[str, torch.Tensor]] = []
         alone: list[Targets] = []
         for group in groups:
-            views = {n: self.buffers[n].view(padded if n in self._computes else sizes) for n in group.slots}
+            views = {n: self.buffers[n].view(padded if n in names else sizes) for n in group.slots}
             if group.how == "single":
                 alone += [{name: view} for name, view in views.items()]
             elif group.how == "foreach" and together and self.plan.mixed:
@@ -204,4 +203,4 @@ class Planned:
         """A computed slot's function, given what it needs of the views and the step."""
         target = self.buffers[planned.slot].view(step.padded_sizes)
         known = {**self._declaration.given(step), **views}
-        return Computation.bind(planned.slot, self._computes[planned.slot], known, self._declaration.fields, target)
+        return Computation.bind(planned.slot, self._declaration, known, target)
