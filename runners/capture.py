@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -55,14 +56,8 @@ class Captured:
         return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
-@attrs.define(eq=False)
-class Forks:
-    """How often this process came out of a fork."""
-
-    count: int = 0
-
-
-FORKS: Final = Forks()
+FORKS: Final = types.SimpleNamespace(count=0)
+"""How often this process came out of a fork."""
 os.register_at_fork(after_in_child=lambda: setattr(FORKS, "count", FORKS.count + 1))
 
 
@@ -82,14 +77,10 @@ def clock_of(pool: object | None) -> Clock:
     return Clock() if pool is None else _CLOCKS.setdefault(pool, Clock())
 
 
-_FROZEN_BY_PYTHON: Final = 1000
-"""Python 3.12 starts with some hundred frozen objects, others with none; a program freezes many more."""
-
-
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
     """Keep the garbage collector from walking over all objects at each capture; not where a program froze its own."""
-    if gc.get_freeze_count() >= _FROZEN_BY_PYTHON:
+    if gc.get_freeze_count() >= 1000:  # noqa: PLR2004 - Python 3.12 itself starts with some hundred
         yield
         return
     gc.collect(1)

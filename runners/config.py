@@ -3,6 +3,7 @@
 import bisect
 import functools
 import inspect
+import json
 import math
 import os
 import pathlib
@@ -21,7 +22,6 @@ from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError, hint
 from ..dataflow.inputs import Inputs
-from .serial import json_data
 
 
 def refuse(argument: str, expected: str, value: object) -> NoReturn:
@@ -146,13 +146,13 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
     return found
 
 
-def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf, *, unset: bool = False) -> Any:
-    """An option of a kind, a number between two bounds. unset: it may be None."""
+def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf) -> Any:
+    """An option of a kind, or a number between two bounds; it may be None if that is its default."""
     bounds = f", at least {least}" * (most == math.inf) or f" between {least} and {most}"
     expected = kind.__name__ + bounds * (least > -math.inf)
 
     def check(_: object, field: Any, value: Any) -> None:
-        if not (unset and value is None):
+        if value is not None or default is not None:
             checked(f"option {field.name!r}", expected, value, (int, float) if kind is float else kind, least, most)
 
     return attrs.field(default=default, validator=check)
@@ -208,6 +208,18 @@ class Buckets:
         return (bucket - rows) / bucket if rows else 0.0
 
 
+def json_data(text: str) -> Any:
+    """What a JSON text says; ValueError for what is none, for NaN and infinity, and for what is nested too deeply."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number in JSON")
+
+
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
     """How a runner runs: options of which each runner uses some, and refuses the others.
@@ -236,12 +248,12 @@ class RunnerConfig:
     warmups: int = _option(int, 1, 0)
     progress: bool = _option(bool, default=True)
     debug: frozenset[str] | None = attrs.field(default=None, converter=attrs.converters.optional(modes_of))
-    no_copy: bool | None = _option(bool, None, unset=True)
-    sharing: bool | None = _option(bool, None, unset=True)
+    no_copy: bool | None = _option(bool, None)
+    sharing: bool | None = _option(bool, None)
     graphs: bool = _option(bool, default=True)
     lowering: str = _option(str, AUTO)
     lazy: bool = _option(bool, default=False)
-    error_mode: str | None = _option(str, None, unset=True)
+    error_mode: str | None = _option(str, None)
     told: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
 
     @classmethod

@@ -55,9 +55,8 @@ class EagerRunner(Runner[V]):
     def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[EagerArguments]) -> None:
         config = config_of(type(self), options)
         stage = Stage.of(inputs, step, **options)
-        declaration, name = stage.declaration, type(self).__name__
+        declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying
         no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
-        varying = declaration.varying
         # rows are counted on requests where there are any, else on tokens, else on what varies
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
@@ -65,11 +64,6 @@ class EagerRunner(Runner[V]):
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
         self.eager = Eagerly(stage, name, size, self._table, no_copy=no_copy)
         self._bound = self._table if self.coordinator.quiet else None
-
-    @property
-    def no_copy(self) -> bool:
-        """Whether the step sees the batch's own tensors."""
-        return self.eager.no_copy
 
     @property
     def nbytes(self) -> int:

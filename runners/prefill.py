@@ -40,7 +40,6 @@ class StackRunner(GraphRunner[V]):
         super().__init__(
             config,
             stage,
-            config.ladder(of_tokens=True),
             lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
             given,
             said="max_batch= and buckets=",

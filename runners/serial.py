@@ -1,6 +1,5 @@
 """Plans, and the records that explain them, as plain data and back: one cattrs converter, strict both ways."""
 
-import json
 import math
 import typing
 from collections.abc import Callable, Mapping
@@ -36,18 +35,6 @@ def from_data(data: Any, kind: type[T]) -> T:
         raise ConfigError(
             f"no {kind.__name__}: {'; '.join(cattrs.transform_error(error, format_exception=_fault))}"
         ) from error
-
-
-def json_data(text: str) -> Any:
-    """What a JSON text says; ValueError for what is none, for NaN and infinity, and for what is nested too deeply."""
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number in JSON")
 
 
 def _expect(value: Any, kind: Any, expected: str = "") -> Any:

@@ -91,11 +91,15 @@ class Stage(Generic[V]):
         if BATCH in self.sizes or TOKENS in self.sizes:
             raise ConfigError(f"sizes of BATCH and TOKENS follow from {said}: give those")
         padded = {**counts, **self.sizes}
-        missing = [axis.name for axis in self.declaration.axes if axis not in padded]
+        return padded | self.complete(padded)
+
+    def complete(self, sizes: Sizes) -> dict[Axis, int]:
+        """The size of every axis. ConfigError where that of one is missing."""
+        name, axes = self.declaration.name, self.declaration.axes
+        missing = ", ".join(axis.name for axis in axes if axis not in sizes)
         if missing:
-            name = self.declaration.name
-            raise ConfigError(f"{name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings")
-        return padded
+            raise ConfigError(f"{name} needs sizes= for {missing}: the most rows that a batch brings")
+        return {axis: sizes[axis] for axis in axes}
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
         """Optional slots that a batch comes without."""

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
+from ..config import json_data
 from ..explained.declared import explain_declaration
 from ..ranks.group import Message, Ranks
 from ..runner import Runner
-from ..serial import from_data, json_data, to_data
+from ..serial import from_data, to_data
 from ..statistics import Decision
 
 FORMAT: Final = 5

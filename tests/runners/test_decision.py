@@ -98,23 +98,19 @@ def test_reasons(varied_runner: DecodeRunner[VariedInputs]) -> None:
             assert torch.equal(varied_runner(batch), varied_step(VariedInputs(**batch)))
 
 
-def test_before_capture(cpu: str) -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+def test_before_capture(cpu: str, *, lazy: bool) -> None:
     """Before capture a runner decides, fills and runs nothing, not even what would run eagerly, lazy or not."""
-    for lazy in (False, True):
-        runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu, lazy=lazy)
-        assert runner.report is None
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu, lazy=lazy)
+    for use in (runner.decide, runner.fill, runner):
         for requests in (3, 30):
-            batch = random_batch(requests, seed=1)
-            for use in (runner.decide, runner.fill, runner):
-                with pytest.raises(ReplayError, match=r"nothing is captured yet: call capture\(\) first"):
-                    use(batch)
-        with pytest.raises(ConfigError, match=r"there is no graph of bucket 4: .*after capture\(\)"):
-            runner.inputs(4)
-        runner.capture()
-        with pytest.raises(ConfigError, match="there is no graph of bucket 3"):
-            runner.inputs(3)
-        good = random_batch(3, seed=2)
-        assert_right(runner(good), good)
+            with pytest.raises(ReplayError, match=r"nothing is captured yet: call capture\(\) first"):
+                use(random_batch(requests, seed=1))
+    with pytest.raises(ConfigError, match=r"there is no graph of bucket 4: .*after capture\(\)"):
+        runner.inputs(4)
+    runner.capture()
+    good = random_batch(3, seed=2)
+    assert_right(runner(good), good)
 
 
 @given(st.integers(1, 2000), st.data())

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, NamedTuple
 
 import attrs
 import pytest
@@ -14,8 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
-from slotgraph.backends import Graph
-from slotgraph.backends.cpu import CallableGraph, HostBackend
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.errors import CaptureError, StaleOutputError
 from tests.runners.models import (
     PlainInputs,
@@ -216,26 +215,12 @@ def test_other_stale_outputs(cpu: str, debugged: DecodeRunner[PlainInputs]) -> N
     assert type(plain_runner(cpu)(batch)) is torch.Tensor  # which costs nothing to read
 
 
-@final
-class PoolingBackend(HostBackend):  # A CPU whose graphs are said to share memory by a handle
-    name: ClassVar[str] = "pooling"
-
-    def __init__(self, pool: object) -> None:
-        self._pool = pool
-
-    def pool(self) -> object | None:
-        return self._pool
-
-    def capture(self, step: Callable[[], Any], **options: Any) -> Graph:
-        assert options["pool"] is self._pool
-        return CallableGraph(step)
-
-
 @pytest.mark.parametrize("shared", [True, False])
-def test_another_runner_replays_in_the_pool(*, shared: bool) -> None:
+def test_another_runner_replays_in_the_pool(cpu: str, monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
     """A replay of one runner makes another's output stale where their graphs share memory, and only there."""
-    pools = [torch.nn.Module()] * 2 if shared else [torch.nn.Module(), torch.nn.Module()]  # that can be referred to
-    first, second = (runner_of(lambda view: view.ids * 3, PoolingBackend(pool), debug=True) for pool in pools)
+    pool = torch.nn.Module()  # something that can be referred to
+    monkeypatch.setattr(HostBackend, "pool", lambda _: pool if shared else torch.nn.Module())
+    first, second = (runner_of(lambda view: view.ids * 3, cpu, debug=True) for _ in range(2))
     batch = batch_for(TokenInputs, {BATCH: 2, TOKENS: 2}, 1)
     made = first(batch)
     assert torch.equal(made.clone(), batch["ids"] * 3)

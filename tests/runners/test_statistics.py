@@ -182,7 +182,6 @@ def test_captures_in_a_fill_are_no_time_of_fills(cpu: str, lowering: str) -> Non
     assert runner.stats()["fills"]["buckets"][8]["count"] == 1
 
 
-@pytest.mark.usefixtures("_brisk_threads")
 def test_read_while_steps_run(cpu: str) -> None:
     """Another thread may read the books and the metrics all the time: no count ever falls, and none is lost."""
     runner, done = plain_runner(cpu, lowering="in_graph"), threading.Event()
