@@ -20,8 +20,6 @@ NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
 _PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
 _HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
 Extent = tuple[int, ...]
-Prepare = Callable[[Any], torch.Tensor]
-"""Makes a tensor of a source that the kernel, or a plain copy, can read; raises as a carrier does where it cannot."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 """Takes a dense host tensor to the device; see `Upload.move`."""
 
@@ -165,7 +163,7 @@ class Kind:
     dtype: torch.dtype
     carrier: Carrier | None = None
     nbytes: int = 0
-    prepare: Prepare | None = None
+    prepare: Callable[[Any], torch.Tensor] | None = None
     pace: int | None = None
     loose: bool = False
     in_place: bool = False

@@ -23,8 +23,7 @@ from .specialization import Specialization, Specializations, Taken, keep_newest
 Absent = frozenset[str]
 PATTERNS: Final = 64
 """Patterns that one bucket keeps plans for."""
-NO_FEED: Final = Feed(lambda _: None, 0)
-"""For buckets over what needs no packet."""
+NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets over what needs no packet
 
 
 class Bucket:
@@ -104,8 +103,7 @@ class Bucket:
         """The long way: look at each source, plan, and bind the plan."""
         kinds = self._kinds(sources, live, absent)
         planned = self._planned(self._pattern(kinds, absent))
-        made_for, names = (self, live, absent), self._table.names
-        found = Specialization(made_for, planned, names, kinds, sources, self.buffers, self.feed)
+        found = Specialization((self, live, absent), planned, self._table.names, kinds, sources, self.feed)
         taken = below_modes(found.take, sources)
         if taken is None:
             raise BatchError("sources changed while they were looked at")

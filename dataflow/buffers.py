@@ -132,11 +132,6 @@ class Buffer:
         """Whether the memory was handed in."""
         return self.owner is not None
 
-    @property
-    def addresses(self) -> set[int]:
-        """Where it begins: one address, unless its owner has moved the tensor that was handed in."""
-        return {tensor.data_ptr() for tensor in (self.tensor, self.owner) if tensor is not None}
-
     def reach(self, sizes: Sizes) -> tuple[int, ...]:
         """A size along each varying dim."""
         return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
@@ -219,8 +214,9 @@ class Buffers:
         return {buffer.name: buffer.tensor.data_ptr() for buffer in self}
 
     def moved(self) -> list[str]:
-        """Slots whose buffer is not where it was."""
-        return [b.name for b in self if b.addresses != {self.addresses[b.name]}]
+        """Slots whose buffer, or the tensor that was handed in for it, is not where it was."""
+        at = self.addresses
+        return [b.name for b in self if any(t is not None and t.data_ptr() != at[b.name] for t in (b.tensor, b.owner))]
 
 
 def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:

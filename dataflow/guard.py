@@ -66,7 +66,6 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 GRADIENTS: Final = torch.is_grad_enabled
-"""Whether gradients are on."""
 _SET: Final[Callable[[bool], None]] = torch._C._set_grad_enabled  # noqa: SLF001 - what `no_grad` calls has no public name
 
 

@@ -16,8 +16,6 @@ HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
 """What a batch may bring in a tensor's place."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
 """What a carrier raises for a source that it cannot make bytes of."""
-MOST_DIMS: Final = 64
-"""Dims that a tensor may have."""
 LETTERS: Final = {
     torch.int8: "b",
     torch.uint8: "B",
@@ -31,13 +29,12 @@ LETTERS: Final = {
 }
 """The letters under which `struct` packs Python's own numbers, by dtype."""
 _BOOLS: Final = frozenset({bool, np.bool_})
-_BITS: Final = frozenset({0, 1})
-"""What bools are equal to: a list without these need not be asked for types, which takes twice as long."""
+_BITS: Final = frozenset({0, 1})  # a list without these need not be asked for bools, which takes twice as long
 _LISTS: Final = frozenset({list, tuple})
 _PAD_THEM: Final = "pad them to one length"
 
 
-def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Tensor:
+def tensor_of(value: Any, dtype: torch.dtype, dims: int = 64) -> torch.Tensor:
     """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
 
     dims: of the slot. A bool is no number here, and a float no index: such a list comes back in its own dtype. Raises

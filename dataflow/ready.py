@@ -24,8 +24,7 @@ from .tails import Number
 from .views import Aliases, Views
 
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_SIZES: Final = frozenset({STEP, SETTINGS})
-"""What a function needs that depends on nothing but sizes."""
+_SIZES: Final = frozenset({STEP, SETTINGS})  # what a function needs that depends on nothing but sizes
 
 Targets = Mapping[str, torch.Tensor]
 """Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
@@ -106,7 +105,7 @@ class Planned:
         self.plan, self.owner, self.fused = plan, owner, frozenset(plan.fused)
         self.uploads = plan.lowering in FUSED or bool(plan.packed)
         self.has_tails = not exact and any(not (tail.always or tail.fused) for tail in plan.tails)
-        self._declaration, self._buffers, self._padded, self.exact = declaration, buffers, padded, exact
+        self._declaration, self.buffers, self._padded, self.exact = declaration, buffers, padded, exact
         slots, pads = declaration.slots, {tail.slot: tail.value for tail in plan.tails}
         self.lanes = tuple(
             Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused
@@ -159,7 +158,7 @@ class Planned:
         """The padded rows that copies leave, of tails that each step resets, or of those that may be clean."""
         for tail in self.plan.tails:
             if tail.always == always and not tail.fused:
-                buffer = self._buffers[tail.slot]
+                buffer = self.buffers[tail.slot]
                 for box in boxes(buffer.reach(sizes), buffer.reach(self._padded)):
                     yield buffer.box(box), tail.value
 
@@ -182,18 +181,16 @@ class Planned:
 
     def _views(self, sizes: Sizes) -> Views:
         names, absent = self._declaration.slots, self.plan.absent
-        views = {name: None if name in absent else self._buffers[name].view(sizes) for name in names}
+        views = {name: None if name in absent else self.buffers[name].view(sizes) for name in names}
         return {**dict.fromkeys(self._declaration.disabled), **views}
 
     def _copies(self, groups: Iterable[CopyGroup], sizes: Sizes) -> list[Targets]:
         """Where copies go. What the host computed has every padded row."""
-        padded = sizes if self.exact else self._padded
+        padded, names = sizes if self.exact else self._padded, self._declaration.functions
         together: list[dict[str, torch.Tensor]] = []
         alone: list[Targets] = []
         for group in groups:
-            views = {
-                n: self._buffers[n].view(padded if n in self._declaration.functions else sizes) for n in group.slots
-            }
+            views = {n: self.buffers[n].view(padded if n in names else sizes) for n in group.slots}
             if group.how == "single":
                 alone += [{name: view} for name, view in views.items()]
             elif group.how == "foreach" and together and self.plan.mixed:
@@ -204,6 +201,6 @@ class Planned:
 
     def computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         """A computed slot's function, given what it needs of the views and the step."""
-        target = self._buffers[planned.slot].view(step.padded_sizes)
+        target = self.buffers[planned.slot].view(step.padded_sizes)
         known = {**self._declaration.given(step), **views}
         return Computation.bind(planned.slot, self._declaration, known, target)

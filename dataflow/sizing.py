@@ -68,9 +68,8 @@ class Gauge:
 class Sizer:
     """Reads a batch's live sizes, one for each varying axis of a declaration in its order.
 
-    relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes.
-    lead: the axis whose rows are wanted beside the sizes, whether or not a slot has it.
-    Raises DeclarationError where no copied slot tells the size of an axis.
+    relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes. lead: an
+    axis whose rows are wanted, too. Raises DeclarationError where no copied slot tells the size of an axis.
     """
 
     def __init__(self, declaration: Declaration, relations: Relations, fixed: Sizes, lead: Axis | None = None) -> None:
@@ -139,8 +138,7 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
 
 
 _PLAIN: Final = (int, float)
-_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
-"""The errors of a value that is not a box of numbers, which the fill refuses."""
+_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # of what is no box of numbers, which the fill refuses
 
 
 @attrs.frozen

@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .admission import NOT_TOLD, Kind, has_memory, is_in_place
-from .buffers import Buffers
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, own_guard
@@ -36,8 +35,7 @@ def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:
 
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_UNLIKE: Final = (AttributeError, *NOT_CARRIED)
-"""What is raised over a source that is of another kind."""
+_UNLIKE: Final = (AttributeError, *NOT_CARRIED)  # what is raised over a source that is of another kind
 ADDRESSES: Final = 256
 """Sets of addresses that one specialization remembers the words of."""
 KEPT: Final = 4096
@@ -74,7 +72,6 @@ class Specialization:
         names: Sequence[str],
         kinds: Mapping[str, Kind],
         sources: Sources,
-        buffers: Buffers,
         feed: Feed,
     ) -> None:
         """Bind a plan. names: of slots, in the order of sources. kinds: how each travels. sources: those made for."""
@@ -82,7 +79,7 @@ class Specialization:
         self.ready = planned.ready(made_for[1])
         self.bound: list[Run] = [not_bound, not_bound]
         self._planned = planned
-        self._buffers = buffers
+        self._buffers = buffers = planned.buffers
         self._feed = feed if planned.uploads else None
         self._kinds = {place: (name, kinds[name]) for place, name in enumerate(names) if name in kinds}
         self._in_place = {p: buffers[n].tensor.data_ptr() for p, (n, kind) in self._kinds.items() if kind.in_place}

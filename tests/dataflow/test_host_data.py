@@ -155,16 +155,6 @@ def test_arrays_of_every_dtype(way: Way, kind: str) -> None:
             assert right[:rows].tolist() == array.tolist()
 
 
-@given(rows=st.integers(0, MOST), seed=st.integers(0, 1 << 30))
-def test_plain_numbers(way: Way, rows: int, seed: int) -> None:
-    """What a tensor of the slot's dtype holds comes through as lists, tuples and arrays, bit by bit."""
-    value = noise((rows,), way.dtype, seed)
-    for brought in (value.tolist(), tuple(value.tolist()), value if way.dtype == torch.bfloat16 else value.numpy()):
-        right = assert_same(way, brought)
-        assert right is not None
-        assert same_bytes(right[:rows], value)
-
-
 CONTEXT: Final = Axis("CONTEXT", fixed=True)
 LIMIT: Final = 40
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, staged
-from slotgraph.backends import Backend, load
+from slotgraph.backends import load
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.axes import Sizes, extent
 from slotgraph.dataflow.capabilities import LADDER, resolve_dtype
@@ -40,7 +40,6 @@ MODES: Final[Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
 }
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
-SIZES: dict[type[Inputs], Sizes] = {}
 WIDTH = 2
 BUCKETS = (2, 4, 8)
 ABSENT = frozenset({"extra", "beside"})
@@ -91,7 +90,7 @@ class Rich(Quick):  # slots of every kind that take much, some of which no kerne
     scratch: torch.Tensor = staged(TOKENS, dtype=torch.float32, pad=-0.5)
 
 
-SIZES |= {Quick: {}, Rich: {PAGES: 5, HIDDEN: 3}}
+SIZES: Final[dict[type[Inputs], Sizes]] = {Quick: {}, Rich: {PAGES: 5, HIDDEN: 3}}
 _OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -119,11 +118,11 @@ def digest_step(view: Any) -> dict[str, torch.Tensor]:
     return {"rows": ids * 3 + 1, **{name: one.expand(len(ids)) * 1 for name, one in each.items()}}
 
 
-def runner_of(kind: type[Inputs], backend: str | Backend, **options: Any) -> Any:
+def runner_of(kind: type[Inputs], backend: str, lowering: str) -> Any:
     """A captured runner."""
-    given: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "progress": False, **options}
-    given["backend"] = backend_of(backend) if isinstance(backend, str) else backend
-    return decoder(kind, digest_step, absent=[ABSENT] if kind is Rich else [], **given)
+    options: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "lowering": lowering}
+    absent = [ABSENT] if kind is Rich else []
+    return decoder(kind, digest_step, absent=absent, backend=backend_of(backend), **options)
 
 
 def values(slot: Slot, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -151,11 +150,9 @@ class Pair:
     right: DecodeRunner[Any]
 
     @classmethod
-    def of(cls, kind: type[Inputs], backend: str | Backend, lowering: str, **options: Any) -> "Pair":
+    def of(cls, kind: type[Inputs], backend: str, lowering: str) -> "Pair":
         """Both, captured."""
-        right = backend if isinstance(backend, str) else "cpu"
-        mine = runner_of(kind, backend, lowering=lowering, **options)
-        return cls(mine, runner_of(kind, right, lowering="slot_by_slot"))
+        return cls(*(runner_of(kind, backend, one) for one in (lowering, "slot_by_slot")))
 
     def batches(
         self, rows: int, seed: int, kinds: Sequence[str], absent: frozenset[str] = ABSENT
@@ -200,12 +197,7 @@ def assert_same_views(mine: Inputs, right: Inputs) -> None:
 EXACTLY: Final[Any] = {"rtol": 0, "atol": 0}
 
 
-@functools.cache
-def pair_of(kind: type[Inputs], backend: str, lowering: str) -> Pair:
-    """One that all examples share, which go on where others ended."""
-    return Pair.of(kind, backend, lowering)
-
-
+pair_of = functools.cache(Pair.of)  # one that all examples share, which go on where others ended
 rows = st.sampled_from([3, 3, 3, 3, 8, 8, 0, 1, 2, 4, 5, 7, 9, 10])  # the same ones often, with other batches
 kinds = st.one_of(st.just(PLAIN), *(st.lists(st.sampled_from(of), min_size=1) for of in (KINDS, HOST_DATA, IN_BUFFERS)))
 absents = st.sampled_from([ABSENT, ABSENT, frozenset[str](), frozenset({"extra"})])

@@ -99,23 +99,16 @@ class Ids(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.float32,))
 
 
-class Model(torch.nn.Module):
-    """Weights in float32, which autocast casts; autocast is on around it, inside of it, or both."""
+def cast_at(where: str, device: str) -> tuple[torch.nn.Module, Any]:
+    """Layers in float32, each used twice, which autocast casts around a step, inside of it, or both; and the step."""
+    one, two, tanh = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Tanh()
+    layers = torch.nn.Sequential(torch.nn.Embedding(32, 16), *[one, tanh, two, tanh] * 2).to(device)
 
-    def __init__(self, where: str, device: str) -> None:
-        super().__init__()
-        self.where = where
-        self.table = torch.nn.Parameter(torch.randn(32, 16))
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
-        self.to(device)
-        self.autocast = torch.autocast(device, torch.bfloat16)
+    def step(view: Any) -> Any:
+        with nullcontext() if where == "around" else torch.autocast(device, torch.bfloat16):
+            return layers(view.ids)
 
-    def forward(self, view: Any) -> torch.Tensor:  # each weight is used twice
-        with self.autocast if self.where != "around" else nullcontext():
-            hidden = self.table[view.ids]
-            for layer in [*self.layers, *self.layers]:
-                hidden = torch.tanh(layer(hidden))
-            return hidden
+    return layers, step
 
 
 @pytest.mark.parametrize("device_backend", ["cpu-capture", CUDA])
@@ -124,7 +117,7 @@ class Model(torch.nn.Module):
 def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy: bool) -> None:
     """Each bucket's graph gives what the model gives, in any order, also once autocast has ended and weights change."""
     device = "cuda" if device_backend == "cuda" else "cpu"
-    model = Model(where, device)
+    layers, model = cast_at(where, device)
     outer: Any = nullcontext() if where == "inside" else torch.autocast(device, torch.bfloat16)
     with outer:
         model(Ids(ids=torch.arange(3, device=device)))  # as engines do, which fills the cache of casts
@@ -133,7 +126,7 @@ def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy
             runner({"ids": draw(0, 31, (rows,), rows).to(device)})
     for turn in range(3):
         with torch.no_grad():
-            for weight in model.parameters():
+            for weight in layers.parameters():
                 weight.mul_(-0.75)
         torch.randn(1 << 16, device=device)  # which takes what was freed
         for rows in (1, 7, 3, 2, 8, 4):
