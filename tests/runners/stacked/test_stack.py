@@ -257,7 +257,7 @@ def test_slots_over_requests_may_be_looked_at(backend: Backend) -> None:
 
 
 MISSING: list[tuple[Any, Any, str]] = [
-    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: .* no attribute 'rows'; modules there: 'layers'"),
+    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: .* no attribute 'rows'; modules there: '0', '1'"),
     (Model(), "model", r"leads nowhere: 'Model' object has no attribute 'model'; modules there: 'inner'"),
     (Model(), "head", r"stack is a module, or a dotted path to one under the step; head is Parameter"),
     (Model(), 3, r"stack is a module, or a dotted path to one under the step; int is int"),
