@@ -112,9 +112,7 @@ def _available() -> Iterator[type[Backend]]:
             log.warning("backend_broken", backend=name, reason=str(error))
     for kind in sorted(kinds, key=lambda kind: kind.priority, reverse=True):
         try:
-            available = kind.is_available()
+            if kind.is_available():
+                yield kind
         except Exception as error:  # noqa: BLE001 - likewise
             log.warning("backend_broken", backend=kind.name, reason=f"{type(error).__name__}: {error}")
-            continue
-        if available:
-            yield kind

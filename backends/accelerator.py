@@ -1,22 +1,21 @@
 """Any device that torch.accelerator can capture on, and that has no adapter of its own: slower, and right.
 
 torch 2.13 has graphs, streams, events and memory under one set of names for every device whose package registers them.
-Nothing is known beyond that, so nothing is taken for granted: no fused fill, no foreach from host memory, one packed
-upload for host data, and memory that an interrupted capture hands on is kept for as long as the graph. torch hands out
-no pool of its own: the first graph brings one, which the later ones are given.
+Nothing else is taken for granted: no fused fill, no foreach from host memory, one packed upload for host data. Memory
+that an interrupted capture hands on is kept as long as the graph; the first graph brings the pool for later ones.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final, final
 
 import torch
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError
 from .device import StreamBackend
-from .device_graph import Advice, Handle, Opened, first_line
+from .device_graph import Handle, Opened, first_line
 
 _ERROR_MODES: Final = ("default", "global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, capture_error_modes=_ERROR_MODES)
@@ -35,15 +34,11 @@ def _recorded(graph: Any, stream: Any) -> Iterator[None]:
 class AcceleratorBackend(StreamBackend):
     """The accelerator that is current when the backend is made."""
 
-    name: ClassVar[str] = "accelerator"
-    priority: ClassVar[int] = 5
-    error_modes: ClassVar[tuple[str, ...]] = _ERROR_MODES
-    advice: ClassVar[Advice] = (
-        ("synchroniz", "it waits for the device: keep the value there, or hand it to the step in a slot"),
-    )
-    conditions: ClassVar[Advice] = (
-        ("non-default stream", "the current stream is the default one: capture on another"),
-    )
+    name = "accelerator"
+    priority = 5
+    error_modes = _ERROR_MODES
+    advice = (("synchroniz", "it waits for the device: keep the value there, or hand it to the step in a slot"),)
+    conditions = (("non-default stream", "the current stream is the default one: capture on another"),)
 
     def __init__(self) -> None:
         reason = self.why_not()

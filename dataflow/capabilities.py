@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import attrs
 import torch
@@ -15,9 +15,8 @@ DEVICE: Final = "device"
 HOST: Final = "host"
 Lowering = Literal["in_graph", "fused", "foreach", "slot_by_slot"]
 AUTO: Final = "auto"
-LADDER: Final[tuple[Lowering, ...]] = ("in_graph", "fused", "foreach", "slot_by_slot")
-"""How a plan is run, the fewest calls first: one upload and a kernel that is the graph's first node; the same kernel
-launched before the graph; foreach copies; the oracle."""
+LADDER: Final[tuple[Lowering, ...]] = get_args(Lowering)
+"""How a plan is run, the fewest calls first: by one kernel in the graph, or before it; foreach copies; the oracle."""
 
 
 def _frozen_mapping(mapping: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -40,9 +40,8 @@ _PAD_THEM: Final = "pad them to one length"
 def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Tensor:
     """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
 
-    dims: of the slot; lists that are nested deeper by two or more are not looked into. A bool is no number here, and a
-    float no index: such a list comes back in its own dtype. Raises RuntimeError, TypeError or ValueError for what is no
-    box of numbers, for bools among numbers, and for a number that a dtype of floats has only infinity for.
+    dims: of the slot. A bool is no number here, and a float no index: such a list comes back in its own dtype. Raises
+    RuntimeError, TypeError or ValueError for what is no box of numbers, or holds bools or what `dtype` cannot hold.
     """
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
@@ -64,7 +63,7 @@ def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Te
 
 
 def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
-    """The numbers of nested lists in one row, and their shape; lists stay nested where they are of unlike lengths.
+    """The numbers of nested lists in one row, and their shape; lists of unlike lengths stay nested.
 
     ValueError where they have two dims more than they should: a list that holds itself has no end.
     """

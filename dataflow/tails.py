@@ -101,10 +101,7 @@ def range_of(dtype: torch.dtype) -> tuple[type[bool] | type[int] | type[float], 
 
 
 def holds(dtype: torch.dtype, value: Number) -> bool:
-    """Whether a dtype can hold a number exactly in kind: no float in an index, nothing out of range.
-
-    A bool slot holds bools, and 0 and 1, which engines write for them. No other slot holds a bool.
-    """
+    """Whether a number is of a dtype's kind and range. Only bool slots hold bools, and 0 and 1 for them."""
     kind, least, most = range_of(dtype)
     if isinstance(value, bool) and kind is not bool:
         return False

@@ -3,6 +3,7 @@
 import bisect
 import functools
 import inspect
+import json
 import math
 import os
 import pathlib
@@ -21,7 +22,6 @@ from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError, hint
 from ..dataflow.inputs import Inputs
-from .serial import json_data
 
 
 def refuse(argument: str, expected: str, value: object) -> NoReturn:
@@ -206,6 +206,18 @@ class Buckets:
     def waste(self, rows: int, bucket: int) -> float:
         """The share of a bucket's rows that would be padding; none for the batch of an idle rank, which has no rows."""
         return (bucket - rows) / bucket if rows else 0.0
+
+
+def json_data(text: str) -> Any:
+    """What a JSON text says; ValueError for what is none, for NaN and infinity, and for what is nested too deeply."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number in JSON")
 
 
 @attrs.frozen(kw_only=True)

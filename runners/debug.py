@@ -46,7 +46,7 @@ class Prover(Watcher):
     _found: dict[int, State] = attrs.field(init=False, factory=dict)
     _skipped: set[str] = attrs.field(init=False, factory=set)
     _batch: Sample | None = attrs.field(init=False, default=None)
-    _filled: tuple[Inputs, int] | None = attrs.field(init=False, default=None)
+    _filled: tuple[int, int] | None = attrs.field(init=False, default=None)
     _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
 
     def __attrs_post_init__(self) -> None:
@@ -66,12 +66,11 @@ class Prover(Watcher):
 
     def filled(self, view: Inputs) -> None:
         """Keep the view. The runner refuses all others."""
-        self._filled = view, self.graphs.buffers.turn.others
+        self._filled = id(view), self.graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
         """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
-        last, others = self._filled or (view, self.graphs.buffers.turn.others)
-        refused = view is not last or self.graphs.buffers.turn.others != others
+        refused = self._filled not in (None, (id(view), self.graphs.buffers.turn.others))
         graph = None if self.off or refused else graph_of(self.runner, view)
         if self.together.any(graph is None):
             return

@@ -123,5 +123,5 @@ class Eagerly(Generic[V]):
     def _over(self, buffers: Buffers) -> tuple[Bucket, HostReads]:
         backend = self.stage.backend
         over = self.stage.declaration, buffers.capacity, backend.capabilities
-        feed = Feed(backend.upload, packet_bytes(*over)) if backend.capabilities.packed_uploads else None
+        feed = Feed(backend.upload, packet_bytes(*over))
         return Bucket(*over, buffers, exact=True, feed=feed, table=self._table), HostReads(backend, buffers)

@@ -86,10 +86,8 @@ class Filler(Generic[V]):
     def make(self, sizes: Sizes, absent: Absent) -> Filling:
         """A bucket with all that fills it but what must be captured."""
         stage, fusion = self.stage, self._fusion
-        capabilities = stage.backend.capabilities
-        feed = self._feed if capabilities.packed_uploads or fusion is not None else None
-        over = stage.declaration, sizes, capabilities, self.buffers
-        bucket = Bucket(*over, lowering=self.lowering, feed=feed, table=self.table)
+        over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
+        bucket = Bucket(*over, lowering=self.lowering, feed=self._feed, table=self.table)
         if fusion is None:
             return Filling(bucket)
         planned = bucket.planned(absent)

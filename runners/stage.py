@@ -9,7 +9,6 @@ import torch
 from ..backends import choose
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
-from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
@@ -101,7 +100,7 @@ class Stage(Generic[V]):
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
         """Optional slots that a batch comes without."""
-        return absent_from(self.declaration, batch, side) if self.declaration.optional else frozenset()
+        return frozenset([name for name, source in self.declaration.optional if source.read(batch, side) is None])
 
     def absent_in(self, view: V) -> frozenset[str]:
         """Optional slots that a view has not."""

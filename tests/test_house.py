@@ -46,8 +46,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 CLOCKS = {
     "backends/test_contract.py",  # what events measure lies within what the host's clock measures
-    "packing.py",  # a backend's own events
-    "plugin/fake_device/slotgraph_fake_device.py",  # as above
+    "plugin/fake_device/slotgraph_fake_device.py",  # a backend's own events
     "mutations.py",  # a program
 }
 """Tests, apart from benchmarks, that read a clock: nowhere is what they read held to a bound in seconds."""

@@ -64,8 +64,8 @@ def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
         guilty.update(finding.slot for finding in found)
         yield from found
         for name, filled in trial.filled.items():
-            slot, has_tail = trial.declared[name], any(True for _ in tails_of(trial.declared[name], filled, trial.step))
-            if has_tail and slot.rule() is not None and _poison_in(trial, name) is None:
+            slot = trial.declared[name]
+            if slot.rule() is not None and _poison_in(trial, name) is None and [*tails_of(slot, filled, trial.step)]:
                 why = "it says poison=()" if slot.poison == () else "it says where the step writes"
                 subject.notes[f"slot {name!r} was held to its {slot.rule()}: {why}"] = None
         if subject.together.any(trial.lost or None in guilty):
@@ -316,8 +316,10 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
         is_empty = not runner.size(one.batch, one.side)[-1]  # such a batch is padded in each step
         return None if is_empty else Finding(PARITY, None, exact)
     graph = trial.run(lambda outputs: seen(trial.view, outputs))
-    found = None if isinstance(graph, Exception) else next(differences(graph, exact, OTHER_SHAPES), None)
-    if found is None or isinstance(graph, Exception):
+    if isinstance(graph, Exception):
+        return None
+    found = next(differences(graph, exact, OTHER_SHAPES), None)
+    if found is None:
         return None
     if found.where in graph.copied:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")

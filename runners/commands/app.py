@@ -45,8 +45,7 @@ from ..serial import to_data
 from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, show_rows
 
-FAILED: Final = 1
-"""A check failed, or a backend cannot run here. What was not understood exits with 2, as typer has it."""
+FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 app = typer.Typer(
@@ -366,11 +365,10 @@ def _facts_of(name: str) -> dict[str, Any]:
     """What is known of one backend; one that fails to load is listed with what it raised."""
     facts = {"name": name, "available": False, "device": None, "reason": "", "capabilities": None}
     try:
-        kind = load(name)
-        available = kind.is_available()
+        available = load(name).is_available()
         facts["reason"] = available.reason
         if available:
-            backend = kind()
+            backend = load(name)()
             facts |= {"available": True, "device": str(backend.device), "capabilities": to_data(backend.capabilities)}
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is reported, not hidden
         facts["reason"] = f"{type(error).__name__}: {error}"

@@ -17,22 +17,19 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
+from ..config import json_data
 from ..explained.declared import explain_declaration
 from ..ranks.group import Message, Ranks
 from ..runner import Runner
-from ..serial import from_data, json_data, to_data
+from ..serial import from_data, to_data
 from ..statistics import Decision
 
 FORMAT: Final = 5
 """The number of this format. A file of another number is refused."""
-MOST: Final = 1 << 22
-"""The letters that one piece of plain data may have."""
-MOST_HEADER: Final = 1 << 25
-"""The letters of a file's header."""
-MOST_RANKS: Final = 1 << 20
-"""The ranks that a file may tell of."""
-_WHY: Final = 300
-_LONGEST: Final = 2000
+MOST, MOST_HEADER = 1 << 22, 1 << 25
+"""The letters that one piece of plain data may have, and a file's header."""
+MOST_RANKS: Final = 1 << 20  # that a file may tell of
+_WHY, _LONGEST = 300, 2000
 """The letters of why a value is not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
@@ -297,9 +294,8 @@ def versions() -> dict[str, str]:
         own = importlib.metadata.version("slotgraph")
     except importlib.metadata.PackageNotFoundError:  # copied into another package
         own = "unknown"
-    found = {"slotgraph": own, "python": platform.python_version(), "torch": torch.__version__}
-    found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {name: str(one) for name, one in found.items()} | {"platform": platform.platform()}
+    found = {"slotgraph": own, "python": platform.python_version(), "torch": str(torch.__version__)}
+    return {**found, "cuda": torch.version.cuda or "none", "platform": platform.platform()}
 
 
 def plain_to_text(value: Any) -> str:

@@ -21,9 +21,10 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output, Staged
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
-from ..sampling import NO_VALUES, Sample, Values, sample_batch
+from ..bits import first_unequal
+from ..sampling import NO_VALUES, Sample, Values
 from ..stage import NO_SIZES
-from .ground import NO_RELATIONS, Ground, Lowered, Relations, difference, differences, memory_of
+from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, memory_of
 from .timing import Run, Spread, measure
 
 SETS: Final = 4
@@ -31,13 +32,9 @@ SETS: Final = 4
 could spare itself the upload."""
 PER_SLOT: Final = "per_slot"
 REGROUPED: Final = "regrouped"
-PADDED: Final = 256
-LIVE: Final = 0.75
-"""A bucket's rows, and the part of them that is live, by default."""
-ATTEMPTS: Final = 3
-"""How often a ratio is measured before it counts as too high: another program may have had the core."""
-KEY: Final = "slotgraph"
-"""The name of the figures in pytest-benchmark's `extra_info`."""
+PADDED, LIVE = 256, 0.75  # a bucket's rows, and the part of them that is live, by default
+ATTEMPTS: Final = 3  # measurements of a ratio before it counts as too high: another program may have had the core
+KEY: Final = "slotgraph"  # the name of the figures in pytest-benchmark's `extra_info`
 _UNTIMED: Final[frozenset[Lowering]] = frozenset({"slot_by_slot", "in_graph"})
 """Lowerings that no race of fills shows: the oracle, which is not there for speed, and the fused kernel under another
 name: what is spared by launching it in the step's graph, only whole steps show."""
@@ -122,11 +119,9 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
             tails = [_box(*map(slice, padded[:dim]), end) for dim, end in ends]
         if source is not None or slot.rewritten:
             copied.append((plain_name(source), source, buffer, rows, tails, pad))
-    for name in declaration.order:
-        if (compute := declaration.slots[name].computes()) is not None:
-            given = {**known, **declaration.given(step)}
-            bound = Computation.bind(name, compute, given, declaration.fields, known[name])
-            computed.append((known[name], bound.function, bound.fields))
+    for name in declaration.functions:
+        bound = Computation.bind(name, declaration, {**declaration.given(step), **known}, known[name])
+        computed.append((known[name], bound.function, bound.fields))
     return copied, computed
 
 
@@ -168,15 +163,14 @@ def verify(
 
     for live, batch in batches:
         given = (batch.batch, batch.side) if isinstance(batch, Sample) else (batch, NO_SIDE)
-        read = {name: slot.reads(name) for name, slot in slots.items() if slot.optional}
-        absent = {name for name, source in read.items() if source is not None and source.read(*given) is None}
+        absent = {name for name, source in declaration.optional if source.read(*given) is None}
         right, wanted = run(oracle, batch)
         right = right.clone() if isinstance(right, torch.Tensor) else right
         for name, contestant in others.items():
             returned, held = run(contestant, batch)
             faults = list(differences(held, wanted, slots, live))
             if isinstance(right, torch.Tensor) and isinstance(returned, torch.Tensor):
-                is_alike = returned.shape == right.shape and difference(returned, right) is None
+                is_alike = returned.shape == right.shape and first_unequal(returned, right) is None
                 faults += [] if is_alike else ["it returned other outputs"]
             if faults:
                 raise WrongBytesError(f"{title} by {name!r}: {faults[0]}")
@@ -205,8 +199,7 @@ def ways_to_fill(
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
     """The fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
     stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
-    capabilities = ground.backend.capabilities
-    had = capabilities.lowerings
+    had = ground.backend.capabilities.lowerings
     timed = tuple(lowerings) or tuple(one for one in had if one not in _UNTIMED) or had
     right = stage.allocate(padded)
 
@@ -224,9 +217,7 @@ def ways_to_fill(
     ways |= {name: lowered(name) for name in timed}
     ways[REGROUPED] = by_hand(REGROUPED)
     oracle = Contestant(lambda one: ground.oracle(right, one.batch, one.side, live, padded), memory_of(right))
-    drawn: dict[str, Any] = {"absent": absent, "values": values, "device": ground.backend.device}
-    seeded = (torch.Generator().manual_seed(seed) for seed in range(SETS))
-    samples = [sample_batch(ground.declaration, capabilities, live, one, **drawn) for one in seeded]
+    samples = [ground.sample(live, seed, absent, values) for seed in range(SETS)]
     sized = ((live, one) for one in samples)
     verify(f"{ground.declaration.name} filled", ground.declaration, ground.backend, oracle, ways, sized)
     return {name: way.call for name, way in ways.items()}, samples

@@ -111,7 +111,6 @@ def prefilling(backend: Backend, kind: str = "breakable", **options: Any) -> Wor
 def drafting(backend: Backend, **options: Any) -> World:
     """A captured draft runner of three steps, held to plain Python's trees."""
     runner = test_draft.made(backend, 2, 3, **options)
-    runner.capture()
 
     def assert_view(view: Any, batch: Batch) -> None:
         positions = batch["positions"]

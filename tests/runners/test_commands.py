@@ -298,7 +298,6 @@ NOT_UNDERSTOOD = [
     ((MADE, "--set", "swa"), "--set: is for a declaration"),
     (("explained_serving:mad",), "explained_serving has no 'mad'; did you mean 'made'?"),
     (("explained_serving:number",), "'number' in explained_serving returned int, which is no subclass"),
-    (("explained_serving:step",), "'step' in explained_serving is no subclass of slotgraph.Inputs, nor a runner"),
 ]
 FAILS = [
     (("no_inputs:X",), "ModuleNotFoundError at no_inputs.py:1, `import explained_nothing`: No module"),

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import structlog
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep, output
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CheckError, ConfigError, ReplayError
 from slotgraph.pool import InputPool
 from slotgraph.runners.comparison import named
@@ -34,12 +36,6 @@ if TYPE_CHECKING:
 CAPTURES = "cpu-capture"
 KEEPING: Any = (prefilled.captured, test_draft.captured, test_draft_extend.captured, test_draft_extend.chained)
 """What makes runners and keeps them."""
-LOWERINGS = ("foreach", "in_graph", "fused", "slot_by_slot")
-
-
-@pytest.fixture(autouse=True)
-def _no_word_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 def runner_of(step: Callable[[Any], Any], inputs: type[Inputs] = PlainInputs, **options: Any) -> Any:
@@ -58,7 +54,7 @@ def play(runner: Any) -> None:
         assert_right(runner.replay(view).clone(), batch)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", LADDER)
 @pytest.mark.parametrize("mode", [*MODES, True, ",".join(MODES), MODES])
 def test_sound_steps(cpu: str, mode: Any, lowering: str) -> None:
     """Every mode by itself, and all together: outputs are right, and stay so; late captures, too."""
@@ -146,24 +142,12 @@ def test_findings(bug: str) -> None:
 
 def test_poison_names_an_output() -> None:
     """One that is added to what lay there before, in a full bucket, too. Others are told of no replay."""
-    told = []
-
-    class Telling(Watcher):
-        def filled(self, view: Inputs) -> None:
-            told.append(view)
-
-        def replayed(self, view: Inputs, outputs: Any) -> Any:
-            told.remove(view)
-            return outputs
-
-    def step(view: Any) -> torch.Tensor:
-        return torch.add(view.logits, plain_step(view), out=view.logits)
-
-    runner = runner_of(step, Kept, debug="poison")
-    runner.watch.add(Telling())
+    other = mock.Mock(spec=Watcher)
+    runner = runner_of(lambda view: torch.add(view.logits, plain_step(view), out=view.logits), Kept, debug="poison")
+    runner.watch.add(other)
     with pytest.raises(CheckError, match=r"live row 0 .* when output slot 'logits' held .* before the step: it must"):
         runner(kept_batch(4))
-    assert len(told) == 1
+    assert [call[0] for call in other.method_calls] == ["before_fill", "filled", "failed"]
 
 
 def test_addresses_are_checked_at_each_replay() -> None:
@@ -268,6 +252,7 @@ def test_step_that_cannot_be_watched() -> None:
 
 def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bool, names in one text or several, or else the environment; the nearest name where one is unknown."""
+    monkeypatch.delenv(VARIABLE, raising=False)
     assert modes_of(None) == modes_of(wanted=False) == modes_of("") == modes_of(()) == frozenset()
     assert modes_of(wanted=True) == CHEAP == {"generations", "addresses"}
     assert modes_of("poison, parity") == modes_of(["parity", "poison"]) == {"parity", "poison"}
@@ -342,8 +327,8 @@ def test_views_that_another_runner_has_overwritten() -> None:
     pool = InputPool("one", "two")
     given: dict[str, Any] = {"buckets": [4], "backend": CAPTURES, "sharing": True, "debug": "poison,parity"}
     one, two = (DecodeRunner(PlainInputs, plain_step, phase=pool[phase], **given) for phase in ("one", "two"))
-    for runner in (one, two):
-        runner.capture()
+    one.capture()
+    two.capture()
     view, batch = one.fill(random_batch(3, 1)), random_batch(3, 2)
     two.fill({**batch, "ids": batch["ids"] + 1000})  # of which no table has a row
     said = "another runner of this one's pool"

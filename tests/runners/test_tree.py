@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slotgraph.backends import Backend
 from slotgraph.runners.tree import Accepted, Drafts, Frontier, Tree, accept, ancestors, best_tree, top_tokens
+from tests.strategies import noise
 
 
 @attrs.frozen
@@ -82,18 +83,13 @@ def plain_walk(tokens: list[int], parents: list[int], targets: list[int], steps:
     return path
 
 
-def logits_of(rows: int, seed: int) -> torch.Tensor:
-    """Random logits, of which no two are equal."""
-    return 3 * torch.randn(rows, WORDS, generator=torch.Generator().manual_seed(seed))
-
-
 def grown(requests: int, topk: int, steps: int, seed: int) -> tuple[Frontier, list[PlainTree]]:
     """The same random tree, in tensors and in plain Python."""
-    shares, tokens = top_tokens(logits_of(requests, seed), topk)
+    shares, tokens = top_tokens(3 * noise((requests, WORDS), torch.float32, seed), topk)
     frontier = Frontier.begin(shares, tokens)
     plain = [PlainTree.begin(s, t) for s, t in zip(shares.tolist(), tokens.tolist(), strict=True)]
     for step in range(1, steps):
-        shares, tokens = top_tokens(logits_of(requests * topk, seed + step).view(requests, topk, WORDS), topk)
+        shares, tokens = top_tokens(3 * noise((requests, topk, WORDS), torch.float32, seed + step), topk)
         frontier = frontier.grow(shares, tokens)
         for request, tree in enumerate(plain):
             tree.grow(shares[request].tolist(), tokens[request].tolist())
@@ -218,8 +214,7 @@ def test_captured(backend: "Backend", topk: int, steps: int, seed: int) -> None:
         tree = best_tree(frontier.drafts(), frontier.tokens[:, 0], 1 + topk * steps)
         return frontier.drafts(), tree, accept(tree.tokens, tree.parents, tree.tokens.roll(-1, 1), steps)
 
-    draw = torch.Generator().manual_seed(seed)
-    filled = [torch.rand(tensor.shape, generator=draw) for tensor in (first, later)]
+    filled = [noise(tuple(tensor.shape), tensor.dtype, seed) for tensor in (first, later)]
     first.fill_(0.5)
     later.fill_(0.5)
     with backend.stream():

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
 import attrs
@@ -31,14 +31,12 @@ class FakeEvent(Event):
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """The past has passed."""
         return True
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def elapsed_time(self, end_event: "FakeEvent") -> float:
-        """Host time, in milliseconds."""
         return (end_event._seconds - self._seconds) * 1e3
 
 
@@ -50,7 +48,6 @@ class FakeGraph(Graph):
         self.outputs = step()
 
     def replay(self) -> None:
-        """Call it again."""
         self.outputs = self._step()
 
 
@@ -61,17 +58,14 @@ class _Fake(Backend):
 
     @classmethod
     def is_available(cls) -> Availability:
-        """Everywhere."""
         return Availability(available=True)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Unlike every adapter of slotgraph's own."""
         return _RECORD
 
     @property
     def device(self) -> torch.device:
-        """The CPU."""
         return torch.device("cpu")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
@@ -81,21 +75,13 @@ class _Fake(Backend):
             garbage = torch.full((math.prod(shape) * dtype.itemsize,), 0xA5, dtype=torch.uint8)
             return garbage.view(dtype).view(shape)
 
-    def pool(self) -> object | None:
-        """There is none."""
-        return None
-
     @contextmanager
-    def _stream(self) -> Iterator[object]:
+    def stream(self) -> Iterator[object]:
         self._on_stream += 1
         try:
             yield self
         finally:
             self._on_stream -= 1
-
-    def stream(self) -> AbstractContextManager[object]:
-        """A stream that knows whether work is on it."""
-        return self._stream()
 
     def capture(
         self,
@@ -115,14 +101,12 @@ class _Fake(Backend):
             raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
     def event(self) -> Event:
-        """Now."""
         return FakeEvent()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def memory(self) -> Memory:
-        """The host's."""
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page, 0)
 
@@ -144,7 +128,6 @@ class SingleBackend(_Fake):
 
     @property
     def capabilities(self) -> Capabilities:
-        """One copy a slot."""
         return attrs.evolve(_RECORD, foreach_device=False)
 
 
@@ -157,5 +140,4 @@ class AbsentBackend(_Fake):
 
     @classmethod
     def is_available(cls) -> Availability:
-        """Not here."""
         return Availability(available=False, reason="no fake device: modprobe fake")

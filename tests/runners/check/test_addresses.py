@@ -161,7 +161,7 @@ def test_breaks_may_read_what_they_like() -> None:
 
 
 @attrs.define
-class Kept:  # tensors in an attrs class with slots
+class Kept:  # an attrs class with slots
     inner: list[torch.Tensor]
 
 

@@ -1,8 +1,10 @@
 """Checking a runner: which batches, what is left as it was, what is refused, and what the report says."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +17,11 @@ from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.hooks import Watcher
-from tests.runners.check.test_planted import OURS, runner_of, sound, tables_on
+from tests.runners.check.test_planted import OURS, found_by, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
-
-QUICK = ("poison",)
 
 
 @settings(max_examples=20)
@@ -43,19 +43,13 @@ def test_batches_reach_every_bucket(buckets: set[int], rounds: int, seed: int) -
 
 def test_nothing_is_left_behind(backend: "Backend") -> None:
     """After a check outputs are right, the cache holds what it did, and watchers were told of nothing."""
-    seen: list[Any] = []
-
-    class Counting(Watcher):
-        def filled(self, view: Inputs) -> None:
-            seen.append(view)
-
     runner = runner_of(sound, backend)
     cache = tables_on(backend.device)[1]
     cache.normal_()
-    before, watcher = cache.clone(), Counting()
+    before, watcher = cache.clone(), mock.Mock(spec=Watcher)
     runner.watch.add(watcher)
     assert slotgraph.check(runner, progress=False).ok
-    assert not seen
+    assert not watcher.method_calls
     assert runner.watch.watchers == (watcher,)
     assert torch.equal(cache, before)
     plain, device = plain_runner(backend), backend.device
@@ -99,19 +93,13 @@ def test_refusals(cpu: str) -> None:
         slotgraph.check(DecodeRunner(PlainInputs, plain_step, buckets=[2], backend=cpu))
 
 
-def test_step_that_is_never_the_same(cpu: str) -> None:
+def test_step_that_is_never_the_same() -> None:
     """A step with state that nobody is told of is said to have it, and nothing is said of its slots."""
-    calls = []
-
-    def counts(view: Any) -> torch.Tensor:
-        calls.append(view)
-        return sound(view) + len(calls)
-
-    if cpu == "cpu":
-        report = slotgraph.check(runner_of(counts, cpu), only=QUICK, progress=False)
-        assert [finding.slot for finding in report.findings] == [None]
-        assert "gives other outputs for the same inputs (live row 0 of the output changed" in str(report)
-        assert "pass that as state=[...]" in str(report)
+    calls = itertools.count()
+    (found,) = found_by("poison", runner_of(lambda view: sound(view) + next(calls), "cpu"))
+    assert found.slot is None
+    assert "gives other outputs for the same inputs (live row 0 of the output changed" in found.message
+    assert "pass that as state=[...]" in found.message
 
 
 def test_report(cpu: str) -> None:
@@ -181,9 +169,9 @@ def test_outputs_in_plain_objects(cpu: str) -> None:
     def step(view: PlainInputs) -> Plain:
         return Plain(plain_step(view) + view.weights.sum())
 
-    report = slotgraph.check(runner_of(step, cpu, PlainInputs, output_rows=None), progress=False, only=QUICK)
-    assert [(finding.check, finding.slot) for finding in report.findings] == [("poison", "weights")]
-    assert "live row 0 of the output.rows changed" in str(report)
+    (found,) = found_by("poison", runner_of(step, cpu, PlainInputs, output_rows=None))
+    assert found.slot == "weights"
+    assert "live row 0 of the output.rows changed" in found.message
 
 
 def test_empty_batches(cpu: str) -> None:

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, Inputs
+from slotgraph import BATCH
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.comparison import USUAL, differences, seen
-from tests.runners.check.test_addresses import broken_runner
+from tests.runners.check.test_addresses import broken_runner, runner_of
 from tests.runners.check.test_planted import found_by
-from tests.runners.check.test_planted import runner_of as captured
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 
 CAPTURES = "cpu-capture"
 BATCHES = [random_batch(rows, 40 + rows) for rows in (1, 3, 4, 6, 8)]
-
-
-def runner_of(step: Any, inputs: type[Inputs] = PlainInputs, backend: Any = CAPTURES, **options: Any) -> Any:
-    """A captured runner over two buckets."""
-    return captured(step, backend, inputs, buckets=[4, 8], **options)
 
 
 def findings(runner: Any, batches: Any = BATCHES, **options: Any) -> list[Finding]:

@@ -42,9 +42,8 @@ class Rules(Inputs):  # a slot for each way to say what a tail bears
     made: torch.Tensor = output(BATCH, dtype=torch.int16)
 
 
-LARGE = (65504.0, -65504.0, math.inf)
 BEARS: dict[str, Poison | None] = {
-    "floats": ((math.nan,), LARGE),
+    "floats": ((math.nan,), (65504.0, -65504.0, math.inf)),
     "whole": ((5, 6, -1), (-1, 6, 5)),
     "steps": ((6, 0), (0, 6)),
     "flags": ((True,), (False,)),

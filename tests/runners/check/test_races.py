@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import slotgraph
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.dataflow.buffers import span
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.pool import InputPool
 from tests.invariants.device import Device
-from tests.runners.check.test_planted import found_by, runner_of
+from tests.runners.check.test_planted import found_by, report_of, runner_of
 from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from slotgraph.backends import Backend
 
-LOWERINGS = ("in_graph", "fused", "foreach", "slot_by_slot")
 ROWS = (3, 4, 1, 8, 6)
 
 
@@ -67,7 +66,7 @@ def found_on(runner: Any, backend: Device, make: "Callable[[int, int], Batch]") 
         return found_by("races", runner, [make(rows, 7 + rows) for rows in ROWS], state=[])
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", LADDER)
 def test_sound_ring(lowering: str) -> None:
     """Sources may be overwritten right after the call, whatever they are: nothing is found."""
     runner, backend = lazy_runner(lowering=lowering)
@@ -88,7 +87,7 @@ def test_host_slot_that_a_graph_copies_from(lowering: str, monkeypatch: pytest.M
     assert "aten::clone copies from slot 'lens' in host memory when the device gets there" in found.message
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", LADDER)
 def test_only_runners_that_read_host_slots_wait(lowering: str) -> None:
     """A runner whose step leaves its host slots to the host never waits; one that reads them waits in each fill."""
     for step, waits in ((plain_step, False), (hosted_step, True)):
@@ -102,7 +101,7 @@ def test_only_runners_that_read_host_slots_wait(lowering: str) -> None:
 @given(rows=st.lists(st.integers(0, 9), min_size=2, max_size=12), seed=st.integers(0, 1 << 20), data=st.data())
 def test_many_steps_behind_one_another(rows: list[int], seed: int, data: st.DataObject) -> None:
     """Each of many steps in flight, by any way, gives its own batch's rows, host slots included; 9 run eagerly."""
-    runner, backend = HOSTED[data.draw(st.sampled_from(LOWERINGS))]
+    runner, backend = HOSTED[data.draw(st.sampled_from(LADDER))]
     batches = [hosted_batch(count, seed + at) for at, count in enumerate(rows)]
     given_rows = [{name: value.clone() for name, value in batch.items()} for batch in batches]
     with backend.later():
@@ -115,7 +114,7 @@ def test_many_steps_behind_one_another(rows: list[int], seed: int, data: st.Data
         assert_right(output - batch["lens"][:, None], batch)
 
 
-HOSTED = {lowering: lazy_runner(Hosted, hosted_step, lowering=lowering) for lowering in LOWERINGS}
+HOSTED = {lowering: lazy_runner(Hosted, hosted_step, lowering=lowering) for lowering in LADDER}
 
 
 def test_runners_of_a_pool_have_host_slots_for_themselves() -> None:
@@ -126,10 +125,8 @@ def test_runners_of_a_pool_have_host_slots_for_themselves() -> None:
     runners = [DecodeRunner(Hosted, step, phase=pool[phase], **given) for phase, step in steps.items()]
     for made in runners:
         made.capture()
-    mine, others = (
-        [span(one.tensor) for one in made.graphs.buffers if one.slot.placement == "host"] for made in runners
-    )
-    assert not any(low < stop and start < high for low, high in mine for start, stop in others)
+    mine, others = ({name: span(made.graphs.buffers[name].tensor) for name in ("lens", "count")} for made in runners)
+    assert not any(low < stop and start < high for low, high in mine.values() for start, stop in others.values())
     batches = [hosted_batch(1 + at % 8, at) for at in range(12)]
     with backend.later():
         outputs = [runners[at % 2](batch).clone() for at, batch in enumerate(batches)]
@@ -144,14 +141,13 @@ def test_patterns_of_eager_steps_are_looked_at(cpu: str) -> None:
     class Perhaps(PlainInputs):
         lens: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, placement="host", default=None)
 
-    runner = EagerRunner(
-        Perhaps, lambda view: plain_step(view) if view.lens is None else hosted_step(view), backend=cpu
-    )
-    runner(random_batch(3, 1))
-    assert (runner.eager.hosts.slots, runner.eager.hosts.notes) == ({}, False)
-    runner(hosted_batch(3, 2))
-    assert runner.eager.hosts.slots == {"lens": "aten::clone"}
-    assert runner.eager.hosts.notes
+    def step(view: Perhaps) -> torch.Tensor:
+        return plain_step(view) if view.lens is None else hosted_step(view)
+
+    runner = EagerRunner(Perhaps, step, backend=cpu)
+    for batch, slots in ((random_batch(3, 1), {}), (hosted_batch(3, 2), {"lens": "aten::clone"})):
+        runner(batch)
+        assert (runner.eager.hosts.slots, runner.eager.hosts.notes) == (slots, bool(slots))
 
 
 def test_batches_that_hold_more_than_data(cpu: str) -> None:
@@ -180,7 +176,7 @@ def test_batches_that_hold_more_than_data(cpu: str) -> None:
     assert torch.equal(model.weight, weights)
     for name, value in before.items():
         assert np.array_equal(vars(batch)[name], value), name
-    report = slotgraph.check(runner_of(plain_step, cpu, Hidden, buckets=[4]), [batch], only=["races"], progress=False)
+    report = report_of("races", runner_of(plain_step, cpu, Hidden, buckets=[4]), [batch])
     assert report.notes[0].startswith("races were left out: slot 'hidden': its source is a Own")
 
 

@@ -27,10 +27,6 @@ Make = Callable[[int, torch.Generator], Any]
 Found = tuple[Any, Make]
 
 
-def _seed(generator: torch.Generator) -> int:
-    return int(torch.randint(0, 1 << 30, (), generator=generator))
-
-
 def _lengths(tokens: int, generator: torch.Generator) -> list[int]:
     """Five requests at most that have so many tokens together."""
     cuts = torch.randint(1, tokens + 1, (4,), generator=generator).tolist()
@@ -40,24 +36,26 @@ def _lengths(tokens: int, generator: torch.Generator) -> list[int]:
 
 def plain(backend: Any) -> Found:
     """Decode."""
-    return plain_runner(backend), lambda rows, generator: random_batch(rows, _seed(generator), backend.device)
+    return plain_runner(backend), lambda rows, generator: random_batch(rows, generator.initial_seed(), backend.device)
 
 
 def draft(backend: Any) -> Found:
     """A tree of drafts."""
     runner = draft_runner(backend.name, 2, 3)
-    return runner, lambda rows, generator: drafted(rows, 2, 3, _seed(generator), backend.device)
+    return runner, lambda rows, generator: drafted(rows, 2, 3, generator.initial_seed(), backend.device)
 
 
 def draft_extend(backend: Any) -> Found:
     """Three tokens a request, one row of it."""
-    return extend_runner(backend.name, 3), lambda rows, generator: extended(rows, 3, _seed(generator), backend.device)
+    return extend_runner(backend.name, 3), lambda rows, generator: extended(
+        rows, 3, generator.initial_seed(), backend.device
+    )
 
 
 def multi_layer(backend: Any) -> Found:
     """Three layers, each of which writes what the next one reads."""
     return chained(backend.name), lambda rows, generator: extended(
-        rows, 3, _seed(generator), backend.device, whole=True
+        rows, 3, generator.initial_seed(), backend.device, whole=True
     )
 
 
@@ -65,7 +63,7 @@ def breakable(backend: Any, kind: str = "breakable") -> Found:
     """A stack in pieces, by breaks."""
 
     def make(tokens: int, generator: torch.Generator) -> Any:
-        return prefilled.batch_of(_lengths(tokens, generator), _seed(generator), backend.device)
+        return prefilled.batch_of(_lengths(tokens, generator), generator.initial_seed(), backend.device)
 
     return prefilled.captured(kind, backend.name)[0], make
 

@@ -29,6 +29,7 @@ from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
 from slotgraph.runners.explained.pages import tables
 from slotgraph.runners.pool import InputPool
+from tests.runners.models import PlainInputs, plain_step
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -158,22 +159,11 @@ def steps(explanation: RunnerExplanation, kind: str) -> list[FillStep]:
     return [step for step in explanation.buckets[-1].fill.steps if step.kind == kind]
 
 
-class DraftHalf(Inputs):
-    """What another runner of the pool reads."""
-
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    mask: torch.Tensor = copied(TOKENS, 300, dtype=torch.uint8, pad=0)
-
-
 def pooled_runner() -> DecodeRunner[FullInputs]:
     """A runner that shares its memory with two others."""
     pool = InputPool("draft", "verify", "extend", overlaps=[("verify", "extend")])
     options: dict[str, Any] = {"backend": "cpu", "buckets": [4], "progress": False}
-
-    def doubled(view: DraftHalf) -> torch.Tensor:
-        return view.input_ids * 2
-
-    others = [DecodeRunner(DraftHalf, doubled, phase=pool[phase], **options) for phase in ("draft", "extend")]
+    others = [DecodeRunner(PlainInputs, plain_step, phase=pool[phase], **options) for phase in ("draft", "extend")]
     runner = full_runner(phase=pool["verify"])
     for one in others:
         one.capture()

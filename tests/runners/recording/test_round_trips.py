@@ -53,8 +53,8 @@ def test_any_declaration(tmp_path_factory: pytest.TempPathFactory, data: st.Data
     capacity = {axis: data.draw(st.integers(0, 5)) for axis in inputs.slotgraph.varying} | {HIDDEN: 4}
     turn: Round = data.draw(rounds(inputs, capacity))
     batch, side = drawn_batch(inputs, Capabilities(), turn)
-    copied_slots = {n: s for n, slot in inputs.slotgraph.slots.items() if (s := slot.reads(n)) is not None}
-    plain = {n: s.read(batch, side) for n, s in copied_slots.items() if n not in turn.absent}
+    sources = inputs.slotgraph.sources
+    plain = {n: s.read(batch, side) for n, s in sources.items() if n not in turn.absent}
     changed = {n: as_kind(value, data.draw(st.sampled_from(KINDS))) for n, value in plain.items()}
     batch, side = drawn_batch(inputs, Capabilities(), turn, changed)
     fixed = {HIDDEN: 4} if HIDDEN in inputs.slotgraph.axes else {}
@@ -66,10 +66,10 @@ def test_any_declaration(tmp_path_factory: pytest.TempPathFactory, data: st.Data
             assert RecordedFile.read(file).steps[0].raised is not None
     step = RecordedFile.read(file).steps[0]
     sample = batch_of(step, runner.stage)
-    for name, source in copied_slots.items():
+    for name, source in sources.items():
         wanted = None if name in turn.absent else source.read(batch, side)
         assert same_value(wanted, source.read(sample.batch, sample.side)), name
-    assert step.absent == tuple(n for n in copied_slots if n in turn.absent)
+    assert step.absent == tuple(n for n in sources if n in turn.absent)
     assert sample.batch["tag"] == turn.seed % 7
 
 

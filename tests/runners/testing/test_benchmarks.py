@@ -6,9 +6,8 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
-from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
+from slotgraph import BATCH, TOKENS, standard
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from slotgraph.dataflow.ready import Ready
@@ -17,6 +16,7 @@ from slotgraph.runners.testing.benchmarks import KEY, Figures, Timer, ways_to_fi
 from slotgraph.runners.testing.ground import Ground
 from slotgraph.runners.testing.timing import QUEUED, Run, device_time, measure
 from tests.runners.explained.houses import HIDDEN, PAGES, FullInputs
+from tests.runners.models import PlainInputs
 
 
 @attrs.define
@@ -32,14 +32,6 @@ class Stub:
         """Call it once, and note what was asked for."""
         target()
         self.calls.append((rounds, iterations, warmup_rounds))
-
-
-class Rows(Inputs):
-    """A few slots, and a number that the host computes."""
-
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    pairs: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=2.5)
-    count: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
@@ -67,8 +59,8 @@ def test_fills(slotgraph_backend: Backend) -> None:
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lowering that leaves tails is named, with slot and row."""
     monkeypatch.setattr(Ready, "reset", lambda *_: None)
-    with pytest.raises(WrongBytesError, match=r"Rows filled by 'foreach': slot 'ids', row 3 \(its tail\)"):
-        ways_to_fill(Ground.of(Rows, "cpu"), {BATCH: 3}, {}, (), ())
+    with pytest.raises(WrongBytesError, match=r"PlainInputs filled by 'foreach': slot 'ids', row 3 \(its tail\)"):
+        ways_to_fill(Ground.of(PlainInputs, "cpu"), {BATCH: 3, TOKENS: 3}, {}, (), ())
 
 
 def test_ways_of_ones_own() -> None:
@@ -83,9 +75,9 @@ def test_ways_of_ones_own() -> None:
 def test_refusals() -> None:
     """Sizes that do not fit, one way, no batches."""
     timer, cpu = Timer(Stub()), choose("cpu")
-    for live in ({BATCH: 9}, {TOKENS: 1}):
-        with pytest.raises(ConfigError, match=r"live: sizes of the axes \[BATCH\], at most the padded ones"):
-            timer.fill(cpu, Rows, {BATCH: 8}, live)
+    for live in ({BATCH: 9}, {PAGES: 1}):
+        with pytest.raises(ConfigError, match=r"live: sizes of the axes \[BATCH, TOKENS\], at most the padded ones"):
+            timer.fill(cpu, PlainInputs, {BATCH: 8}, live)
     for ways, batches in (({"mine": print}, [1]), ({"mine": print, "other": print}, [])):
         with pytest.raises(ConfigError, match="ways to time: at least two"):
             timer.ways(cpu, ways, batches, "fill")

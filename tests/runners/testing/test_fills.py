@@ -106,14 +106,15 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
         ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
         lens: torch.Tensor | None = copied(BATCH, dtype=torch.int32, pad=1, default=None)
 
-    plain = oracle._reset_tail
+    fill = oracle.fill_slot_by_slot
 
-    def wrong(slot: Any, view: torch.Tensor, step: Any, number: Any) -> None:
-        plain(slot, view, step, number)
-        if step.padded(TOKENS) >= 5 and slot is Small.slotgraph.slots["ids"] and step.live(TOKENS) < 5:
-            view[4] = 99
+    def wrong(declaration: Any, buffers: Any, capabilities: Any, step: Any, *given: Any, **more: Any) -> Any:
+        views: Any = fill(declaration, buffers, capabilities, step, *given, **more)
+        if step.padded(TOKENS) >= 5 > step.live(TOKENS):
+            views["ids"][4] = 99
+        return views
 
-    monkeypatch.setattr(oracle, "_reset_tail", wrong)
+    monkeypatch.setattr(ground, "fill_slot_by_slot", wrong)
     message = found(Small, lowerings=("foreach",), shrunk=True)
     assert "step 1 of 1, Turn(BATCH=1/1, TOKENS=1/5)" in message
     assert "slot 'ids', row 4 (its tail): it holds 0, and the oracle's 99" in message
