@@ -121,11 +121,10 @@ class GraphRunner(Runner[V]):
         path: Path = "graph",
         rows_each: int | None = None,
     ) -> None:
-        """Size the buckets, and take a seat in the pool.
+        """Size the buckets, and take a seat in the pool. given: all arguments. path: of a batch that fits a bucket.
 
-        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. given: all arguments. said: the options
-        that decide padded sizes, for an error. leading: the axes that the bucket decides, that of its rows first. path:
-        of a batch that fits a bucket. rows_each: output rows for each of its rows; None where outputs are whole.
+        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. said: options that decide these, for
+        errors. leading: their axes, that of rows first. rows_each: of outputs for each row; None where they are whole.
         """
         lead, *_ = leading
         self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
@@ -353,10 +352,7 @@ class RequestRunner(GraphRunner[V]):
         known: Sizes = NO_SIZES,
         width: int | None = None,
     ) -> None:
-        """Take the arguments of `DecodeRunner`. known: sizes that the runner knows.
-
-        output_rows: followed by outputs where `given` does not say so. width: that of the step, in place of an option.
-        """
+        """Take the arguments of `DecodeRunner`, with further sizes, a default of output_rows=, and its own width."""
         config = config_of(type(self), given)
         if width is not None:
             config = attrs.evolve(config, width=width)

@@ -68,8 +68,7 @@ class EagerRunner(Runner[V]):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
-        buffers = self.eager.buffers
-        return 0 if buffers is None else buffers.nbytes
+        return self.stats()["memory"]["inputs"]
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
         del absent

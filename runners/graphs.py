@@ -47,10 +47,9 @@ from .traffic import HostReads
 
 @attrs.define(eq=False, slots=False)
 class Filler(Generic[V]):
-    """Fills a runner's buckets by one lowering.
+    """Fills a runner's buckets, of these padded sizes, by one lowering. lowered: fills by each.
 
-    buckets: padded sizes, by which the packet is sized. late: when something was last captured in the middle of a fill,
-    by `perf_counter_ns`. lowered: fills by each lowering.
+    late: when something was last captured in the middle of a fill, by `perf_counter_ns`.
     """
 
     stage: Stage[V]
@@ -325,10 +324,7 @@ class GraphSet(Generic[V]):
         return Captured(rows, filling, graph, step)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
-        """Run the whole step once, its first warm-up; its state, which is put back.
-
-        Its reads of host slots are noted. CaptureError where it writes a slot that it may only read.
-        """
+        """Run the whole step once; its state, which is put back. CaptureError where it writes what it may only read."""
         stage, hosts, found = self.stage, self.filler.hosts, list[State]()
         seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
 

@@ -24,8 +24,7 @@ from .stage import Stage, V
 class StackRunner(GraphRunner[V]):
     """A runner whose graphs are those of a stack. Subclasses are final, and say where its breaks are.
 
-    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, and its graphs hold
-    for any number of requests. output_rows: the axis that the rows of outputs follow; None where these are whole.
+    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, for any number.
     """
 
     is_whole = False

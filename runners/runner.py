@@ -36,10 +36,9 @@ Holds: TypeAlias = Callable[[Any, Side], bool]
 
 @attrs.define(eq=False)
 class Filled(Generic[V]):
-    """A filled step.
+    """A filled step. view: what the step sees; None where the graph is replayed at once.
 
-    view: what the step sees; None where the graph is replayed at once. route: the graph that takes the batch, or why it
-    is run eagerly. live: rows on each varying axis, and last those of the leading axis.
+    route: its graph, or why it is run eagerly. live: rows on each varying axis, and last those of the leading axis.
     """
 
     view: V | None

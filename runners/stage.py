@@ -84,10 +84,7 @@ class Stage(Generic[V]):
         return allocate(self.declaration, capacity, backend.capabilities, backend.empty, *given, **options)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:
-        """The padded size of every axis in a bucket, given those of BATCH and TOKENS, which the options `said` decide.
-
-        ConfigError where sizes= has one of these, or lacks that of another varying axis.
-        """
+        """Padded sizes of a bucket, with those of BATCH and TOKENS, which the options `said` decide, not sizes=."""
         if BATCH in self.sizes or TOKENS in self.sizes:
             raise ConfigError(f"sizes of BATCH and TOKENS follow from {said}: give those")
         padded = {**counts, **self.sizes}

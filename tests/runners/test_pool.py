@@ -132,8 +132,7 @@ def test_shared_memory_changes_no_output(backend: Backend, turns: list[Turn], da
     with torch.inference_mode(data.draw(st.booleans())):
         shared = runners_of(backend, pool, lowering=lowering)
     alone = runners_of(backend, None, lowering=lowering)
-    assert pool.layout is not None
-    assert pool.layout.saved > 0
+    assert pool.seal().saved > 0
     with torch.inference_mode(data.draw(st.booleans())):
         for turn in turns:
             if turn[-1] % 2:
@@ -268,8 +267,7 @@ def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> Non
         paged: Any = DecodeRunner(PagedInputs, sum_of, sizes={PAGES: 40}, phase=pool["paged"], **options)
         for runner in (wide, paged):
             runner.capture()
-        assert pool.layout is not None
-        assert pool.layout.place("wide", "rows").touches(pool.layout.place("paged", "table"))
+        assert pool.seal().place("wide", "rows").touches(pool.seal().place("paged", "table"))
         table = torch.rand(3, 30, dtype=torch.float64)
         for _ in range(4):
             paged({"table": table})

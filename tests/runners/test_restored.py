@@ -204,7 +204,6 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "unsqueeze_": lambda one: one.unsqueeze_(0),
     "squeeze_": lambda one: one.squeeze_(),
     "transpose_": lambda one: one.transpose_(0, -1),
-    "as_strided_": lambda one: one.as_strided_((1,), (1,)),
     "resize_": lambda one: one.resize_(1),
     "set_": lambda one: one.set_(torch.full_like(one, 55).untyped_storage(), 0, one.shape, one.stride()),
     "set_ whole": lambda one: one.set_(one.untyped_storage()),
