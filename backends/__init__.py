@@ -61,7 +61,7 @@ def load(name: str) -> type[Backend]:
     except Exception as error:  # whatever a package raises that has no place here
         raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise BackendUnavailableError(f"backend {name!r}: {found!r} is no subclass of slotgraph.backends.Backend")
+        raise BackendUnavailableError(f"backend {name!r}: {found!r} is not a subclass of slotgraph.backends.Backend")
     return found
 
 

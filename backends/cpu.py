@@ -1,7 +1,7 @@
 """The CPU: host memory, no streams, the host's clock; and the CPU without graphs, whose replays run the step again.
 
 The fused fill is what the kernel does, in plain code over the same table and packet. It is an operator of torch's, so
-that a capture on the CPU records it like any other. It is what the kernel is held to.
+that a capture on the CPU records it like any other. The kernel must leave the same bytes.
 """
 
 import ctypes

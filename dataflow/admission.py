@@ -1,4 +1,4 @@
-"""Admission: a batch's sources held to their slots, each fault with the way out, and how each travels to its slot."""
+"""Admission: a batch's sources checked against their slots, and how each travels to its slot."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from .hostdata import HOST_KINDS, NOT_CARRIED, Carrier, array_carrier, list_carr
 from .packet import converts, row_stride
 
 NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
-"""Errors of reading the shape, strides or address of a source that is no tensor, or of a tensor that hides them."""
+"""Errors of reading the shape, strides or address of a source that is not a tensor, or of a tensor that hides them."""
 _PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
 _HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
 Extent = tuple[int, ...]

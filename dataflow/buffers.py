@@ -316,7 +316,7 @@ def check_bindings(
     for name, tensor in ((name, _tensor_in(bound)) for name, bound in bind.items()):
         if name not in declaration.slots:
             near = did_you_mean(name, declaration.slots)
-            faults.append(f"bind names {name!r}, which is no slot of {declaration.name}{near}")
+            faults.append(f"bind names {name!r}, which is not a slot of {declaration.name}{near}")
         elif not isinstance(tensor, torch.Tensor):
             faults.append(f"slot {name!r}: expected a tensor to adopt, got {type(tensor).__name__}")
         else:

@@ -38,7 +38,7 @@ class Capabilities:
     arenas: whether slots may be carved out of one allocation (peer communication may want `storage_offset() == 0`).
     host_parameters: whether a graph takes host values at each replay beside its buffers.
     capture_error_modes: the modes that capture accepts, the default first.
-    graphs_hint: how many graphs the device bears, or None where no limit is known.
+    graphs_hint: how many graphs the device can take, or None where no limit is known.
     lowerings: those of `LADDER` that the device can run, the preferred first.
     """
 
@@ -99,7 +99,7 @@ CACHE_LOC: Final = Role("cache_loc", torch.int64, accepts=(torch.int32, torch.in
 """Locations in a KV cache: int64, and int32 on NPU, whose cache-write kernel demands it."""
 
 SEQ_LEN_FILL: Final = FillRole("seq_len_fill", 1)
-"""What padded rows of `seq_lens` hold: 1, and 0 on NPU (what the attention kernels bear)."""
+"""What padded rows of `seq_lens` hold: 1, and 0 on NPU (what the attention kernels can take)."""
 
 
 def dtype_text(dtype: torch.dtype | Role) -> str:

@@ -77,7 +77,7 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> str:
 
 
 def field_of(batch: Any, name: str, default: Any) -> Any:
-    """A field that is no slot: the batch's own, else the declaration's default, else None."""
+    """A field that is not a slot: the batch's own, else the declaration's default, else None."""
     value = look_up(batch, name)
     if value is not None or default is attrs.NOTHING:
         return value

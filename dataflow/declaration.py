@@ -23,7 +23,7 @@ _GIVEN: Final = (STEP, SETTINGS, RANKS)
 class Declaration:
     """The slots of one declaration class, checked.
 
-    fields: names that are no slots, carried from the batch into the view, with their defaults, or attrs.NOTHING.
+    fields: names that are not slots, carried from the batch into the view, with their defaults, or attrs.NOTHING.
     disabled: slots that the settings switch off. settings, ranks: those of the runner, which functions may ask for.
     arguments: the side arguments that slots read, disabled ones too; None where a source of one's own may read any.
     following: axes that no slot has, but whose sizes follow by the runner's relations: see `related`.
@@ -87,7 +87,7 @@ class Declaration:
         raise BatchError(f"{self.name}: no slot reads the side argument {unknown!r}: {instead}")
 
     def check_names(self, argument: str, names: Iterable[str], kind: Literal["", "optional", "copied"] = "") -> None:
-        """ConfigError where an argument names what is no slot of the class, or none of a kind."""
+        """ConfigError where an argument names what is not a slot of the class, or none of a kind."""
         kinds = {"": (*self.slots, *self.disabled), "optional": [*dict(self.optional)], "copied": [*self.sources]}
         for name in names:
             if name not in kinds[kind]:

@@ -80,7 +80,7 @@ class WrongBytesError(SlotGraphError, AssertionError):
 
 
 class RegressionError(SlotGraphError, AssertionError):
-    """A fill or a step takes longer than was allowed, held against the one by hand of the same run."""
+    """A fill or a step takes longer than was allowed, compared with the one by hand in the same run."""
 
 
 class ConfigError(SlotGraphError, ValueError):

@@ -37,7 +37,7 @@ _PAD_THEM: Final = "pad them to one length"
 def tensor_of(value: Any, dtype: torch.dtype, dims: int = 64) -> torch.Tensor:
     """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
 
-    dims: of the slot. A bool is no number here, and a float no index: such a list comes back in its own dtype. Raises
+    dims: of the slot. A bool is not a number here, a float no index: such a list comes back in its own dtype. Raises
     RuntimeError, TypeError or ValueError for what is no box of numbers, or holds bools or what `dtype` cannot hold.
     """
     if isinstance(value, np.ndarray | np.generic):
@@ -155,7 +155,7 @@ def _bools(source: Any) -> Any:
 
 
 def _no_bools(source: Any) -> Any:
-    """A list, if there is no bool in it, which is no number."""
+    """A list, if there is no bool in it, which is not a number."""
     if type(source) not in _LISTS:
         raise ValueError("expected a list or tuple")
     if not _BITS.isdisjoint(source) and not _BOOLS.isdisjoint(map(type, source)):

@@ -159,7 +159,7 @@ def _define(cls: type[Inputs], bases: _Bases) -> Faults:
 def _name_fault(name: Any) -> str | None:
     """Why no slot and no field may have a name, or None."""
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        return "the name is no identifier: choose another"
+        return "the name is not an identifier: choose another"
     if name.startswith("_"):
         return "the name begins with an underscore, but slots and fields are public: choose another"
     return "the name has a meaning of its own in slotgraph: choose another" if name in _NEEDED else None
@@ -172,7 +172,10 @@ def _field_faults(cls: type) -> Faults:
         default = field.default
         is_word = inspect.isfunction(default) and default.__module__ == slot.__module__
         if is_word or isinstance(default, Slot | _UNMADE):
-            yield field.name, f"its default is no field: write `{field.name}: torch.Tensor = copied(...)`, or slot(...)"
+            yield (
+                field.name,
+                f"its default is not a field: write `{field.name}: torch.Tensor = copied(...)`, or slot(...)",
+            )
         if hasattr(type(inspect.getattr_static(cls, field.name, None)), "__set__"):
             yield field.name, "a base has a property of that name, which would hide it: rename one of them"
 
@@ -182,7 +185,7 @@ def _base_faults(cls: type, bases: _Bases) -> Faults:
     for base in cls.__mro__[1:]:
         for name, value in vars(base).items():
             if slot_in(value) is not None:
-                yield name, f"{base.__name__}, which is no declaration, has it: derive {base.__name__} from Inputs"
+                yield name, f"{base.__name__}, which is not a declaration, has it: derive {base.__name__} from Inputs"
     own, taken = _own(cls), {*vars(cls), *inspect.get_annotations(cls)}
     for name, ((nearest, declared), *others) in bases.items():
         if name in own:

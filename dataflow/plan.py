@@ -281,7 +281,7 @@ class _Planning:
             yield ComputeStep(name, compute.name, needs, self.declaration.side(name), name in packed or is_fused)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
-        """Groups of slots that are copied alike; of foreach copies no group is larger than the device bears."""
+        """Groups of slots that are copied alike; of foreach copies no group is larger than the device can take."""
         groups: dict[tuple[torch.dtype, torch.dtype, Placement, How, str], list[str]] = {}
         casts = dict(self.pattern.source_dtypes)
         for name, slot in sorted(slots.items()):

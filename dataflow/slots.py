@@ -83,7 +83,7 @@ def poison_of(value: Poison) -> Poison:
     """A tuple of values, or "stale"."""
     if isinstance(value, str) and value == STALE:
         return value
-    _need(isinstance(value, tuple), f"say a tuple of the values that its tail bears, or {STALE!r}")
+    _need(isinstance(value, tuple), f"say a tuple of the values that its tail may hold, or {STALE!r}")
     return tuple([pad_value(one) for one in value])
 
 
@@ -174,7 +174,7 @@ class Slot:
         if limit is not None and limit.varies:
             yield f"its limit {limit!r} varies by step: give a number or a fixed axis"
         if limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
-            yield f"it has a limit, but {dtype_text(dtype)} is no whole number: limit an integer slot, or leave it out"
+            yield f"it has a limit, but {dtype_text(dtype)} is not a whole number: leave it out"
         if self.argument is not None:
             yield from _parameter_faults(self, dtype)
 

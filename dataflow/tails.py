@@ -66,7 +66,7 @@ def once(value: PadValue) -> Once:
 
 
 def tail_of(pad: PadValue | Tail | None) -> Tail | None:
-    """A declaration's `pad=` as a rule; None where it said nothing. TypeError where it is no rule and no value."""
+    """A declaration's `pad=` as a rule; None where it said nothing. TypeError where it is not a rule and no value."""
     if pad is None or isinstance(pad, Keep):
         return pad
     return type(pad)(pad_value(pad.value)) if isinstance(pad, Pad | Once) else Pad(pad_value(pad))

@@ -91,7 +91,7 @@ def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Any], 
 
 
 def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
-    """The fields that are no slots: the batch's own, else the defaults; those with neither are left out."""
+    """The fields that are not slots: the batch's own, else the defaults; those with neither are left out."""
     found, plain = {}, type(batch) is dict
     for name, default in fields.items():
         value = batch.get(name) if plain else None

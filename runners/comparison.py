@@ -185,7 +185,7 @@ def mismatches(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values that are no tensors are equal, if their type can tell. NaN equals itself."""
+    """Whether two values that are not tensors are equal, if their type can tell. NaN equals itself."""
     if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
         return type(one) is type(other)
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told

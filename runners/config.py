@@ -59,7 +59,7 @@ def is_collection(value: object) -> bool:
 
 
 def declaration_of(inputs: Any) -> Declaration:
-    """What a declaration class declares. ConfigError where it is no subclass of Inputs."""
+    """What a declaration class declares. ConfigError where it is not a subclass of Inputs."""
     if not (isinstance(inputs, type) and issubclass(inputs, Inputs) and inputs is not Inputs):
         refuse("inputs", "a declaration, a subclass of Inputs", inputs)
     return inputs.slotgraph
@@ -72,7 +72,7 @@ def check_step(argument: str, step: Any, takes: str = "the view") -> None:
 
 
 def checked_sizes(sizes: Any) -> dict[Axis, int]:
-    """Sizes by axis. ConfigError where one is no whole number of at least 0, or its key no axis."""
+    """Sizes by axis. ConfigError where one is not a whole number of at least 0, or its key no axis."""
     found = checked_keys("sizes", "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Axis)
     for axis, size in found.items():
         checked(f"sizes of {axis}", "a whole number, at least 0", size, int, 0)
@@ -80,7 +80,7 @@ def checked_sizes(sizes: Any) -> dict[Axis, int]:
 
 
 def checked_relations(relations: Any) -> dict[Axis, Dim]:
-    """Axes that follow from others. ConfigError where a key is no axis, or its size no expression over axes."""
+    """Axes that follow from others. ConfigError where a key is not an axis, or its size no expression over axes."""
     expected, what = "a mapping of axes to sizes over others, such as {TOKENS: BATCH * 4}", "an expression over axes"
     found = checked_keys("relations", expected, {} if relations is None else relations, Axis)
     return {axis: Dim.of(checked(f"relations of {axis}", what, size, (Axis, Dim))) for axis, size in found.items()}
@@ -95,7 +95,7 @@ def checked_names(argument: str, names: Any) -> tuple[str, ...]:
 
 
 def check_seconds(argument: str, seconds: Any) -> None:
-    """ConfigError where it is no number of seconds that a wait can take."""
+    """ConfigError where it is not a number of seconds that a wait can take."""
     most = threading.TIMEOUT_MAX
     checked(argument, f"seconds, more than 0 and at most {most:g}", seconds, (int, float), sys.float_info.min, most)
 
@@ -217,7 +217,7 @@ def json_data(text: str) -> Any:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number in JSON")
+    raise ValueError(f"{constant} is not a number in JSON")
 
 
 @attrs.frozen(kw_only=True)

@@ -196,7 +196,7 @@ def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]]
     for name in chained:
         if declaration.slots[name].argument is not None:
             raise ConfigError(
-                f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch to the device"
+                f"chained names {name!r}, which {declaration.name} does not copy from the batch to the device"
             )
     for name, slot in declaration.slots.items():
         for stale in (need for need in chained if need in slot.needs):

@@ -1,4 +1,4 @@
-"""Sampling: random batches of a declaration, of values that its slots bear, for checks, tests and recordings."""
+"""Sampling: random batches of a declaration, of values that its slots may hold, for checks, tests and recordings."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping

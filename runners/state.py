@@ -277,7 +277,7 @@ def _check_room(
         raise CheckError(
             f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} would "
             f"take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or "
-            "parts of them, that must be put back after runs that nobody asked for"
+            "parts of them, that must be put back after runs of warm-ups and checks"
         )
 
 

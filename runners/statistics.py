@@ -175,7 +175,7 @@ class Tally:
 class MemoryAccount:
     """Bytes that a runner holds: buffers, graphs beside them, other outputs, and uploads, which feed the fused kernel.
 
-    shared: of its slots in a pool's memory, which is no runner's own.
+    shared: of its slots in a pool's memory, which is not a runner's own.
     """
 
     inputs: int

@@ -247,7 +247,7 @@ def one_sided(draw: st.DrawFn) -> type[Inputs]:
 
 
 def declaration_of(fields: Mapping[str, Any], name: str = "Drawn") -> type[Inputs]:
-    """A declaration class made from fields, with one field `tag` that is no slot."""
+    """A declaration class made from fields, with one field `tag` that is not a slot."""
 
     def body(namespace: dict[str, Any]) -> None:
         namespace["__annotations__"] = {**dict.fromkeys(fields, torch.Tensor), "tag": int}

@@ -154,7 +154,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
                 read.update(name for name, place in spans.items() if overlaps(tensor, [place]))
 
     class TakenByHost(TorchFunctionMode):
-        """Tells of tensors that the host takes as numbers, which is no operator's work if they are on the CPU."""
+        """Tells of tensors that the host takes as numbers, which is not an operator's work if they are on the CPU."""
 
         def __torch_function__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -65,7 +65,7 @@ def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
             slot = trial.declared[name]
             if slot.rule() is not None and _poison_in(trial, name) is None and [*tails_of(slot, filled, trial.step)]:
                 why = "it says poison=()" if slot.poison == () else "it says where the step writes"
-                subject.notes[f"slot {name!r} was held to its {slot.rule()}: {why}"] = None
+                subject.notes[f"slot {name!r} was checked against its {slot.rule()}: {why}"] = None
         if subject.together.any(trial.lost or None in guilty):
             break
 
@@ -149,7 +149,7 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
 
 
 def _poison_in(trial: Trial[Any], name: str) -> Poison | None:
-    """What the tail of a filled slot must bear."""
+    """What the tail of a filled slot may hold."""
     return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.runner.stage.backend.capabilities)
 
 
@@ -273,10 +273,10 @@ class Poisoning:
         elif isinstance(rule, Keep):
             rest = (
                 f": its tail is kept for {rule.reason!r}, but something reads it; say pad=value, or poison='stale' if "
-                "it need only bear what live rows had"
+                "it need only accept what live rows had"
             )
         else:
-            rest = ": keep padded rows out of live ones, or say what its tail bears, poison=(...), nothing being ()"
+            rest = ": keep padded rows out of live ones, or say what its tail may hold, poison=(...), nothing being ()"
         at = first_unequal(before, now) or ()
         return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
 
@@ -328,7 +328,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
 
 
 def parity_fault(trial: Trial[Any]) -> Finding | None:
-    """What a graph does otherwise than its step, which is held to usual tolerances if it does not the same twice."""
+    """What a graph does otherwise than its step, compared within usual tolerances if it does not do the same twice."""
     state, together = trial.state, trial.together
     eager = trial.run(lambda outputs: (seen(trial.view, outputs).outputs, state.copy()), by=trial.eagerly)
     if trial.raised or isinstance(eager, Exception):
@@ -358,18 +358,18 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     if found is not None:
         captured = graph_of(trial.runner, trial.view)
         where = "" if captured is None else f" (bucket {captured.rows})"
-        why = "the step reads something that is no slot, such as a host value or an address at capture"
+        why = "the step reads something that is not a slot, such as a host value or an address at capture"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
     told = next(iter(state.told(graph[1], besides)), None)
     message = (
         f"a replay leaves other bytes than the step in {told}, though all slots and outputs agree: the step reads "
-        "something that is no slot, such as a host value at capture, to tell what it writes there or where"
+        "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
     )
     return None if told is None else Finding(PARITY, None, message)
 
 
 def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
-    """Slots with other values that tails bear: padded rows write one reserved row, and any may come last."""
+    """Slots with other values that tails may hold: padded rows write one reserved row, and any may come last."""
     spared = set[str]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]

@@ -1,4 +1,4 @@
-"""Trials: runs of a step that nobody asked for, by all ranks at once, which leave slots and state as they were."""
+"""Trials: runs of a step for a look, not for a batch, by all ranks at once; slots and state are as they were after."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping

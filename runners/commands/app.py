@@ -397,7 +397,7 @@ def bench(*, backend: _Backend = AUTO, slots: _Slots = None, json_file: _Json = 
                 sizing to the outputs of the replay
     bare        the replay of a graph that holds the step alone, and no fill
 
-    Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
+    Each is first compared with the oracle, byte for byte. Then all take turns in one run, so that ratios hold where
     the machine is noisy.
 
     \b
@@ -444,7 +444,7 @@ def check(
     seed: _Seed = 0,
     form: _Form = "table",
 ) -> None:
-    """Hold a runner to what its declaration promises; it is captured first, if it is not yet.
+    """Check that a runner does what its declaration promises; it is captured first, if it is not yet.
 
     \b
     poison     poison in every tail changes no bit of a live row

@@ -1,4 +1,4 @@
-"""What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library, held to the oracle."""
+"""What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library."""
 
 import functools
 import itertools

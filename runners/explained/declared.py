@@ -66,7 +66,7 @@ class SlotFacts:
 class Explanation:
     """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
 
-    fields: names that are no slots, carried from the batch. disabled: slots that the settings switched off.
+    fields: names that are not slots, carried from the batch. disabled: slots that the settings switched off.
     nbytes: bytes of all slots at their padded sizes. copied: bytes that one step copies.
     """
 

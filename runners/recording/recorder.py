@@ -212,7 +212,7 @@ def _checked_place(path: str | os.PathLike[str]) -> pathlib.Path:
     """The path of a file that can be written, as far as can be known now. ConfigError says why it cannot."""
     try:
         file = pathlib.Path(path)
-        need(file.suffix == ".safetensors" and not file.is_dir(), "it is no .safetensors file")
+        need(file.suffix == ".safetensors" and not file.is_dir(), "it is not a .safetensors file")
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
             return file
     except (OSError, TypeError, ValueError) as error:

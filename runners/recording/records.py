@@ -212,12 +212,12 @@ class RecordedFile:
         """Read a file and check it. RecordingError says what is wrong with it."""
         file = pathlib.Path(path)
         try:
-            need(file.is_file() or not file.exists(), "it is no file")  # to open a pipe would wait for its writer
+            need(file.is_file() or not file.exists(), "it is not a file")  # to open a pipe would wait for its writer
             with safe_open(file, framework="pt", device="cpu") as opened:
                 found = cls._of(opened)
         except Exception as error:  # each layer has its own errors for a file that it cannot read
             why = str(error)[:_LONGEST]
-            raise RecordingError(f"{file.name}: it is no recording that can be read: {why}") from error
+            raise RecordingError(f"{file.name}: it is not a recording that can be read: {why}") from error
         found.name = file.name
         return found
 
@@ -312,8 +312,8 @@ def _number(value: Any) -> Any:
 
 
 def plain_from_text(text: str) -> Any:
-    """What `plain_to_text` was given. RecordingError if it is no JSON."""
+    """What `plain_to_text` was given. RecordingError if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RecordingError(f"plain data is nested too deeply, or is no JSON: {error!s:.200}") from error
+        raise RecordingError(f"plain data is nested too deeply, or is not JSON: {error!s:.200}") from error

@@ -199,7 +199,7 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
             state = state_on(runner, view)
             state.check_room(COPIES)
         except CheckError as error:
-            lines.append(f"its graph is not held to the step: {error}")
+            lines.append(f"its graph is not compared with the step: {error}")
         else:
             subject = Subject(runner, runner.graphs, state, produce=produce)
             with unwatched(runner.watch):

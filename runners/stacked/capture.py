@@ -52,7 +52,9 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     values = dict(stage.inputs.placeholder(request))
     copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
     for name in values.keys() - {*copied, *declaration.fields, *declaration.disabled}:
-        raise CaptureError(f"{declaration.name}.placeholder() names {name!r}, which is no copied slot and no field")
+        raise CaptureError(
+            f"{declaration.name}.placeholder() names {name!r}, which is neither a copied slot nor a field"
+        )
     given = dict[str, torch.Tensor]()
     for buffer in [buffers[name] for name in copied if name not in absent]:
         name, slot = buffer.name, buffer.slot

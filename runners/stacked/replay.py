@@ -200,7 +200,7 @@ class Stack:
 
 
 class StackCall:
-    """What is captured of one bucket: a function and its arguments; tensors that are no slots have memory of their own.
+    """What is captured of one bucket: a function and its arguments; tensors beside the slots have memory of their own.
 
     own: the step's view. view: what the captured part sees in its place. read, written: places of arguments.
     """

@@ -23,7 +23,7 @@ class Requests(Inputs):
     """Where each request's cache is, and how long each is.
 
     req_pool_indices: padded rows look up row 0 of the request table, which no request is given.
-    seq_lens: padded rows run attention over the fewest tokens that the backend's kernels bear.
+    seq_lens: padded rows run attention over the fewest tokens that the backend's kernels can take.
     seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
     """
 

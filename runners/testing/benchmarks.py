@@ -1,4 +1,4 @@
-"""Benchmarks: fills by this library and by hand, as engines write them, held to the oracle and timed in turn."""
+"""Benchmarks: fills by this library and by hand, as engines write them, compared with the oracle and timed in turn."""
 
 import functools
 import itertools
@@ -126,7 +126,7 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
 
 
 def _box(*ranges: slice) -> Box:
-    """An index: a single slice is no tuple, which takes longer."""
+    """An index: a single slice is not a tuple, which takes longer."""
     return ranges[0] if len(ranges) == 1 else ranges
 
 
@@ -244,7 +244,7 @@ class Timer:
         lowerings: Sequence[Lowering] = (),
         **options: Any,
     ) -> Figures:
-        """Time the fill of one bucket by each lowering, against two by hand, all held to the oracle first.
+        """Time the fill of one bucket by each lowering, against two by hand, all compared with the oracle first.
 
         Args:
             backend: Where it is filled; the fixture gives it.
@@ -307,9 +307,7 @@ class Timer:
             RegressionError: The ratio is over `most` each time that it is measured.
         """
         if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio is of two
-            raise ConfigError(
-                f"ways to time: at least two, the one that others are held to first, and batches; got {list(ways)}"
-            )
+            raise ConfigError(f"ways: expected at least two, the right one first, and batches, got {list(ways)}")
         base, ours, *_ = ways
         benchmark, title = self.benchmark, f"{backend.name}: {title}"
         limit = math.inf if most is None or benchmark.disabled else most

@@ -89,7 +89,7 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
 
 
 def test_answers_in_structures(interrupting: Backend) -> None:
-    """An answer may be nested, with no tensor or several; what is no tensor comes back as it was at capture."""
+    """An answer may be nested, with no tensor or several; what is not a tensor comes back as it was at capture."""
     x = random_on(interrupting, 2, seed=8)
 
     def step() -> Any:

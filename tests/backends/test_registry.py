@@ -97,8 +97,8 @@ def test_auto(installed: Any) -> None:
         ("no_such_module:Adapter", "'broken' cannot be loaded: .*no_such_module"),
         ("slotgraph.backends.cpu:NoSuchClass", "'broken' cannot be loaded: .*NoSuchClass"),
         ("card_driver:Adapter", "'broken' cannot be loaded: RuntimeError: no card in slot 3"),
-        (f"{__name__}:EntryPoint", "'broken': .* is no subclass of .*Backend"),
-        (f"{__name__}:test_own_names", "'broken': .* is no subclass of .*Backend"),
+        (f"{__name__}:EntryPoint", "'broken': .* is not a subclass of .*Backend"),
+        (f"{__name__}:test_own_names", "'broken': .* is not a subclass of .*Backend"),
         (f"{__name__}:BrokenBackend", "the driver said something unheard of"),
     ],
 )

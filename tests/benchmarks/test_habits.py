@@ -1,4 +1,4 @@
-"""A whole step under each habit of serving loops, beside the same step without it: held to the oracle, and timed.
+"""A whole step under each habit of serving loops, beside the same step without it: compared with the oracle, and timed.
 
 Each habit is one step of nine slots on the device with one peculiarity, such as a slot whose source is converted, a
 list, or another stream. None may slow down a whole step, nor leave its runner's lowering.

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 
 @functools.cache
 def held(backend: str, slots: int, live: int, padded: int) -> tuple[list[Any], dict[str, Any]]:
-    """Batches and contestants, held to the oracle; the one that counts is second."""
+    """Batches and contestants, compared with the oracle; the one that counts is second."""
     on, inputs = load(backend)(), declare_decode(slots)
     batches = [draw(inputs, on, live, number) for number in range(SETS)]
     found = contestants(inputs, on, padded)

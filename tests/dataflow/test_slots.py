@@ -297,8 +297,8 @@ READ_BEFORE = "it is a host parameter, read before the step, but the step writes
 NO_NAME = "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
 FAULTS: list[tuple[Any, str]] = [
     (copied(BATCH, **INT64, pad=0, limit=TOKENS), "its limit TOKENS varies by step: give a number or a fixed axis"),
-    (copied(BATCH, dtype=torch.float32, pad=0, limit=4), "it has a limit, but float32 is no whole number"),
-    (copied(BATCH, dtype=torch.bool, pad=False, limit=4), "it has a limit, but bool is no whole number"),
+    (copied(BATCH, dtype=torch.float32, pad=0, limit=4), "it has a limit, but float32 is not a whole number"),
+    (copied(BATCH, dtype=torch.bool, pad=False, limit=4), "it has a limit, but bool is not a whole number"),
     (copied(BATCH, **INT64, pad=0, limit=1.5), "limit=1.5: a size is an axis"),  # type: ignore[arg-type]
     (copied(BATCH, **INT64, pad=0, limit=-1), "limit=-1: a size is at least 0"),
     (copied(BATCH, **INT32, pad=0, starts=0.5), "0.5 does not fit int32"),

@@ -123,7 +123,7 @@ NASTY_FILES = [
     ("x.toml", "max_batch = 999999999999", "'max_batch': expected int between 1 and 16777216"),
     ("x.json", '{"buckets": [1, 99999999999]}', "'buckets': expected a list .* int between 1 and 16777216"),
     ("x.toml", "max_waste = nan", "'max_waste': expected float between 0 and 1, got nan"),
-    ("x.json", '{"max_waste": Infinity}', "x.json: Infinity is no number in JSON"),
+    ("x.json", '{"max_waste": Infinity}', "x.json: Infinity is not a number in JSON"),
     ("x.json", '{"backend": "../../x"', "x.json: "),
     ("x.toml", "\x00", "x.toml: "),
 ]

@@ -166,7 +166,7 @@ FAULTS: Final[list[tuple[str, str, int, dict[str, Any], str | None, str, str, st
         None,
         "",
         "outputs row 0, at [0, 0]: graph ",
-        "the step reads something that is no slot",
+        "the step reads something that is not a slot",
     ),
     ("table", "addresses", 0, {}, None, "", "aten::index reads table, and it is other", "reads table, and it is other"),
 ]

@@ -281,8 +281,8 @@ NOT_UNDERSTOOD = [
     (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'"),
     (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
     (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
-    (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
-    (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner"),
+    (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is not a subclass of slotgraph.Inputs"),
+    (("json:JSONDecoder",), "in json is not a subclass of slotgraph.Inputs, nor a runner"),
     (("what/is this:X",), "there is no module 'what/is this'"),
     ((DECODE, "--size", "bach=3"), "has no axis 'bach'; did you mean 'batch'?"),
     ((DECODE, "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
@@ -297,7 +297,7 @@ NOT_UNDERSTOOD = [
     ((MADE, "--size", "batch=3"), "--size: is for a declaration; a runner has its own"),
     ((MADE, "--set", "swa"), "--set: is for a declaration"),
     (("explained_serving:mad",), "explained_serving has no 'mad'; did you mean 'made'?"),
-    (("explained_serving:number",), "'number' in explained_serving returned int, which is no subclass"),
+    (("explained_serving:number",), "'number' in explained_serving returned int, which is not a subclass"),
 ]
 FAILS = [
     (("no_inputs:X",), "ModuleNotFoundError at no_inputs.py:1, `import explained_nothing`: No module"),

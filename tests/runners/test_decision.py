@@ -91,7 +91,7 @@ def test_reasons(varied_runner: DecodeRunner[VariedInputs]) -> None:
         decision = varied_runner.decide(batch)
         assert (decision.path, decision.bucket, decision.why) == wanted
         assert re.search(reason, decision.reason)
-    assert varied_runner.stats() == before  # a decision is no step
+    assert varied_runner.stats() == before  # a decision is not a step
     assert torch.equal(varied_runner.replay(view), varied_step(VariedInputs(**first)))
     for batch, (_, _, why), _ in REASONS:
         if why != "not_captured":  # its step cannot run eagerly either

@@ -108,7 +108,7 @@ def test_decorators_that_make_a_class_anew() -> None:
 
 
 def mixin() -> type[Any]:
-    """A class that is no declaration, with a slot."""
+    """A class that is not a declaration, with a slot."""
     return type("Mixin", (), {"more": rows(5), "__annotations__": {"more": torch.Tensor}})
 
 
@@ -223,7 +223,7 @@ def test_names() -> None:
 
 
 def test_axes() -> None:
-    """A name that is no identifier, and a flag that is none, are refused where the axis is made."""
+    """A name that is not an identifier, and a flag that is none, are refused where the axis is made."""
     for name in ("two words", "", "1st", None, 3, torch.tensor(1)):
         with pytest.raises(ValueError, match="the name of an axis is an identifier"):
             Axis(name)  # type: ignore[arg-type] # pyright: ignore - what is refused

@@ -168,7 +168,7 @@ def test_adopted_constant_and_output(cpu: str) -> None:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("idz", torch.zeros(8), "bind names 'idz', which is no slot of PlainInputs"),
+    ("idz", torch.zeros(8), "bind names 'idz', which is not a slot of PlainInputs"),
     ("weights", [0.0] * 8, "slot 'weights': expected a tensor to adopt, got list"),
     ("weights", Exclusive([0.0]), "slot 'weights': expected a tensor to adopt, got list"),  # type: ignore[arg-type]
     ("weights", torch.zeros(7), r"slot 'weights': expected shape \[8\] .*full capacity.*got \[7\]"),

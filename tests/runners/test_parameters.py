@@ -252,7 +252,7 @@ def test_no_part_of_a_parameter(inner: str) -> None:
 def test_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
     options: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
-    with pytest.raises(ConfigError, match="chained names 'own', which is no slot that Chaining copies"):
+    with pytest.raises(ConfigError, match="chained names 'own', which Chaining does not copy"):
         MultiLayerDraftExtendRunner(Chaining, [lambda *_: None], chained=["own"], **options)
 
 

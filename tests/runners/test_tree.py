@@ -123,7 +123,7 @@ ODD = (0.0, 1.0, 1.0, 0.5, 1e-40, 1.5, math.nan, math.inf, -1.0)
 def test_best_tree(size: tuple[int, int, int, int], odd: bool, data: st.DataObject) -> None:  # noqa: FBT001 - as drawn
     """The root and the best nodes, parents before children, with their depths and with what each may see.
 
-    A node whose score is no number, and with it all below, comes after all that have one.
+    A node whose score is not a number, and with it all below, comes after all that have one.
     """
     requests, topk, steps, seed = size
     drafts = (_odd(topk, steps, data) if odd else grown(requests, topk, steps, seed)[0]).drafts()

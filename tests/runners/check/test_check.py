@@ -85,7 +85,7 @@ def test_refusals(cpu: str) -> None:
     runner = plain_runner(cpu)
     with pytest.raises(errors.ConfigError, match="there is no check 'poisson': checks are poison, parity"):
         slotgraph.check(runner, only=("poisson",))
-    with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is no slot of PlainInputs"):
+    with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is not a slot of PlainInputs"):
         slotgraph.check(runner, read_outside=["idz"])
     with pytest.raises(errors.ConfigError, match="batches= has none"):
         slotgraph.check(runner, [])

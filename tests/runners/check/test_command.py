@@ -86,7 +86,7 @@ def test_sound() -> None:
 
 
 REFUSED = {
-    "number": (2, "'number' in checked_engine is no runner, nor a function without"),
+    "number": (2, "'number' in checked_engine is not a runner, nor a function without"),
     "make_trouble": (1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
     "captured --only poisson": (2, "there is no check 'poisson': checks are poison, parity"),
     "captured --batches number": (2, "'number' in checked_engine is no batches"),

@@ -99,7 +99,7 @@ def test_how_exact() -> None:
 
 
 def test_step_that_is_not_the_same_twice() -> None:
-    """Rounding that comes and goes is no finding. A difference beyond the usual tolerances is."""
+    """Rounding that comes and goes is not a finding. A difference beyond the usual tolerances is."""
     turns = itertools.cycle([1.0, 1.0000002, 1.0000001])
     host = {"bias": 0.0}
     runner = runner_of(lambda view: plain_step(view) * next(turns) + host["bias"])
@@ -121,7 +121,7 @@ def test_stack_in_parts() -> None:
     assert findings(runner) == []
     model.stack.eager, model.stack.scale = 5.0, 7.0
     (found,) = findings(runner)
-    assert "all slots agree: the step reads something that is no slot" in found.message
+    assert "all slots agree: the step reads something that is not a slot" in found.message
 
 
 @pytest.mark.parametrize(("whose", "told"), [("padded", 0), ("live", 1)])

@@ -299,5 +299,5 @@ def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     """The same step without a bug passes all checks, with notes on what was held."""
     report = slotgraph.check(runner_of(sound, backend), progress=False)
     assert report.ok, str(report)
-    assert report.notes == ("slot 'places' was held to its pad=0: it says where the step writes",)
+    assert report.notes == ("slot 'places' was checked against its pad=0: it says where the step writes",)
     assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races"), 13)

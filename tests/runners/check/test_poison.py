@@ -88,7 +88,7 @@ def test_poison_that_no_slot_can_hold() -> None:
 
     said = sorted(str(error) for error in caught.value.exceptions)
     assert "slot 'one': 0.5 does not fit int32" in said[0]
-    assert "slot 'two': poison='old': say a tuple of the values that its tail bears, or 'stale'" in said[1]
+    assert "slot 'two': poison='old': say a tuple of the values that its tail may hold, or 'stale'" in said[1]
 
 
 def _batch(rows: int) -> dict[str, torch.Tensor]:

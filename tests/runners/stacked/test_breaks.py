@@ -51,7 +51,7 @@ def metadata_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
 
 
 def extra_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-    """Hand the stack a tensor that is no slot, and has one row a request."""
+    """Hand the stack a tensor that is not a slot, and has one row a request."""
     return inner(hidden, extra=view.extend_seq_lens * view.scale)
 
 
@@ -195,7 +195,7 @@ def test_break_that_raises_in_a_step(backend: Backend) -> None:
 
 
 def test_graph_alone(backend: Backend) -> None:
-    """A graph with breaks is no step: replayed without its runner, it says so."""
+    """A graph with breaks is not a step: replayed without its runner, it says so."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} has no graphs")
     runner, _ = around(scaled, backend)

@@ -365,8 +365,8 @@ def test_slots_that_are_switched_off(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"typo": 1}, r"Given.placeholder\(\) names 'typo', which is no copied slot and no field"),
-        ({"extend_start_loc": [0]}, "names 'extend_start_loc', which is no copied slot and no field"),
+        ({"typo": 1}, r"Given.placeholder\(\) names 'typo', which is neither a copied slot nor a field"),
+        ({"extend_start_loc": [0]}, "names 'extend_start_loc', which is neither a copied slot nor a field"),
         ({"extend_seq_lens": [1, 2]}, r"slot 'extend_seq_lens': its placeholder: expected int32 of shape \[1\], got"),
         ({"extend_seq_lens": 1.5}, r"its placeholder: expected int32 of shape \[1\], got the number 1.5"),
         ({"extend_seq_lens": True}, r"its placeholder: expected int32 of shape \[1\], got the number True"),

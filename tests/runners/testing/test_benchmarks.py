@@ -79,7 +79,7 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError, match=r"live: sizes of the axes \[BATCH, TOKENS\], at most the padded ones"):
             timer.fill(cpu, PlainInputs, {BATCH: 8}, live)
     for ways, batches in (({"mine": print}, [1]), ({"mine": print, "other": print}, [])):
-        with pytest.raises(ConfigError, match="ways to time: at least two"):
+        with pytest.raises(ConfigError, match="ways: expected at least two"):
             timer.ways(cpu, ways, batches, "fill")
 
 
