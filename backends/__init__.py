@@ -93,8 +93,7 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
     if name == AUTO:
         return next(_available())()
     kind = load(backend) if isinstance(backend, str) else backend
-    available = kind.is_available()
-    if not available:
+    if not (available := kind.is_available()):
         raise BackendUnavailableError(f"backend {kind.name!r} cannot run here: {available.reason}")
     return kind()
 

@@ -61,9 +61,7 @@ class AcceleratorBackend(StreamBackend):
         if not hasattr(torch, "accelerator") or not hasattr(torch.accelerator, "Graph"):
             return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
         if not torch.accelerator.is_available():
-            return (
-                "torch sees no accelerator; a device's own package must be imported first, where torch does not do that"
-            )
+            return "torch sees no accelerator: import the device's own package first, where torch does not do that"
         if getattr(torch.get_device_module(_kind()), "_is_in_bad_fork", lambda: False)():
             return f"this process was forked after {_kind()!r} was used: start it with multiprocessing's 'spawn' method"
         try:
@@ -86,15 +84,6 @@ class AcceleratorBackend(StreamBackend):
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number."""
         return lambda: int(torch.accelerator.current_stream(self.device).stream_id)
-
-    def order(self, first: int, then: int) -> None:
-        """Have the stream of one number wait for what was handed to that of another so far."""
-        kind, like = torch.Stream, self.state.stream
-        earlier, later = (
-            kind(stream_id=number, device_index=like.device_index, device_type=like.device_type)
-            for number in (first, then)
-        )
-        later.wait_stream(earlier)
 
 
 def _kind() -> str:

@@ -179,6 +179,12 @@ class StreamBackend(Backend):
         recording = self.state.recording
         return tensor if recording is None else recording.borrow(tensor)
 
+    def order(self, first: int, then: int) -> None:
+        """Have the stream of one number wait for what was handed to that of another so far."""
+        make, index, kind = self._module.Stream, self._device.index, self.state.stream.device_type
+        earlier, later = (make(stream_id=one, device_index=index, device_type=kind) for one in (first, then))
+        later.wait_stream(earlier)
+
     def event(self) -> Event:
         """An event recorded now on the current stream."""
         recorded = self._module.Event(enable_timing=True)
@@ -357,18 +363,6 @@ class DeviceCapture:
         """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
         if self._open is None:  # inside a break, where nothing is being recorded
             return run(None)
-        self._do()
-        answer = run(None)
-        self._start()
-        # What is allocated from here on is the graph's own memory, which later parts use again once it is free.
-        places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
-        self._answers = list(zip(tensors_in(places), tensors_in(answer), strict=True))
-        kept = pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, self._alias, places))
-        self.parts.append((functools.partial(run, kept), None))
-        return places
-
-    def _do(self) -> None:
-        """End the graph that is being recorded, and do what it records."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             self._stop()
@@ -386,6 +380,14 @@ class DeviceCapture:
             self.parts.pop()
         else:
             replay()
+        answer = run(None)
+        self._start()
+        # What is allocated from here on is the graph's own memory, which later parts use again once it is free.
+        places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
+        self._answers = list(zip(tensors_in(places), tensors_in(answer), strict=True))
+        kept = pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, self._alias, places))
+        self.parts.append((functools.partial(run, kept), None))
+        return places
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         is_ours = tensor.device.type == self._backend.device.type

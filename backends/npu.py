@@ -238,9 +238,7 @@ class NpuBackend(StreamBackend):
         """Why torch_npu and CANN are not here, or see no device; nothing where they see one."""
         if sys.modules.get(_PACKAGE) is None and importlib.util.find_spec(_PACKAGE) is None:
             version = torch.__version__.split("+")[0]
-            return (
-                f"torch_npu is not installed: `pip install torch_npu=={version}`, and CANN of the version that it needs"
-            )
+            return f"torch_npu is not installed: `pip install torch_npu=={version}`, and the CANN that it needs"
         failed = _import()
         if failed:
             return failed
@@ -309,15 +307,11 @@ class NpuBackend(StreamBackend):
         known = min(first, then) >= 0
         try:
             if known:
-                self._stream_of(then).wait_stream(self._stream_of(first))
+                super().order(first, then)
         except RuntimeError:  # another library's: torch_npu takes no events on it
             known = False
         if not known:
             self.synchronize()
-
-    def _stream_of(self, number: int) -> Any:
-        default = npu().default_stream(self.device)
-        return npu().Stream(stream_id=number, device_index=self.device.index, device_type=default.device_type)
 
 
 @functools.cache  # a second try after a failure meets a package half imported, and says something else

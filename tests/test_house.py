@@ -44,13 +44,6 @@ FORBIDDEN = {"dataflow": {"backends", "runners"}, "backends": {"runners"}, "runn
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-CLOCKS = {
-    "backends/test_contract.py",  # what events measure lies within what the host's clock measures
-    "plugin/fake_device/slotgraph_fake_device.py",  # a backend's own events
-    "mutations.py",  # a program
-}
-"""Tests, apart from benchmarks, that read a clock: nowhere is what they read held to a bound in seconds."""
-
 MODULE_LINES = 700
 FUNCTION_LINES = 60
 FACE_LINES = 60
@@ -107,11 +100,7 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[frozenset[str]]:
 
 
 def test_the_package_and_its_links() -> None:
-    """Each folder is linked from the package by a relative link; beside them is the face alone, each page short.
-
-    The pytest plugin stands outside: every run of pytest loads it, and the package would bring torch. A package or a
-    module that pyproject.toml does not list would be missing from the wheel.
-    """
+    """Links are relative, beside them is the face alone, and pyproject.toml lists all that a wheel needs."""
     for folder in FOLDERS:
         link = FACE / folder
         assert (link.is_symlink(), link.readlink().is_absolute(), link.resolve()) == (True, False, ROOT / folder)
@@ -175,15 +164,6 @@ def test_allocations_name_their_device() -> None:
 def test_no_circles() -> None:
     """No modules import one another in a circle. Imports inside functions and under TYPE_CHECKING count."""
     assert circles(imports()) == []
-
-
-def test_tests_read_no_clock() -> None:
-    """A bound on how long something takes fails on a loaded machine: tests judge figures that they make themselves."""
-    clock = re.compile(r"\b(monotonic|perf_counter|process_time|thread_time|timeit|time\.time)(_ns)?\b")
-    tests = ROOT / "tests"
-    files = {path.relative_to(tests).as_posix() for path in tests.rglob("*.py") if path != Path(__file__)}
-    reading = {name for name in files if clock.search((tests / name).read_text(encoding="utf-8"))}
-    assert {name for name in reading if not name.startswith("benchmarks/")} == CLOCKS
 
 
 def test_version_is_the_installed_one() -> None:
@@ -269,18 +249,14 @@ CALLED_AGAIN = "cpu.py"
 """The file whose replay is the step itself."""
 
 
-class Figure(NamedTuple):
-    """One figure. most: what it may come to, None where nothing is said. more: what it is made of."""
-
+class Figure(NamedTuple):  # one figure. most: what it may come to, None where nothing is said. more: what it is made of
     name: str
     value: int
     most: int | None = None
     more: str = ""
 
 
-class Three(Inputs):
-    """Three slots of a decode step."""
-
+class Three(Inputs):  # three slots of a decode step
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
@@ -338,19 +314,6 @@ def structure() -> Iterator[Figure]:
     yield Figure("names in the face", len(slotgraph.__all__), 24)
 
 
-def runners() -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """A runner of each kind by each lowering, captured."""
-    for name in ("cpu", "cpu-capture"):
-        backend = load(name)()
-        for lowering in backend.capabilities.lowerings:
-            if lowering != "slot_by_slot":
-                decode = DecodeRunner(Three, step, buckets=[8], backend=backend, lowering=lowering, progress=False)
-                decode.capture()
-                yield f"decode, {name}, {lowering}", decode
-        eager = EagerRunner(Three, step, backend=backend)
-        yield f"eager, {name}", eager
-
-
 def path_of(runner: Callable[[Any], Any], batch: Any) -> tuple[int, int]:
     """Our own files and Python frames of one step like those before it, without gradients, as engines call it.
 
@@ -380,7 +343,14 @@ def path_of(runner: Callable[[Any], Any], batch: Any) -> tuple[int, int]:
 def paths() -> Iterator[Figure]:
     """How far a batch goes in a steady step of three slots."""
     batch = {"ids": torch.arange(5), "places": torch.arange(5), "lengths": torch.ones(5, dtype=torch.int32)}
-    found = [(name, runner, batch) for name, runner in runners()]
+    found: list[tuple[str, Any, Any]] = []
+    for name in ("cpu", "cpu-capture"):
+        backend = load(name)()
+        for lowering in filter("slot_by_slot".__ne__, backend.capabilities.lowerings):
+            decode = DecodeRunner(Three, step, buckets=[8], backend=backend, lowering=lowering, progress=False)
+            decode.capture()
+            found.append((f"decode, {name}, {lowering}", decode, batch))
+        found.append((f"eager, {name}", EagerRunner(Three, step, backend=backend), batch))
     for kind in ("breakable", "piecewise"):
         prefill = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu-capture")
         prefill.capture()

@@ -226,9 +226,7 @@ def test_stream(backend: Backend) -> None:
     assert torch.equal(twice, source * 2)
 
 
-class ContractInputs(Inputs):
-    """Five slots of one dtype, so that chunks matter, and those that a record speaks of."""
-
+class ContractInputs(Inputs):  # five slots of one dtype, so that chunks matter, and what a record speaks of
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=ROWS - 1)
     first: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
     second: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-2)

@@ -45,8 +45,6 @@ def assert_usable(cuda: CudaBackend, source: torch.Tensor) -> None:
 
 
 class Rows(Inputs):
-    """What the steps of this file read."""
-
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
     twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)

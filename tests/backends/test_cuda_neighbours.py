@@ -30,8 +30,6 @@ pytestmark = [
 
 
 class Rows(Inputs):
-    """Ids alone."""
-
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
 

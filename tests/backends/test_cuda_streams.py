@@ -29,16 +29,12 @@ DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] if load("cuda").is_avai
 
 
 class Flow(Inputs):
-    """Two slots that are copied, and one number that the host computes."""
-
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=PAD)
     weights: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=WEIGHT, strided=True)
     live: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
 
 
-class Wide(Flow):
-    """The same with a slot whose rows are too many bytes to go along in a command."""
-
+class Wide(Flow):  # with rows of too many bytes to go along in a command
     table: torch.Tensor = copied(BATCH, 2048, dtype=torch.int32, pad=1)
 
 
@@ -79,8 +75,6 @@ class Drawn:
 
 @attrs.frozen
 class Place:
-    """A backend, with streams where it has them."""
-
     backend: Backend
 
     @property
@@ -103,7 +97,6 @@ class Place:
             torch.cuda.current_stream(self.backend.device).wait_stream(stream)
 
     def busy(self, cycles: int = LONG) -> None:
-        """Keep the current stream from going on for a while."""
         if self.has_streams:
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
@@ -116,14 +109,12 @@ class Place:
         return runner
 
     def pool(self, kind: type[Flow], count: int, seed: int) -> list[Drawn]:
-        """Batches of every size, on the device already."""
         sizes = draw(0, BUCKETS[-1], (count,), seed).tolist()
         pool = [Drawn.of(self.backend, kind, rows, seed + index) for index, rows in enumerate(sizes)]
         self.backend.synchronize()
         return pool
 
     def assert_answers(self, got: list[torch.Tensor], drawn: list[Drawn], *, padded: bool = True) -> None:
-        """Each step gave its answer; padded: by a graph."""
         self.backend.synchronize()
         assert len(got) == len(drawn)
         for index, (outputs, one) in enumerate(zip(got, drawn, strict=True)):

@@ -52,16 +52,6 @@ class Way:
     programs: int = 1 << 30
 
 
-def way(name: str) -> Way:
-    """A way by its name; skips with the reason where it cannot be gone."""
-    if name == "cuda":
-        return on_device()
-    here = torch.device("cpu")
-    if name == "interpreter":  # which takes a millisecond for each program
-        return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
-    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=lambda *given: HOST_FUSION.kernel(*given[:3])())
-
-
 def need_triton() -> None:
     """Skip where there is none."""
     if sys.platform != "linux" or importlib.util.find_spec("triton") is None:
@@ -138,7 +128,12 @@ def watched(module: ModuleType) -> Run:
 @pytest.fixture(scope="module", params=["host", "interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])
 def kernel(request: pytest.FixtureRequest) -> Way:
     """Each way that can be gone here."""
-    return way(str(request.param))
+    if request.param == "cuda":
+        return on_device()
+    here = torch.device("cpu")
+    if request.param == "interpreter":  # which takes a millisecond for each program
+        return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
+    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=lambda *given: HOST_FUSION.kernel(*given[:3])())
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slotgraph.backends import DEVICE, Backend
+from slotgraph.backends import DEVICE, Backend, Graph
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from tests.backends.test_contract import captured, has_true_graphs, random_on
@@ -32,6 +32,14 @@ def between(backend: Backend, body: Body) -> Any:
         return answer
 
     return backend.interrupt(run)
+
+
+def replayed(backend: Backend, step: Body, changed: torch.Tensor) -> Graph:
+    """A captured step, replayed on other numbers."""
+    graph = captured(backend, step)
+    changed.copy_(random_on(backend, len(changed), seed=9))
+    graph.replay()
+    return graph
 
 
 @pytest.fixture
@@ -89,10 +97,7 @@ def test_answers_in_structures(interrupting: Backend) -> None:
         parts = between(interrupting, lambda: {"sum": (x.sum(0), [x * float(x[0, 0])]), "name": "both", "n": 3})
         return nothing, parts["sum"][0] * parts["n"], parts["sum"][1][0] + 1, parts["name"]
 
-    graph = captured(interrupting, step)
-    x.copy_(random_on(interrupting, 2, seed=9))
-    graph.replay()
-    nothing, total, scaled, name = graph.outputs
+    nothing, total, scaled, name = replayed(interrupting, step, x).outputs
     assert (nothing, name) == (None, "both")
     torch.testing.assert_close(total, x.sum(0) * 3)
     torch.testing.assert_close(scaled, x * x[0, 0] + 1)
@@ -157,10 +162,7 @@ def test_other_graphs_within(interrupting: Backend) -> None:
         between(interrupting, lambda: later.append(float(x[0, 0])))
         return first * 2
 
-    graph = captured(interrupting, step)
-    x.copy_(random_on(interrupting, 2, seed=16))
-    graph.replay()
-    torch.testing.assert_close(graph.outputs, (x * 3 + 1) * 2)
+    torch.testing.assert_close(replayed(interrupting, step, x).outputs, (x * 3 + 1) * 2)
     assert (later[-1], len(later) > 1) == (float(x[0, 0]), True)
 
 
@@ -190,10 +192,7 @@ def test_a_part_that_only_allocates(interrupting: Backend) -> None:
         between(interrupting, lambda: None)
         return room + 1
 
-    graph = captured(interrupting, step)
-    x.copy_(random_on(interrupting, 3, seed=24))
-    graph.replay()
-    torch.testing.assert_close(graph.outputs, x + 1)
+    torch.testing.assert_close(replayed(interrupting, step, x).outputs, x + 1)
 
 
 def test_graphs_in_turns(interrupting: Backend) -> None:

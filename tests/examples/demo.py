@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import torch
 
 from slotgraph import TOKENS, copied, keep
@@ -25,6 +26,11 @@ def module(name: str) -> Any:
         if (folder / name.partition(".")[0]).is_dir() and str(folder) not in sys.path:
             sys.path.append(str(folder))
     return importlib.import_module(name)
+
+
+def shifted(batch: Any) -> Any:
+    """Every decode position is one too far."""
+    return attrs.evolve(batch, positions=batch.positions + 1)
 
 
 def stale(base: Any, dtype: Any, *names: str, axis: Any = TOKENS) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slotgraph import CACHE_LOC, TOKENS, computed
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama, stale
+from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama, shifted, stale
 
 pytest.importorskip("transformers", reason=NEEDS)
 
@@ -159,7 +159,7 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
 
 
 PREPARED: dict[str, Callable[[Any], Any]] = {
-    "position one too far": lambda batch: attrs.evolve(batch, positions=batch.positions + 1),
+    "position one too far": shifted,
     "places of another request": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc.roll(1)),
     "places one row too far": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc + 1),
 }

@@ -1,5 +1,10 @@
-"""The demo over two processes of gloo: the tokens of one, whichever way work is shared out; and what is refused."""
+"""The demo over two processes of gloo: the tokens of one, whichever way work is shared out; and what is refused.
 
+As a program it runs the demo several times in one group of processes. Its argument is a JSON list of cases: the demo's
+arguments, and the name of a bug to plant or an empty one.
+"""
+
+import contextlib
 import importlib
 import io
 import json
@@ -11,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.examples.demo import FOLDER, NEEDS, Generate, Result, module, save_llama
+from tests.examples.demo import FOLDER, NEEDS, Generate, Result, module, save_llama, shifted
 
 pytest.importorskip("transformers", reason=NEEDS)
 
-PATIENCE = 600
-"""Seconds after which a launch has failed, that no test ever waits for a rank in vain."""
 SHORT = ("--max-new-tokens", "5", "--max-prefill-tokens", "64", "--max-batch", "2", "--rounds", "0")
 FEW = ("--max-new-tokens", "4", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")
 
@@ -30,7 +35,7 @@ def launch(*command: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         encoding="utf-8",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"},
-        timeout=PATIENCE,
+        timeout=600,
         check=False,
     )
 
@@ -68,7 +73,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, prompts: str, checkpoint: 
         (["--prompts", prompts, *([] if name in ("dp", "pp") else FEW), *argv, "--json", str(folder / name)], plant)
         for name, (argv, plant) in cases.items()
     ]
-    done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
+    done = launch(__file__, json.dumps(runs))
     assert done.returncode == 0, done.stderr
     return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in cases}
 
@@ -194,3 +199,23 @@ def test_ranks_without_work() -> None:
     assert ranks.World("tp", 1, 3).share("ab") == ["a", "b"]
     with pytest.raises(module("serving.options").OptionsError, match="give at least 3"):
         worlds[0].share("ab")
+
+
+def run(patch: pytest.MonkeyPatch, argv: list[str], plant: str) -> None:
+    """One case; its report goes to the file that its arguments name."""
+    program, options = module("serving.program"), module("serving.options").parse(argv)
+    world = module("serving.ranks").world_of(options)
+    patch.setattr(program, "joined", lambda _: contextlib.nullcontext(world))  # one group for all
+    if plant == "forgotten":  # shares are not added up
+        patch.setattr(module("serving.sharded"), "add_up", lambda _: None)
+    program.generate(options, **({"prepare": shifted} if plant == "shifted" else {}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with contextlib.redirect_stdout(sys.stderr):
+        for case in json.loads(sys.argv[1]):
+            with pytest.MonkeyPatch.context() as patched:
+                run(patched, *case)
+    dist.destroy_process_group()

@@ -1,10 +1,10 @@
 """What the tests of invariants share: a declaration, a step that returns all that it sees, and plain answers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from unittest import mock
 
-import attrs
+import pytest
 import torch
 
 from slotgraph import BATCH, Axis, DecodeRunner, Inputs, Step, computed, copied
@@ -18,28 +18,22 @@ BUCKETS: Final = (2, 6)
 BEYOND: Final = 9
 """Rows that no bucket takes: such a batch runs eagerly, with exact slots."""
 LOWERINGS: Final = load("cpu-capture")().capabilities.lowerings
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 TAILS: Final[Mapping[str, Any]] = {"ids": -3, "weights": 0.5, "table": -1, "here": 4, "extra": 9.0}
 Values = dict[str, torch.Tensor]
 Seen = Mapping[str, torch.Tensor | None]
+BROKEN: Final[dict[str, str]] = {}
 
 
-BROKEN: Final[list[str]] = []
-
-
-@contextmanager
-def breaking() -> Iterator[None]:
-    """Here the host's function raises, in the middle of a fill."""
-    BROKEN.append("planted")
-    try:
-        yield
-    finally:
-        BROKEN.clear()
+def breaking() -> Any:
+    """A context in which the host's function raises, in the middle of a fill."""
+    return mock.patch.dict(BROKEN, why="planted")
 
 
 def live_rows(step: Step) -> int:
     """Computed on the host."""
     if BROKEN:
-        raise OSError(*BROKEN)
+        raise OSError(BROKEN["why"])
     return step.live(BATCH)
 
 
@@ -55,15 +49,11 @@ class Quick(Inputs):
     twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
 
 
-class Afar(Quick):
-    """With one of two dims that vary, which no kernel fills."""
-
+class Afar(Quick):  # with one of two dims that vary, which no kernel fills
     table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=TAILS["table"])
 
 
-class Slots(Afar):
-    """With one in the host's memory, of which the step copies when the device gets there."""
-
+class Slots(Afar):  # with one in the host's memory, of which the step copies when the device gets there
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["here"], placement=HOST)
 
 
@@ -79,27 +69,28 @@ def everything(view: Any) -> Seen:
     return {n: None if one is None else one.to(to, non_blocking=True, copy=True) for n, one in shown.items()}
 
 
-def made(backend: Backend | str, lowering: str, inputs: type[Quick], options: dict[str, Any]) -> DecodeRunner[Any]:
-    """A runner that is not captured yet."""
+def runner_of(
+    backend: Backend | str,
+    lowering: str = "foreach",
+    inputs: type[Quick] = Slots,
+    *,
+    captured: bool = True,
+    **options: Any,
+) -> DecodeRunner[Any]:
+    """A runner, captured or not yet."""
     given = {"step": everything, "buckets": BUCKETS, "absent": [{"extra"}], "output_rows": None, **options}
     sizes = {PAGES: MOST_PAGES} if issubclass(inputs, Afar) else {}
-    return DecodeRunner(inputs, backend=backend, lowering=lowering, sizes=sizes, progress=False, **given)
-
-
-def runner_of(
-    backend: Backend | str, lowering: str = "foreach", inputs: type[Quick] = Slots, **options: Any
-) -> DecodeRunner[Any]:
-    """A captured runner."""
-    runner = made(backend, lowering, inputs, options)
-    runner.capture()
+    runner = DecodeRunner(inputs, backend=backend, lowering=lowering, sizes=sizes, progress=False, **given)
+    if captured:
+        runner.capture()
     return runner
 
 
 def neighbours(backend: Backend, lowering: str, count: int) -> list[Any]:
     """Captured runners that share their memory: all are made before the first is captured."""
     pool = InputPool(*(f"phase {number}" for number in range(count)))
-    options: list[dict[str, Any]] = [{"phase": pool[f"phase {number}"], "sharing": True} for number in range(count)]
-    runners = [made(backend, lowering, Quick, one) for one in options]
+    phases = [pool[f"phase {number}"] for number in range(count)]
+    runners = [runner_of(backend, lowering, Quick, captured=False, phase=one, sharing=True) for one in phases]
     for runner in runners:
         runner.capture()
     assert pool.layout is not None
@@ -118,8 +109,7 @@ def drawn(rows: int, seed: int, *, absent: bool = False, inputs: type[Quick] = S
         "here": torch.randint(10, 99, (rows,), generator=draw),
         "extra": torch.randint(10, 99, (rows,), generator=draw).double(),
     }
-    fields: Any = inputs  # a class of attrs, which no type checker can see
-    known = {field.name for field in attrs.fields(fields)} - ({"extra"} if absent else set())
+    known = inputs.slotgraph.slots.keys() - ({"extra"} if absent else set())
     return {name: value for name, value in values.items() if name in known}
 
 

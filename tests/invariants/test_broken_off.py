@@ -18,20 +18,18 @@ from tests.invariants.steps import (
     BEYOND,
     BUCKETS,
     EITHER,
-    LOWERINGS,
     Quick,
     Slots,
     breaking,
     drawn,
+    each_lowering,
     everything,
     on,
     runner_of,
     wrong,
 )
-from tests.life.injection import ACTS, interrupt, interrupt_everywhere
-from tests.life.worlds import decoding
+from tests.life.worlds import ACTS, decoding, interrupt, interrupt_everywhere
 
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 Act = Callable[[], object]
 
 SPOILS: Mapping[str, Callable[[torch.Tensor], Any]] = {

@@ -25,14 +25,13 @@ from tests.invariants.steps import (
     LOWERINGS,
     Quick,
     drawn,
+    each_lowering,
     everything,
     neighbours,
     on,
     runner_of,
     wrong,
 )
-
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 
 
 def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
@@ -99,9 +98,7 @@ def believed(runner: Any, backend: Backend) -> list[str]:
     return found
 
 
-class Trusting:
-    """The fault: a runner that replays what was filled last, whatever view it is given."""
-
+class Trusting:  # the fault: a runner that replays what was filled last, whatever view it is given
     def __init__(self, runner: Any) -> None:
         self.runner, self.last = runner, None
 

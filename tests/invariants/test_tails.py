@@ -16,7 +16,6 @@ from tests.invariants.steps import (
     BEYOND,
     BUCKETS,
     EITHER,
-    LOWERINGS,
     TAILS,
     Quick,
     Slots,
@@ -24,19 +23,17 @@ from tests.invariants.steps import (
     apart,
     breaking,
     drawn,
+    each_lowering,
     neighbours,
     on,
     runner_of,
     wrong,
 )
 
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 ADOPTED = {"ids": torch.int64, "weights": torch.float32, "here": torch.int64}
 
 
-class Forgetful(Slots):
-    """The fault: nobody resets this tail."""
-
+class Forgetful(Slots):  # the fault: nobody resets this tail
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("planted"))
 
 
@@ -52,10 +49,7 @@ def owned_on(backend: Backend) -> dict[str, torch.Tensor]:
 def after_anything(
     backend: Backend, runners: list[Any], owned: Values, seed: int, inputs: type[Quick] = Slots, *, few: bool = False
 ) -> set[str]:
-    """Slots that were wrong in a step, among fills, refusals, fills that break off, and what the owner writes.
-
-    few: batches without the optional slot have no graph, so that they are filled exactly, in the memory of the others.
-    """
+    """Slots that were wrong in a step, among other acts. few: without the optional slot fills are exact, no graph's."""
     draw, found = random.Random(seed), set[str]()  # noqa: S311 - data for a test
     for number in range(40):
         runner, rows = draw.choice(runners), draw.choice((0, 1, 3, 3, 3, 5, 6 if owned else BEYOND))
@@ -87,10 +81,7 @@ def after_anything(
 
 @pytest.mark.parametrize("adopted", [False, True], ids=["own", "adopted"])
 def test_tails_hold_their_values(backend: Backend, *, adopted: bool) -> None:
-    """Whatever sizes, patterns, refusals and broken fills came: live rows are the batch's, the others the tail's.
-
-    Adopted memory is that of all runners, one of each lowering, and its owner writes it between steps.
-    """
+    """Whatever came before: live rows are the batch's, the others the tail's, also where their owner writes them."""
     owned = owned_on(backend) if adopted else {}
     for seed in range(2):
         runners = [runner_of(backend, lowering, bind=owned) for lowering in backend.capabilities.lowerings]
@@ -150,10 +141,6 @@ def test_planted_lowerings_that_leave_out(backend: Backend) -> None:
 
 
 Bring = Callable[[Values, Values], dict[str, Any]]
-WITHOUT: dict[str, Bring] = {
-    "no key": lambda values, _: {**values},
-    "None": lambda values, _: {**values, "extra": None},
-}
 
 
 def shown_where_absent(backend: Backend, lowering: str, bring: Bring) -> list[torch.Tensor]:
@@ -168,11 +155,11 @@ def shown_where_absent(backend: Backend, lowering: str, bring: Bring) -> list[to
     return [one for one in seen if one is not None]
 
 
-@pytest.mark.parametrize("how", WITHOUT)
-def test_absent_slots_are_none(backend: Backend, how: str) -> None:
+@pytest.mark.parametrize("absent", [{}, {"extra": None}], ids=["no key", "None"])
+def test_absent_slots_are_none(backend: Backend, absent: dict[str, None]) -> None:
     """Never the rows of the step before, in graphs and eagerly."""
     for lowering in backend.capabilities.lowerings:
-        assert shown_where_absent(backend, lowering, WITHOUT[how]) == []
+        assert shown_where_absent(backend, lowering, lambda values, _: {**values, **absent}) == []
 
 
 def test_planted_slot_that_stays(backend: Backend) -> None:

@@ -11,8 +11,7 @@ import pytest
 from slotgraph.backends import Backend, load
 from slotgraph.errors import CaptureError
 from tests.life import worlds
-from tests.life.injection import ACTS, Injection, interrupt_everywhere, points
-from tests.life.worlds import WORLDS, World
+from tests.life.worlds import ACTS, WORLDS, Injection, World, interrupt_everywhere, points
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -33,7 +32,7 @@ def test_broken_off_at_a_new_size(backend: Backend, name: str) -> None:
 
 
 def test_broken_off_with_host_data(backend: Backend) -> None:
-    """Lists and arrays, which are made tensors of and taken up in one packet, are as they were too."""
+    """Lists, which are made tensors of and taken up in one packet, are as they were too."""
     world = worlds.decoding(backend)
     lists = attrs.evolve(world, batch=lambda size, seed: {n: v.tolist() for n, v in world.batch(size, seed).items()})
     interrupt_everywhere(lists.warm(), ACTS["call"], 7)

@@ -43,16 +43,13 @@ class Given:
 
 def _computed(slot: Computed, known: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
     compute = slot.function
-    arguments = {name: _on_host(known[name]) for name in compute.needs}
+    found = {name: known[name] for name in compute.needs}
+    arguments = {name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in found.items()}
     if compute.writes_out:
         out = torch.empty(shape, dtype=next(iter(arguments.values())).dtype)
         compute.function(**arguments, out=out)
         return out
     return torch.as_tensor(compute.function(**arguments)).expand(shape)
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _constant(slot: Constant, value: torch.Tensor, capacity: Sizes) -> torch.Tensor:
@@ -73,9 +70,7 @@ def whole_view(view: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in seen.items() if value is not None}
 
 
-class Life(RuleBasedStateMachine):
-    """One runner at a time, and what plain Python knows of it."""
-
+class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Python knows of it
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.backend, self.lowerings = backend, list(backend.capabilities.lowerings)

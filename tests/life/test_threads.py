@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from slotgraph import Step, computed
 from slotgraph.backends import Backend
 from slotgraph.errors import ReplayError
-from tests.invariants.steps import Quick, drawn, everything, made, on
+from tests.invariants.steps import Quick, drawn, everything, on, runner_of
 from tests.life.worlds import BUCKETS, WORLDS, World, decoding, eager, prefilling, steps_of
 from tests.runners import prefilled
 
@@ -50,9 +50,7 @@ def answer(outputs: Any) -> list[Any]:
 
 
 @attrs.frozen(eq=False)
-class Held:
-    """A step in another thread, which stands still in its fill until it is let go."""
-
+class Held:  # a step in another thread, which stands still in its fill until it is let go
     inside: threading.Event = attrs.field(factory=threading.Event)
     go: threading.Event = attrs.field(factory=threading.Event)
     outputs: list[list[Any]] = attrs.field(factory=list)
@@ -191,7 +189,7 @@ def pausing(kind: str, backend: Backend, pause: Pause, **options: Any) -> Any:
     """A runner that is not captured, whose step pauses."""
     if kind == "decode":
         step = lambda view: (pause(), everything(view))[1]  # noqa: E731 - of one line
-        return made(backend, "auto", Quick, {"buckets": BUCKETS, "step": step, **options})
+        return runner_of(backend, "auto", Quick, captured=False, buckets=BUCKETS, step=step, **options)
     model = prefilled.Model().to(backend.device)
     model.register_forward_pre_hook(lambda *_: pause() * 0 or None)
     return prefilled.runner_of(kind, model, backend, **options)

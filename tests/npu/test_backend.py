@@ -80,9 +80,7 @@ def test_chosen_where_there_is_one(backend: NpuBackend) -> None:
     assert backend.device == torch.device("npu", 0)
 
 
-class Mixed(Inputs):
-    """Slots of the role, and others of int64 that kernels demand as they are."""
-
+class Mixed(Inputs):  # slots of the role, and of int64 that kernels demand as they are
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=7)

@@ -24,9 +24,7 @@ SCALE = 0.3
 STREAMS = 3
 
 
-class Attending(Inputs):
-    """Queries by token, and how many keys each request has, which the operator takes from the host."""
-
+class Attending(Inputs):  # the operator takes from the host how many keys each request has
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     kv_lens: torch.Tensor = copied(
         BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv", placement="host"
@@ -40,9 +38,7 @@ def attention(*tensors: torch.Tensor, **lengths: Any) -> torch.Tensor:
     return outputs
 
 
-class Model:
-    """Attention of each request over the first keys of its row."""
-
+class Model:  # attention of each request over the first keys of its row
     def __init__(self, device: torch.device, seed: int = 1) -> None:
         draw = torch.Generator().manual_seed(seed)
         rows = BUCKETS[-1]
@@ -238,8 +234,6 @@ def test_eager_steps() -> None:
 
 
 class Scheduled(Attending):
-    """Host parameters, what the host or the device has, and what the host computes, in one step."""
-
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=9)
     rows: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
 
@@ -279,8 +273,6 @@ stepped = st.builds(
 
 
 class Fleet:
-    """Two runners, and streams, for all examples."""
-
     def __init__(self, npu: Any) -> None:
         self.npu = npu
         self.backend = NpuBackend()
@@ -316,7 +308,6 @@ class Fleet:
             return other.submit(there).result() if step.threaded else there()
 
     def expected(self, step: Turn) -> torch.Tensor:
-        """The same in plain torch on the CPU."""
         ids, lengths, weights = (list(one) for one in zip(*step.requests, strict=True))
         plain = self.model.expected(ids, lengths) * torch.tensor(weights)[:, None]
         return plain + len(ids) + (0, 100)[step.runner]

@@ -16,8 +16,6 @@ Kind = type[NpuBackend] | type[AcceleratorBackend]
 
 
 class Numbers(Inputs):
-    """One slot."""
-
     numbers: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-5)
 
 

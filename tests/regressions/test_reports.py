@@ -207,9 +207,7 @@ def test_nano_vllm_190_columns_of_a_block_table() -> None:
     assert runner(wide).tolist() == [7]
 
 
-class Lengths(Inputs):
-    """A length of 2 in padded rows, so that their part of the sum is seen."""
-
+class Lengths(Inputs):  # a length of 2 in padded rows, so that their part of the sum is seen
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2)
     total: torch.Tensor = computed(lambda seq_lens: seq_lens.sum(0, keepdim=True), shape=1, dtype=torch.int64)
 

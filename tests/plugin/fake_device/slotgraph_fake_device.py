@@ -25,8 +25,6 @@ _RECORD = Capabilities(
 
 
 class FakeEvent(Event):
-    """A moment."""
-
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
 
@@ -40,9 +38,7 @@ class FakeEvent(Event):
         return (end_event._seconds - self._seconds) * 1e3
 
 
-class FakeGraph(Graph):
-    """A step that is called again."""
-
+class FakeGraph(Graph):  # a step that is called again
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
         self.outputs = step()
@@ -120,9 +116,7 @@ class FakeBackend(_Fake):
 
 
 @final
-class SingleBackend(_Fake):
-    """The device on a bad day: no foreach at all."""
-
+class SingleBackend(_Fake):  # the device on a bad day: no foreach at all
     name: ClassVar[str] = "fake-device-single"
     priority: ClassVar[int] = -6
 
@@ -132,9 +126,7 @@ class SingleBackend(_Fake):
 
 
 @final
-class AbsentBackend(_Fake):
-    """The same device, on a machine that has none."""
-
+class AbsentBackend(_Fake):  # the same device, on a machine that has none
     name: ClassVar[str] = "fake-device-absent"
     priority: ClassVar[int] = 1000
 
