@@ -92,6 +92,10 @@ def test_tails_hold_their_values(backend: Backend, *, adopted: bool) -> None:
 @pytest.mark.parametrize("inputs", EITHER)
 def test_tails_after_exact_fills(backend: Backend, lowering: str, inputs: type[Quick]) -> None:
     """Whatever steps without a graph came between, in the memory that graphs read."""
+    runner = runner_of(backend, lowering, inputs, absent=[])
+    for rows in (3, 5, 3):  # the second one eagerly, with more rows
+        values = drawn(rows, rows, absent=rows == 5, inputs=inputs)
+        assert [*wrong(runner(on(backend, values)), values, () if "extra" not in values else BUCKETS)] == []
     for seed in range(2):
         runner = runner_of(backend, lowering, inputs, absent=[])
         assert after_anything(backend, [runner], {}, seed, inputs, few=True) == set()
