@@ -45,7 +45,7 @@ coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
 	print(f'branches alone: {share:.1f} %'); sys.exit(share < 95)"
 
 house: .venv/.have-test  ## the figures of the house beside their goals: lines, files, circles, and how far a step goes
-	@$(BIN)/python -m tests.house $(ARGS)
+	@$(BIN)/python -m tests.test_house $(ARGS)
 
 docs: .venv/.have-docs  ## the documentation, warnings as errors, into docs/_build/html
 	@$(BIN)/sphinx-build --quiet -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html

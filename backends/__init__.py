@@ -61,7 +61,7 @@ def load(name: str) -> type[Backend]:
     except Exception as error:  # whatever a package raises that has no place here
         raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise BackendUnavailableError(f"backend {name!r}: {found!r} is no subclass of slotgraph.backends.Backend")
+        raise BackendUnavailableError(f"backend {name!r}: {found!r} is not a subclass of slotgraph.backends.Backend")
     return found
 
 
@@ -93,8 +93,7 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
     if name == AUTO:
         return next(_available())()
     kind = load(backend) if isinstance(backend, str) else backend
-    available = kind.is_available()
-    if not available:
+    if not (available := kind.is_available()):
         raise BackendUnavailableError(f"backend {kind.name!r} cannot run here: {available.reason}")
     return kind()
 
@@ -112,9 +111,7 @@ def _available() -> Iterator[type[Backend]]:
             log.warning("backend_broken", backend=name, reason=str(error))
     for kind in sorted(kinds, key=lambda kind: kind.priority, reverse=True):
         try:
-            available = kind.is_available()
+            if kind.is_available():
+                yield kind
         except Exception as error:  # noqa: BLE001 - likewise
             log.warning("backend_broken", backend=kind.name, reason=f"{type(error).__name__}: {error}")
-            continue
-        if available:
-            yield kind

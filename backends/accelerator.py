@@ -1,22 +1,21 @@
 """Any device that torch.accelerator can capture on, and that has no adapter of its own: slower, and right.
 
 torch 2.13 has graphs, streams, events and memory under one set of names for every device whose package registers them.
-Nothing is known beyond that, so nothing is taken for granted: no fused fill, no foreach from host memory, one packed
-upload for host data, and memory that an interrupted capture hands on is kept for as long as the graph. torch hands out
-no pool of its own: the first graph brings one, which the later ones are given.
+Nothing else is taken for granted: no fused fill, no foreach from host memory, one packed upload for host data. Memory
+that an interrupted capture hands on is kept as long as the graph; the first graph brings the pool for later ones.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final, final
 
 import torch
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError
 from .device import StreamBackend
-from .device_graph import Advice, Handle, Opened, first_line
+from .device_graph import Handle, Opened, first_line
 
 _ERROR_MODES: Final = ("default", "global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, capture_error_modes=_ERROR_MODES)
@@ -35,15 +34,11 @@ def _recorded(graph: Any, stream: Any) -> Iterator[None]:
 class AcceleratorBackend(StreamBackend):
     """The accelerator that is current when the backend is made."""
 
-    name: ClassVar[str] = "accelerator"
-    priority: ClassVar[int] = 5
-    error_modes: ClassVar[tuple[str, ...]] = _ERROR_MODES
-    advice: ClassVar[Advice] = (
-        ("synchroniz", "it waits for the device: keep the value there, or hand it to the step in a slot"),
-    )
-    conditions: ClassVar[Advice] = (
-        ("non-default stream", "the current stream is the default one: capture on another"),
-    )
+    name = "accelerator"
+    priority = 5
+    error_modes = _ERROR_MODES
+    advice = (("synchroniz", "it waits for the device: keep the value there, or hand it to the step in a slot"),)
+    conditions = (("non-default stream", "the current stream is the default one: capture on another"),)
 
     def __init__(self) -> None:
         reason = self.why_not()
@@ -66,9 +61,7 @@ class AcceleratorBackend(StreamBackend):
         if not hasattr(torch, "accelerator") or not hasattr(torch.accelerator, "Graph"):
             return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
         if not torch.accelerator.is_available():
-            return (
-                "torch sees no accelerator; a device's own package must be imported first, where torch does not do that"
-            )
+            return "torch sees no accelerator: import the device's own package first, where torch does not do that"
         if getattr(torch.get_device_module(_kind()), "_is_in_bad_fork", lambda: False)():
             return f"this process was forked after {_kind()!r} was used: start it with multiprocessing's 'spawn' method"
         try:
@@ -91,15 +84,6 @@ class AcceleratorBackend(StreamBackend):
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number."""
         return lambda: int(torch.accelerator.current_stream(self.device).stream_id)
-
-    def order(self, first: int, then: int) -> None:
-        """Have the stream of one number wait for what was handed to that of another so far."""
-        kind, like = torch.Stream, self.state.stream
-        earlier, later = (
-            kind(stream_id=number, device_index=like.device_index, device_type=like.device_type)
-            for number in (first, then)
-        )
-        later.wait_stream(earlier)
 
 
 def _kind() -> str:

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Final, Protocol
 
 import attrs
@@ -35,6 +35,8 @@ def mode_of(error_mode: str | None, modes: Sequence[str]) -> str:
 
 NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}
 """What `capture` takes where a step has no host parameters."""
+Capturable = Callable[[], Any]
+"""A step without arguments, as a device records it."""
 Interruption = Callable[[Sequence[Any] | None], Any]
 """What is called between two graphs: without places it answers, with them it writes its answer there."""
 
@@ -80,7 +82,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has passed this point."""
-        ...
 
     def elapsed_time(self, end_event: Any) -> float:
         """Device time from this event to a later one, in milliseconds; both must have passed."""
@@ -129,18 +130,18 @@ class Backend(abc.ABC):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
         """Uninitialised memory for one buffer: on the device, or on the host (pinned where that means something)."""
 
-    @abc.abstractmethod
     def pool(self) -> object | None:
-        """A handle for memory that captures may share, or None where the device has no such thing."""
+        """A handle for memory that captures may share; None where the device has no such thing."""
+        return None
 
-    @abc.abstractmethod
     def stream(self) -> AbstractContextManager[object]:
-        """The stream that warm-ups and captures run on, as a context."""
+        """The stream that warm-ups and captures run on, as a context; one that does nothing where there are none."""
+        return nullcontext()
 
     @abc.abstractmethod
     def capture(
         self,
-        step: Callable[[], Any],
+        step: Capturable,
         *,
         pool: object | None = None,
         error_mode: str | None = None,
@@ -153,7 +154,7 @@ class Backend(abc.ABC):
         Raises CaptureError, chained to what the device or the step said; nothing is left half captured.
         """
 
-    def interrupt(self, run: "Interruption") -> Any:
+    def interrupt(self, run: Interruption) -> Any:
         """In the middle of a capture: end the graph so far, call `run` as it is, and go on with another graph.
 
         What the graph so far does has been done when `run` is called, and a replay calls it again at the same place.
@@ -167,8 +168,7 @@ class Backend(abc.ABC):
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """In `run` of an interruption: the same memory, for as long as the graph lives, but free for its later parts.
 
-        What a graph computes for a break alone would else be kept apart for each break. The same tensor, where it is
-        no memory of the graph that is being captured.
+        Else memory for each break alone would be kept apart. The same tensor where it is no memory of that graph.
         """
         return tensor
 

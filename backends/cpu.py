@@ -1,7 +1,7 @@
 """The CPU: host memory, no streams, the host's clock; and the CPU without graphs, whose replays run the step again.
 
 The fused fill is what the kernel does, in plain code over the same table and packet. It is an operator of torch's, so
-that a capture on the CPU records it like any other. It is what the kernel is held to.
+that a capture on the CPU records it like any other. The kernel must leave the same bytes.
 """
 
 import ctypes
@@ -10,9 +10,8 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Final, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -20,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
-from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
+from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Fusion, Graph, Interruption, Memory
 from .device_graph import not_captured
 
 HOST_CAPABILITIES: Final = Capabilities(foreach_mixed=True, lowerings=("foreach", "slot_by_slot", "in_graph", "fused"))
@@ -139,14 +138,6 @@ class HostBackend(Backend):
             owner = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             return from_dlpack(owner).view(dtype).view(shape)
 
-    def pool(self) -> object | None:
-        """None: there is no graph memory to share."""
-        return None
-
-    def stream(self) -> AbstractContextManager[object]:
-        """No stream: work runs where it is called."""
-        return nullcontext()
-
     def upload(self, nbytes: int) -> Upload | None:
         """A packet in host memory."""
         return HostUpload(nbytes)
@@ -178,7 +169,7 @@ class CallableGraph(Graph):
 
     is_recorded = False
 
-    def __init__(self, step: Callable[[], Any]) -> None:
+    def __init__(self, step: Capturable) -> None:
         self._step = step
         self.outputs = step()
 
@@ -196,11 +187,11 @@ class CallableGraph(Graph):
 class CpuBackend(HostBackend):
     """Runs steps eagerly on fixed views: the fastest on a CPU, with none of a graph's restrictions."""
 
-    name: ClassVar[str] = "cpu"
+    name = "cpu"
 
     def capture(
         self,
-        step: Callable[[], Any],
+        step: Capturable,
         *,
         pool: object | None = None,
         error_mode: str | None = None,

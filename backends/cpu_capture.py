@@ -16,7 +16,7 @@ How it behaves, where that is not obvious:
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import attrs
 import torch
@@ -27,7 +27,7 @@ from torch.utils.weak import TensorWeakRef
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
-from .base import NO_PARAMETERS, Graph, Interruption, mode_of
+from .base import NO_PARAMETERS, Capturable, Graph, Interruption, mode_of
 from .cpu import HOST_CAPABILITIES, HostBackend
 from .device_graph import not_captured
 from .operators import (
@@ -51,7 +51,6 @@ T = TypeVar("T")
 Call = Callable[[], object]
 _ACTIVE: Final = threading.local()
 _MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
-_ALL_ONES: Final = 255  # a byte
 
 # A replay is below autograd and autocast: what they did is in the recorded operators already. So it writes inference
 # tensors and ordinary ones alike, and spares the version counters.
@@ -61,10 +60,7 @@ _BELOW: Final = (
     | _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
     | _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
 )
-_below_autograd: Final[Any] = _C._ExcludeDispatchKeyGuard  # noqa: SLF001
-
-_ERROR_MODES: Final = ("global", "thread_local", "relaxed")
-_CAPABILITIES: Final = attrs.evolve(HOST_CAPABILITIES, capture_error_modes=_ERROR_MODES)
+_CAPABILITIES: Final = attrs.evolve(HOST_CAPABILITIES, capture_error_modes=("global", "thread_local", "relaxed"))
 
 
 def active_recorder() -> "Recorder | None":
@@ -158,7 +154,7 @@ class Storages:
         """Set every bit of what the capture allocated, to be seen if read too early: NaN, -1 or true."""
         for tensor in self._owned.values():
             storage: Any = tensor.untyped_storage()
-            storage.fill_(_ALL_ONES)
+            storage.fill_(0xFF)
 
     def nbytes(self, outputs: Any) -> int:
         """Bytes that the capture allocated, without the storages of the outputs."""
@@ -206,7 +202,7 @@ class Recorder(OperatorWatch):
         self.parameters = parameters
         self.refused: CaptureError | None = None
 
-    def record(self, step: Callable[[], Any]) -> Any:
+    def record(self, step: Capturable) -> Any:
         """Run a step, record this thread's operators, and put all back as it was. CaptureError inside a capture."""
         if active_recorder() is not None:
             raise CaptureError("this thread is capturing already: a capture cannot contain another one")
@@ -222,13 +218,13 @@ class Recorder(OperatorWatch):
 
     def interrupt(self, run: Interruption) -> Any:
         """Call something as if nothing was recorded, and note that a replay calls it too."""
-        leaves, structure = pytree.tree_flatten(_unrecorded(self, lambda: run(None)))
-        places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        answer = _unrecorded(self, lambda: run(None))
+        places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
         calls, _ = self.parts.pop()
-        self.parts += [(calls, functools.partial(run, places)), ([], None)]
-        for place, leaf in zip(tensors_in(places), tensors_in(leaves), strict=True):
+        self.parts += [(calls, functools.partial(run, pytree.tree_leaves(places))), ([], None)]
+        for place, leaf in zip(tensors_in(places), tensors_in(answer), strict=True):
             _unrecorded(self, functools.partial(place.copy_, leaf))
-        return pytree.tree_unflatten(places, structure)
+        return places
 
     def refusing(self, call: Callable[..., T], *args: Any) -> T:
         """Call something, and remember it if it refuses."""
@@ -262,27 +258,24 @@ class Recorder(OperatorWatch):
         result = operator(*args, **kwargs)
         made = enumerate(tensors_in(result))
         fixed = {position: tensor.detach() for position, tensor in made if self.storages.made(tensor)}
+        # What returns nothing is called for what else it does, as torch._assert_async is.
+        has_effect = not operator._schema.returns and operator.namespace != "profiler"  # noqa: SLF001
         if operator.name() == "aten::lift_fresh":
             self.storages.constants.add(fixed_key(result))
-        elif fixed or changed or _has_effect(operator):
+        elif fixed or changed or has_effect:
             call = call_again(operator, alias_args, alias_kwargs, result, fixed, mutates=bool(changed))
             if call is not None:
                 self.parts[-1][0].append(call)
         return result
 
 
-def _unrecorded(recorder: Recorder, call: Callable[[], Any]) -> Any:
+def _unrecorded(recorder: Recorder, call: Capturable) -> Any:
     """Call something with all operators let through; the user's own modes see them as they see a replay's."""
     try:
         _ACTIVE.recorder = None
         return call()
     finally:
         _ACTIVE.recorder = recorder
-
-
-def _has_effect(operator: Any) -> bool:
-    """Whether an operator that returns nothing is called for what else it does, as torch._assert_async is."""
-    return not operator._schema.returns and operator.namespace != "profiler"  # noqa: SLF001
 
 
 @final
@@ -322,7 +315,7 @@ class CapturedGraph(Graph):
 
 def _run_all(calls: list[Call]) -> None:
     try:
-        with _below_autograd(_BELOW):
+        with _C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
             for call in calls:
                 call()
     except Exception as error:
@@ -333,7 +326,7 @@ def _run_all(calls: list[Call]) -> None:
 class CpuCaptureBackend(HostBackend):
     """Records steps operator by operator and replays them into fixed storages, with a device graph's restrictions."""
 
-    name: ClassVar[str] = "cpu-capture"
+    name = "cpu-capture"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -342,7 +335,7 @@ class CpuCaptureBackend(HostBackend):
 
     def capture(
         self,
-        step: Callable[[], Any],
+        step: Capturable,
         *,
         pool: object | None = None,
         error_mode: str | None = None,
@@ -354,7 +347,7 @@ class CpuCaptureBackend(HostBackend):
         step raised.
         """
         del pool
-        mode_of(error_mode, _ERROR_MODES)
+        mode_of(error_mode, _CAPABILITIES.capture_error_modes)
         recorder = Recorder(parameters)
         try:
             outputs = recorder.record(step)

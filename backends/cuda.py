@@ -17,7 +17,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -82,10 +82,10 @@ class CudaBackend(StreamBackend):
     one of them was freed. It takes a stack trace for each of them, so it is for finding bugs.
     """
 
-    name: ClassVar[str] = "cuda"
-    priority: ClassVar[int] = 10
-    advice: ClassVar[Advice] = _ADVICE
-    warns_of_empty: ClassVar[str] = "CUDA Graph is empty"
+    name = "cuda"
+    priority = 10
+    advice = _ADVICE
+    warns_of_empty = "CUDA Graph is empty"
 
     def __init__(self, *, check_input_liveness: bool = False) -> None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..dataflow.capabilities import DEVICE, Placement
 from ..dataflow.errors import CaptureError
 from ..dataflow.packet import Upload
-from .base import NO_PARAMETERS, Availability, Backend, Event, Graph, Interruption, Memory, mode_of
+from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Graph, Interruption, Memory, mode_of
 from .device_graph import (
     Advice,
     DeviceGraph,
@@ -33,6 +33,7 @@ from .device_graph import (
     out_of_memory,
     ran_out_of_memory,
 )
+from .operators import tensors_in
 from .ring import ring_on
 
 
@@ -56,10 +57,9 @@ _LOCK: Final = threading.Lock()
 class StreamBackend(Backend):
     """A device with streams, and graphs that are captured off them.
 
-    device: with its index. module: what has torch's calls by the names of `torch.cuda`. native: torch's own side of the
-    allocator, where it has one. options: torch's own for each capture. error_modes: of capture, the default first.
-    advice, conditions: what the device says when it refuses a capture, and the ways out. warns_of_empty: what a warning
-    says where a graph has nothing in it.
+    module: has torch's calls by the names of `torch.cuda`. native: torch's side of the allocator. options: torch's own
+    for each capture. error_modes: the default first. advice, conditions: what the device says when it refuses a
+    capture, and the ways out. warns_of_empty: what a warning says where a graph has nothing in it.
     """
 
     error_modes: ClassVar[tuple[str, ...]] = ("global", "thread_local", "relaxed")
@@ -155,7 +155,7 @@ class StreamBackend(Backend):
 
     def capture(
         self,
-        step: Callable[[], Any],
+        step: Capturable,
         *,
         pool: object | None = None,
         error_mode: str | None = None,
@@ -179,6 +179,12 @@ class StreamBackend(Backend):
         recording = self.state.recording
         return tensor if recording is None else recording.borrow(tensor)
 
+    def order(self, first: int, then: int) -> None:
+        """Have the stream of one number wait for what was handed to that of another so far."""
+        make, index, kind = self._module.Stream, self._device.index, self.state.stream.device_type
+        earlier, later = (make(stream_id=one, device_index=index, device_type=kind) for one in (first, then))
+        later.wait_stream(earlier)
+
     def event(self) -> Event:
         """An event recorded now on the current stream."""
         recorded = self._module.Event(enable_timing=True)
@@ -195,7 +201,7 @@ class StreamBackend(Backend):
         free, total = self._module.mem_get_info(self._device)
         return Memory(total=int(total), free=int(free), allocated=self.held_and_used()[0])
 
-    def record(self, step: Callable[[], Any], pool: object | None, begin: Callable[[Handle], Opened]) -> DeviceGraph:
+    def record(self, step: Capturable, pool: object | None, begin: Callable[[Handle], Opened]) -> DeviceGraph:
         """Record a step into graphs that `begin` makes. CaptureError leaves the device as it was before."""
         used, state = self._pool_of(pool), self.state
         if self._module.is_current_stream_capturing():
@@ -240,11 +246,10 @@ class StreamBackend(Backend):
         return CaptureError(f"{error if known else not_captured(error, self.advice, self.conditions)}{left}")
 
     def _discard(self, recording: "DeviceCapture", pool: GraphPool) -> None:
-        """Leave nothing of a capture that failed.
+        """Leave nothing of a capture that failed. RuntimeError where the device does no work any more.
 
-        Where the device has invalidated a capture, torch (2.6 to 2.13) does not end it on its own side: the allocator
-        would refuse the next capture into the same memory, and the random generator any draw outside of captures.
-        Raises RuntimeError where the device does not do what it is given any more.
+        torch (2.6 to 2.13) does not end one that the device has invalidated: its allocator would refuse the next
+        capture into the same memory, and its random generator any draw outside of captures.
         """
         for graph in recording.graphs:
             graph.reset()
@@ -299,26 +304,20 @@ class StreamBackend(Backend):
 class DeviceCapture:
     """A capture under way: the graphs so far, what runs between them, and the graph that `begin` made for a handle.
 
-    Libraries release their workspaces when a graph begins and before it ends. So the operators of the graph allocate
-    workspaces in the graph's own pool, and nothing outside the graph uses them later. A workspace from a warm-up lies
-    outside the pool. Clearing it would free memory that replays read (pytorch issues 192061 and 193402).
+    Libraries release their workspaces when a graph begins and before it ends, so that those of its operators lie in its
+    own pool: clearing one of a warm-up would free memory that replays read (pytorch issues 192061 and 193402).
     """
 
     def __init__(self, backend: StreamBackend, handle: Handle, begin: Callable[[Handle], Opened]) -> None:
         self.parts: list[Part] = []
+        self.graphs: list[Recorded] = []  # all that are recorded, those with nothing in them too
         self.graph: Recorded | None = None
         self.handle, self._backend, self._begin = handle, backend, begin
         self._open: AbstractContextManager[object] | None = None
-        self._empty: list[Recorded] = []
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ranges: list[tuple[int, int]] | None = None  # of the pool, while nothing is allocated in it
 
-    @property
-    def graphs(self) -> list[Recorded]:
-        """The graphs that are recorded, and those with nothing in them."""
-        return [*self._empty, *(graph for _, graph in self.parts if graph is not None)]
-
-    def attempt(self, step: Callable[[], Any]) -> tuple[Any, Exception | None, tuple[int, int]]:
+    def attempt(self, step: Capturable) -> tuple[Any, Exception | None, tuple[int, int]]:
         """The step's outputs, the first error, of the step or of torch, and the allocator's bytes before."""
         outputs, raised, before, empty = None, None, (0, 0), self._backend.warns_of_empty
         try:
@@ -356,6 +355,7 @@ class DeviceCapture:
                 opened, self._open = self._open, None
                 opened.__exit__(None, None, None)
             self.parts.append((self.graph.replay, self.graph))
+            self.graphs.append(self.graph)
             if self.handle is None:  # only a graph has one
                 self.handle = self.graph.pool()
 
@@ -363,19 +363,6 @@ class DeviceCapture:
         """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
         if self._open is None:  # inside a break, where nothing is being recorded
             return run(None)
-        self._do()
-        leaves, structure = pytree.tree_flatten(run(None))
-        self._start()
-        # What is allocated from here on is the graph's own memory, which later parts use again once it is free.
-        places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        pairs = zip(places, leaves, strict=True)
-        self._answers = [(place, leaf) for place, leaf in pairs if isinstance(leaf, torch.Tensor)]
-        kept = [self._alias(place) if isinstance(place, torch.Tensor) else place for place in places]
-        self.parts.append((functools.partial(run, kept), None))
-        return pytree.tree_unflatten(places, structure)
-
-    def _do(self) -> None:
-        """End the graph that is being recorded, and do what it records."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             self._stop()
@@ -388,12 +375,19 @@ class DeviceCapture:
                 is_empty = True
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        replay, graph = self.parts[-1]
-        if is_empty and graph is not None:  # nothing between two breaks, or memory alone: it lives as long as a graph
+        replay, _ = self.parts[-1]
+        if is_empty:  # nothing between two breaks, or memory alone: it lives as long as a graph
             self.parts.pop()
-            self._empty.append(graph)
         else:
             replay()
+        answer = run(None)
+        self._start()
+        # What is allocated from here on is the graph's own memory, which later parts use again once it is free.
+        places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
+        self._answers = list(zip(tensors_in(places), tensors_in(answer), strict=True))
+        kept = pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, self._alias, places))
+        self.parts.append((functools.partial(run, kept), None))
+        return places
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         is_ours = tensor.device.type == self._backend.device.type

@@ -29,15 +29,12 @@ class Recorded(Protocol):
 
     def replay(self) -> None:
         """Launch it on the current stream."""
-        ...
 
     def reset(self) -> None:
         """Let go of all that it holds."""
-        ...
 
     def pool(self) -> Handle:
         """The handle of its memory."""
-        ...
 
 
 Opened: TypeAlias = tuple[Recorded, AbstractContextManager[object]]
@@ -108,9 +105,6 @@ class DeviceGraph(Graph):
 
 def ordinary(outputs: Any) -> Any:
     """The same memory in tensors that may be written outside inference mode too, whatever mode the capture was in."""
-    leaves = pytree.tree_leaves(outputs)
-    if not any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves):
-        return outputs
     return pytree.tree_map_only(torch.Tensor, _ordinary, outputs)
 
 

@@ -19,14 +19,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
-from .base import NO_PARAMETERS, Graph, mode_of
+from .base import NO_PARAMETERS, Capturable, Graph, mode_of
 from .device import StreamBackend
 from .device_graph import Advice, Handle, Opened, first_line
 
@@ -62,10 +62,7 @@ _CONDITIONS: Final[Advice] = (
     ),
     (
         "pin_memory_expandable_segments",
-        (
-            "take pin_memory_expandable_segments out of PYTORCH_NPU_ALLOC_CONF: a graph's pinned memory would be given "
-            "to others while the graph reads it"
-        ),
+        "take pin_memory_expandable_segments out of PYTORCH_NPU_ALLOC_CONF: others would get memory that a graph reads",
     ),
     (
         "the process exits for this inner error",
@@ -79,10 +76,7 @@ _CONDITIONS: Final[Advice] = (
 _ADVICE: Final[Advice] = (
     (
         "aclop operators",
-        (
-            "this operator has no kernel that a graph can hold, as boolean masks and nonzero have none: use "
-            "torch.where, masked_fill or an index of fixed size"
-        ),
+        "it has no kernel that a graph can hold, as masks and nonzero: use torch.where or an index of fixed size",
     ),
     *((sign, _ON_DEVICE) for sign in ("stream synchronize failed", "aclrtsynchronize", "aclrtmemcpy")),
 )
@@ -228,10 +222,10 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
 class NpuBackend(StreamBackend):
     """The NPU that is current when the backend is made."""
 
-    name: ClassVar[str] = "npu"
-    priority: ClassVar[int] = 9
-    advice: ClassVar[Advice] = _ADVICE
-    conditions: ClassVar[Advice] = _CONDITIONS
+    name = "npu"
+    priority = 9
+    advice = _ADVICE
+    conditions = _CONDITIONS
 
     def __init__(self) -> None:
         reason = self.why_not()
@@ -244,9 +238,7 @@ class NpuBackend(StreamBackend):
         """Why torch_npu and CANN are not here, or see no device; nothing where they see one."""
         if sys.modules.get(_PACKAGE) is None and importlib.util.find_spec(_PACKAGE) is None:
             version = torch.__version__.split("+")[0]
-            return (
-                f"torch_npu is not installed: `pip install torch_npu=={version}`, and CANN of the version that it needs"
-            )
+            return f"torch_npu is not installed: `pip install torch_npu=={version}`, and the CANN that it needs"
         failed = _import()
         if failed:
             return failed
@@ -265,7 +257,7 @@ class NpuBackend(StreamBackend):
 
     def capture(
         self,
-        step: Callable[[], Any],
+        step: Capturable,
         *,
         pool: object | None = None,
         error_mode: str | None = None,
@@ -315,15 +307,11 @@ class NpuBackend(StreamBackend):
         known = min(first, then) >= 0
         try:
             if known:
-                self._stream_of(then).wait_stream(self._stream_of(first))
+                super().order(first, then)
         except RuntimeError:  # another library's: torch_npu takes no events on it
             known = False
         if not known:
             self.synchronize()
-
-    def _stream_of(self, number: int) -> Any:
-        default = npu().default_stream(self.device)
-        return npu().Stream(stream_id=number, device_index=self.device.index, device_type=default.device_type)
 
 
 @functools.cache  # a second try after a failure meets a package half imported, and says something else

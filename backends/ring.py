@@ -4,9 +4,8 @@ A driver takes a small packet along in its own command stream, and has read it w
 larger goes by way of an entry; but every step takes one, to hold on to what its packet points to.
 
 An event for each step would cost more than the upload, so one event closes each segment of entries. When the ring
-enters a segment, it records the event of the one that it leaves and waits for that of the one that it enters, which is
-a whole turn old. Once an event has passed, the device has read all that the segment's packets point to: until then the
-ring keeps it alive.
+enters a segment, it records the event of the one that it leaves and waits for that of the one that it enters, a whole
+turn old. Until an event has passed, the ring keeps alive what the segment's packets point to.
 """
 
 import functools

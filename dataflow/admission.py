@@ -1,4 +1,4 @@
-"""Admission: a batch's sources held to their slots, each fault with the way out, and how each travels to its slot."""
+"""Admission: a batch's sources checked against their slots, and how each travels to its slot."""
 
 import contextlib
 import math
@@ -14,15 +14,12 @@ from .capabilities import DEVICE, dtype_text
 from .errors import BatchError, MissingSourceError
 from .hostdata import HOST_KINDS, NOT_CARRIED, Carrier, array_carrier, list_carrier, tensor_carrier, tensor_of
 from .packet import converts, row_stride
-from .slots import Slot
 
 NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
-"""Errors of reading the shape, strides or address of a source that is no tensor, or of a tensor that hides them."""
+"""Errors of reading the shape, strides or address of a source that is not a tensor, or of a tensor that hides them."""
 _PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
 _HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
 Extent = tuple[int, ...]
-Prepare = Callable[[Any], torch.Tensor]
-"""Makes a tensor of a source that the kernel, or a plain copy, can read; raises as a carrier does where it cannot."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 """Takes a dense host tensor to the device; see `Upload.move`."""
 
@@ -33,10 +30,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def unreadable(source: Any) -> str:  # noqa: PLR0911 - a reason a line
-    """Why the elements of a tensor cannot be read at its address, and the way out; nothing where they can.
-
-    Nothing is said of what is no tensor. A nested tensor must be asked nothing but whether it is one.
-    """
+    """Why the elements of a tensor cannot be read at its address, and the way out; nothing where they can."""
     if not isinstance(source, torch.Tensor):
         return ""
     if source.is_nested or source.layout != torch.strided:
@@ -54,57 +48,48 @@ def unreadable(source: Any) -> str:  # noqa: PLR0911 - a reason a line
     return "a tensor without memory of its own, such as one whose storage was freed; pass one that has some"
 
 
-@attrs.frozen
-class Wanted:
-    """A slot that a fill copies, with its dtype and its place on this device."""
-
-    name: str
-    slot: Slot
-    dtype: torch.dtype
-    device: torch.device
-
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether a source of this dtype can be copied into the slot."""
-        return dtype == self.dtype or dtype in self.slot.converts_from()
-
-    def is_hosted(self, source: Any) -> bool:
-        """Whether a source is host data for a slot on the device."""
-        if self.slot.placement != DEVICE:
-            return False
-        if isinstance(source, torch.Tensor):
-            return source.is_cpu and self.device.type != "cpu"
-        return isinstance(source, HOST_KINDS)
+def _takes(to: Buffer, dtype: torch.dtype) -> bool:
+    """Whether a source of this dtype can be copied into the slot."""
+    return dtype == to.tensor.dtype or dtype in to.slot.converts_from()
 
 
-def check_sources(rows: Sequence[tuple[Wanted, Any, Extent]], buffers: Buffers) -> list[torch.Tensor]:
-    """All sources as tensors, those of host data on the host; rows: of a slot, its source and the wanted shape.
+def _is_hosted(to: Buffer, source: Any) -> bool:
+    """Whether a source is host data for a slot on the device."""
+    if isinstance(source, torch.Tensor):
+        return source.is_cpu and not to.tensor.is_cpu and to.slot.placement == DEVICE
+    return isinstance(source, HOST_KINDS) and to.slot.placement == DEVICE
+
+
+def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> list[tuple[Buffer, Any, torch.Tensor]]:
+    """Slots' sources, each also as a tensor, on the host where it is host data. rows: sources and the wanted shapes.
 
     Raises MissingSourceError if sources are missing, else BatchError with every fault.
     """
     missing = [
-        f"slot {want.name!r}: {want.slot.reads(want.name)} is missing; give it, or declare the slot with default=None"
-        for want, source, _ in rows
+        f"slot {to.name!r}: {to.slot.reads(to.name)} is missing; give it, or declare the slot with default=None"
+        for to, source, _ in rows
         if source is None
     ]
     if missing:
         raise MissingSourceError("; ".join(missing))
-    found = [_admit(want, source, shape, buffers[want.name]) for want, source, shape in rows]
-    faults = [fault for tensor in found if isinstance(tensor, list) for fault in tensor]
+    found, faults = list[tuple[Buffer, Any, torch.Tensor]](), list[str]()
+    for to, source, shape in rows:
+        try:
+            found.append((to, source, _admitted(to, source, shape)))
+        except BatchError as error:
+            faults.append(str(error))
     if faults:
         raise BatchError("; ".join(faults))
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    return found
 
 
-def placed(want: Wanted, source: Any, tensor: torch.Tensor, buffers: Buffers, move: Move | None) -> torch.Tensor:
-    """An admitted source as a tensor where its slot is, which can be read while slots are written.
-
-    move: what takes host data to the device, in memory of its own there.
-    """
-    if want.is_hosted(source):
-        made = _dense(tensor, want.dtype, buffers)
-        return made.to(want.device, copy=True) if move is None else move(made)
+def placed(to: Buffer, source: Any, tensor: torch.Tensor, buffers: Buffers, move: Move | None) -> torch.Tensor:
+    """An admitted source as a tensor where its slot is, which can be read while slots are written."""
+    if _is_hosted(to, source):
+        made = _dense(tensor, to.tensor.dtype, buffers)
+        return made.to(to.tensor.device, copy=True) if move is None else move(made)
     askew = tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.itemsize
-    if is_in_place(tensor, buffers[want.name]) or not (askew or buffers.holds(tensor)):
+    if is_in_place(tensor, to) or not (askew or buffers.holds(tensor)):
         return tensor
     return tensor.clone().resolve_neg().resolve_conj()
 
@@ -115,48 +100,52 @@ def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.
     return made.clone() if buffers.holds(made) else made
 
 
-def _admit(want: Wanted, source: Any, shape: Extent, buffer: Buffer) -> torch.Tensor | list[str]:
-    """One source as a tensor, or what is wrong with it."""
+def _admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
+    """One source as a tensor; BatchError with all that is wrong with it."""
     made: Any = source
     if isinstance(source, HOST_KINDS):
         try:
-            made = tensor_of(source, want.dtype, len(shape))
+            made = tensor_of(source, to.tensor.dtype, len(shape))
         except (RuntimeError, TypeError, ValueError) as error:
-            return [f"{_expected(want, shape)}, got {type(source).__name__}: {error}"]
+            raise BatchError(f"{_expected(to, shape)}, got {type(source).__name__}: {error}") from error
     elif why := unreadable(source):
-        return [f"{_expected(want, shape)}, got {why}"]
-    elif is_in_place(source, buffer) and tuple(source.shape) == shape:
-        return made  # type: ignore[no-any-return] # a tensor, as was just found
-    return [_expected(want, shape) + fault for fault in _faults(want, made, shape)] or made
+        raise BatchError(f"{_expected(to, shape)}, got {why}")
+    if not is_in_place(made, to) or tuple(made.shape) != shape:
+        faults = [_expected(to, shape) + fault for fault in _faults(to, made, shape)]
+        if faults:
+            raise BatchError("; ".join(faults))
+    return made  # type: ignore[no-any-return] # a tensor: all else is a fault
 
 
-def is_in_place(source: Any, buffer: Buffer) -> bool:
+def is_in_place(source: Any, to: Buffer) -> bool:
     """Whether a source is the first part of its own slot's buffer, of the very same layout and dtype."""
     if not isinstance(source, torch.Tensor):
         return False
-    mine = buffer.tensor
+    mine = to.tensor
     same = source.data_ptr() == mine.data_ptr() and source.numel() > 0 and source.dtype == mine.dtype
     return same and source.stride() == mine.stride() and not source.is_neg() and not source.is_conj()
 
 
-def _expected(want: Wanted, shape: Extent) -> str:
-    return f"slot {want.name!r}: expected {dtype_text(want.dtype)} of shape {list(shape)} on {want.device}"
+def _expected(to: Buffer, shape: Extent) -> str:
+    own = to.tensor
+    return f"slot {to.name!r}: expected {dtype_text(own.dtype)} of shape {list(shape)} on {own.device}"
 
 
-def _faults(want: Wanted, source: Any, shape: Extent) -> Iterator[str]:
+def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[str]:
     """What is wrong with a source that can be read, each as the end of a sentence that says what was expected."""
     if not isinstance(source, torch.Tensor):
         yield f", got {type(source).__name__}; make a tensor of it"
         return
-    if not want.takes(source.dtype):
-        lossy = source.dtype.is_floating_point and not want.dtype.is_floating_point
+    dtype, device = to.tensor.dtype, to.tensor.device
+    if not _takes(to, source.dtype):
+        lossy = source.dtype.is_floating_point and not dtype.is_floating_point
         way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"
         yield f", got {dtype_text(source.dtype)}; {way_out}"
-    if source.device != want.device and not (source.is_cpu and want.slot.placement == DEVICE):
+    if source.device != device and not (source.is_cpu and to.slot.placement == DEVICE):
         yield f", got a tensor on {source.device}; move it there first"
     if tuple(source.shape) != shape:
-        yield f" ({', '.join(map(str, want.slot.shape))}), got shape {list(source.shape)}"
-    elif not (source.is_contiguous() or want.slot.strided):
+        yield f" ({', '.join(map(str, to.slot.shape))}), got shape {list(source.shape)}"
+    elif not (source.is_contiguous() or to.slot.strided):
         strides = list(source.stride())
         yield f", contiguous, got one with strides {strides}; pass `.contiguous()`, or declare strided=True"
 
@@ -167,41 +156,38 @@ class Kind:
 
     dtype: the source's, once it is prepared. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of
     them. prepare: what makes another tensor of it first. pace: elements from one outer row to the next, of a tensor
-    that the kernel reads in rows apart. loose: whether its carrier or `prepare` takes all kinds of host data; those of
-    lists and arrays look at the type by themselves, in any case. in_place: whether it is the slot's own memory, which
-    its producer has written.
+    that the kernel reads in rows apart. loose: whether its carrier or `prepare` looks at the type by itself and takes
+    all kinds of host data. in_place: whether it is the slot's own memory, which its producer has written.
     """
 
     dtype: torch.dtype
     carrier: Carrier | None = None
     nbytes: int = 0
-    prepare: Prepare | None = None
+    prepare: Callable[[Any], torch.Tensor] | None = None
     pace: int | None = None
     loose: bool = False
     in_place: bool = False
 
 
 def kind_of(
-    want: Wanted, source: Any, tensor: torch.Tensor, buffers: Buffers, *, fused: bool, carries: bool, move: Move | None
+    to: Buffer, source: Any, tensor: torch.Tensor, buffers: Buffers, *, fused: bool, carries: bool, move: Move | None
 ) -> Kind:
-    """How a source that was admitted travels to its slot.
+    """How a source travels to its slot. tensor: what was admitted. fused: whether the kernel writes the slot.
 
-    tensor: what was admitted, on the host where it is host data. fused: whether the kernel writes the slot; else a copy
-    does. carries: whether the packet has room for its bytes. move: what takes to the device the host data that the
-    packet does not carry; None where nothing is uploaded.
+    carries: whether the packet has room for its bytes. move: takes other host data to the device; None without uploads.
     """
     if isinstance(source, torch.Tensor):
-        if is_in_place(source, buffers[want.name]):
+        if is_in_place(source, to):
             return Kind(source.dtype, in_place=True)
-        if not want.is_hosted(source):
-            return _of_tensor(want, source, fused=fused)
-    carrier = _carrier_of(want, source, tensor)
+        if not _is_hosted(to, source):
+            return _of_tensor(to, source, fused=fused)
+    carrier = _carrier_of(to, source, tensor)
     if carrier is not None:
-        if carries and (_is_taken(want, tensor.dtype) if fused else tensor.dtype == want.dtype):
+        if carries and (_is_taken(to, tensor.dtype) if fused else tensor.dtype == to.tensor.dtype):
             return Kind(tensor.dtype, carrier, tensor.nbytes)
         if tensor.nbytes and not carries and move is None and not isinstance(source, torch.Tensor):
             return Kind(tensor.dtype, prepare=_by_copy(carrier, tensor))
-    return _of_any(want, tuple(tensor.shape), buffers, carries=carries, move=move)
+    return _of_any(to, tuple(tensor.shape), buffers, carries=carries, move=move)
 
 
 def _by_copy(carry: Any, like: torch.Tensor) -> Callable[[Any], torch.Tensor]:
@@ -218,37 +204,32 @@ def _by_copy(carry: Any, like: torch.Tensor) -> Callable[[Any], torch.Tensor]:
     return prepare
 
 
-def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, move: Move | None) -> Kind:
+def _of_any(to: Buffer, shape: Extent, buffers: Buffers, *, carries: bool, move: Move | None) -> Kind:
     """Host data of any kind that fits: in the packet, by an upload of its own, or as a tensor where its slot is."""
-
-    def admitted(brought: Any) -> torch.Tensor:
-        found = _admit(want, brought, shape, buffers[want.name])
-        if isinstance(found, list):
-            raise ValueError("; ".join(found))  # noqa: TRY004 - what is wrong is what it holds
-        return found
+    dtype, device = to.tensor.dtype, to.tensor.device
 
     def dense(brought: Any) -> torch.Tensor:
-        if not want.is_hosted(brought):
+        if not _is_hosted(to, brought):
             raise ValueError("no host data")
-        return _dense(admitted(brought), want.dtype, buffers)
+        return _dense(_admitted(to, brought, shape), dtype, buffers)
 
     if carries:
-        nbytes = math.prod(shape) * want.dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         carry = tensor_carrier(nbytes)
-        return Kind(want.dtype, lambda brought: carry(dense(brought)), nbytes, loose=True)
+        return Kind(dtype, lambda brought: carry(dense(brought)), nbytes, loose=True)
     if move is not None:
-        return Kind(want.dtype, prepare=lambda brought: move(dense(brought)), loose=True)
-    device, dtype = want.device, want.dtype  # of the slot, whatever this one and those to come are of
-    return Kind(dtype, prepare=lambda brought: admitted(brought).to(device=device, dtype=dtype), loose=True)
+        return Kind(dtype, prepare=lambda brought: move(dense(brought)), loose=True)
+    return Kind(dtype, prepare=lambda brought: _admitted(to, brought, shape).to(device, dtype), loose=True)
 
 
-def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
+def _of_tensor(to: Buffer, source: torch.Tensor, *, fused: bool) -> Kind:
     """A tensor that fits, where its slot is. A plain copy converts it, and reads it as it lies."""
+    own = to.tensor.dtype
     if not (source.is_neg() or source.is_conj()):  # before it is converted: negated bytes are no negative numbers
-        if not fused or (source.is_contiguous() and _is_taken(want, source.dtype)):
+        if not fused or (source.is_contiguous() and _is_taken(to, source.dtype)):
             return Kind(source.dtype)
-        varying, pace = want.slot.varying, None
-        if varying and _is_taken(want, source.dtype):
+        varying, pace = to.slot.varying, None
+        if varying and _is_taken(to, source.dtype):
             pace = row_stride(source, varying[0])
         if pace is not None:
             return Kind(source.dtype, pace=pace)
@@ -256,26 +237,28 @@ def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
     def prepare(brought: torch.Tensor) -> torch.Tensor:
         if not has_memory(brought):
             raise ValueError("its memory was freed")
-        return brought.resolve_conj().resolve_neg().to(want.dtype, memory_format=torch.contiguous_format).contiguous()
+        return brought.resolve_conj().resolve_neg().to(own, memory_format=torch.contiguous_format).contiguous()
 
-    return Kind(want.dtype, prepare=prepare)
+    return Kind(own, prepare=prepare)
 
 
-def _carrier_of(want: Wanted, source: Any, tensor: torch.Tensor) -> Carrier | None:
+def _carrier_of(to: Buffer, source: Any, tensor: torch.Tensor) -> Carrier | None:
     """What makes bytes of host data without a tensor in between; None where one is needed."""
     if isinstance(source, torch.Tensor):
         is_plain = source.is_contiguous() and not source.is_neg() and not source.is_conj()
         return tensor_carrier(source.nbytes) if is_plain else None
     if type(source) is np.ndarray:
         return array_carrier(source) if source.flags.c_contiguous else None
-    carrier = list_carrier(len(source), want.dtype) if type(source) in (list, tuple) and tensor.dim() == 1 else None
-    if carrier is not None and tensor.dtype == want.dtype:
+    own = to.tensor.dtype
+    carrier = list_carrier(len(source), own) if type(source) in (list, tuple) and tensor.dim() == 1 else None
+    if carrier is not None and tensor.dtype == own:
         with contextlib.suppress(*NOT_CARRIED):  # numbers of other kinds
             carrier(source)
             return carrier
     return None
 
 
-def _is_taken(want: Wanted, dtype: torch.dtype) -> bool:
+def _is_taken(to: Buffer, dtype: torch.dtype) -> bool:
     """Whether the kernel can write a source of this dtype into the slot."""
-    return dtype == want.dtype or (want.takes(dtype) and converts(dtype, want.dtype))
+    own = to.tensor.dtype
+    return dtype == own or (_takes(to, dtype) and converts(dtype, own))

@@ -15,14 +15,11 @@ from .errors import DeclarationError
 
 def python_number(value: Any) -> Any:
     """A NumPy number as Python's own; all else as it is."""
-    if isinstance(value, np.floating):
-        return float(value)
-    return value.item() if isinstance(value, np.bool_ | np.integer) else value
+    return value.item() if isinstance(value, np.bool_ | np.integer | np.floating) else value
 
 
 Sizes = Mapping["Axis", int]
-MOST: Final = 2**63 - 1
-"""The largest size that torch counts to."""
+MOST: Final = 2**63 - 1  # the largest size that torch counts to
 
 
 class _Arithmetic:
@@ -154,27 +151,21 @@ class Step:
     """The sizes of one step, as a computed slot sees them.
 
     live_sizes: rows that the batch brought, per axis. padded_sizes: rows of the bucket, per axis. Fixed axes are in
-    both. An axis that the batch does not tell is in neither.
+    both. An axis that the batch does not tell is in neither: to ask for it raises DeclarationError.
     """
 
     live_sizes: Sizes
     padded_sizes: Sizes
 
     def live(self, size: Axis | Dim) -> int:
-        """Rows that the batch brought on an axis, or an expression's value at these sizes.
-
-        Raises DeclarationError for an axis that the batch does not tell.
-        """
+        """Rows that the batch brought on an axis, or an expression's value at these sizes."""
         try:
             return self.live_sizes[size]  # type: ignore[index] # an axis, in most cases
         except (KeyError, TypeError):
             return self._at(size, self.live_sizes)
 
     def padded(self, size: Axis | Dim) -> int:
-        """Rows of the bucket on an axis, or an expression's value at these sizes.
-
-        Raises DeclarationError for an axis that the batch does not tell.
-        """
+        """Rows of the bucket on an axis, or an expression's value at these sizes."""
         return self._at(size, self.padded_sizes)
 
     def _at(self, size: Axis | Dim, sizes: Sizes) -> int:

@@ -6,10 +6,10 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .admission import Kind, Wanted, check_sources, kind_of, placed
+from .admission import Kind, check_sources, kind_of, placed
 from .axes import Sizes, extent
-from .buffers import Buffers
-from .capabilities import DEVICE, Capabilities, Lowering
+from .buffers import Buffer, Buffers
+from .capabilities import DEVICE, HOST, Capabilities, Lowering
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import below_modes, without_gradients
@@ -23,18 +23,14 @@ from .specialization import Specialization, Specializations, Taken, keep_newest
 Absent = frozenset[str]
 PATTERNS: Final = 64
 """Patterns that one bucket keeps plans for."""
-
-
-def absent_from(declaration: Declaration, batch: Any, side: Side = NO_SIDE) -> Absent:
-    """Optional slots that a batch comes without."""
-    return frozenset([name for name, source in declaration.optional if source.read(batch, side) is None])
+NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets over what needs no packet
 
 
 class Bucket:
     """Fills one bucket of padded sizes; an exact one shows the step live rows only, and takes any size up to its own.
 
-    sizes: the padded size of every axis, at most the buffers' capacity. lowering: how fills are run. feed: the packet,
-    where there is an upload. table: where to keep specializations; one of its own, where it is not given.
+    sizes: the padded size of every axis, at most the buffers' capacity. lowering: how fills are run. feed: the packet
+    that uploads go by. table: where to keep specializations; one of its own, where it is not given.
     """
 
     def __init__(
@@ -46,26 +42,18 @@ class Bucket:
         *,
         lowering: Lowering = "foreach",
         exact: bool = False,
-        feed: Feed | None = None,
+        feed: Feed = NO_FEED,
         table: Specializations | None = None,
     ) -> None:
         self.declaration, self.sizes, self.buffers = declaration, dict(sizes), buffers
         self.lowering: Lowering = lowering
-        self._capabilities, self._exact, self._feed = capabilities, exact, feed
-        self._packs = feed is not None and (lowering in FUSED or capabilities.packed_uploads)
+        self._capabilities, self._exact, self.feed = capabilities, exact, feed
+        self._packs = lowering in FUSED or capabilities.packed_uploads
         self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
         self._table = Specializations(declaration) if table is None else table
         self.gather = self._table.gather
-        slots = [buffers[name] for name in self._table.names]
-        self._wanted = [Wanted(one.name, one.slot, one.tensor.dtype, one.tensor.device) for one in slots]
+        self._targets = [buffers[name] for name in self._table.names]
         self._plans: dict[Pattern, Planned] = {}
-
-    @property
-    def feed(self) -> Feed:
-        """The packet. ValueError where the bucket was made without."""
-        if self._feed is None:
-            raise ValueError("this bucket has no feed, which a device that packs uploads needs")
-        return self._feed
 
     def fill(self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
         """Fill from a batch of `live` rows on each varying axis; all but what the device computes.
@@ -92,13 +80,10 @@ class Bucket:
     def tensors(
         self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
     ) -> tuple[Ready, dict[str, torch.Tensor]]:
-        """What a fill would copy, by slot, without writing anything; raises as a fill does.
-
-        Every source is a tensor where its slot is: host data is in memory of its own there.
-        """
-        ready, move = self.ready(live, absent), self._move if self._packs else None
+        """What a fill would copy, by slot, as tensors where slots are; nothing is written. Raises as a fill does."""
+        ready, move = self.ready(live, absent), self.feed.move if self._packs else None
         rows = self._admitted(self.gather(batch, side), live, absent)
-        return ready, {want.name: placed(want, one, tensor, self.buffers, move) for want, one, tensor in rows}
+        return ready, {to.name: placed(to, source, tensor, self.buffers, move) for to, source, tensor in rows}
 
     def ready(self, live: tuple[int, ...], absent: Absent = NONE) -> Ready:
         """What live sizes need, of batches that come without some optional slots. BatchError if they do not fit."""
@@ -118,9 +103,7 @@ class Bucket:
         """The long way: look at each source, plan, and bind the plan."""
         kinds = self._kinds(sources, live, absent)
         planned = self._planned(self._pattern(kinds, absent))
-        feed = self.feed if planned.uploads else None
-        made_for, names = (self, live, absent), self._table.names
-        found = Specialization(made_for, planned, names, kinds, sources, self.buffers, feed)
+        found = Specialization((self, live, absent), planned, self._table.names, kinds, sources, self.feed)
         taken = below_modes(found.take, sources)
         if taken is None:
             raise BatchError("sources changed while they were looked at")
@@ -129,36 +112,31 @@ class Bucket:
 
     def _admitted(
         self, sources: Sources, live: tuple[int, ...], absent: Absent
-    ) -> list[tuple[Wanted, Any, torch.Tensor]]:
-        """The slots that are there, with their sources, and these as tensors; raises as `check_sources`."""
+    ) -> list[tuple[Buffer, Any, torch.Tensor]]:
+        """The slots that are there, their sources, and these as tensors; raises as `check_sources`."""
         sizes = self.declaration.step(live, self.sizes, exact=self._exact).live_sizes
-        pairs = zip(self._wanted, sources, strict=True)
-        rows = [(want, source, extent(want.slot.shape, sizes)) for want, source in pairs if want.name not in absent]
-        tensors = check_sources(rows, self.buffers)
-        return [(want, source, tensor) for (want, source, _), tensor in zip(rows, tensors, strict=True)]
+        pairs = [(to, one) for to, one in zip(self._targets, sources, strict=True) if to.name not in absent]
+        return check_sources([(to, source, extent(to.slot.shape, sizes)) for to, source in pairs])
 
     def _kinds(self, sources: Sources, live: tuple[int, ...], absent: Absent) -> dict[str, Kind]:
         """How each source travels. MissingSourceError and BatchError where one does not fit."""
         planned, found = self.planned(absent), dict[str, Kind]()
-        for want, source, tensor in self._admitted(sources, live, absent):
-            name, move = want.name, self._move if self._packs and want.slot.placement == DEVICE else None
+        for to, source, tensor in self._admitted(sources, live, absent):
+            name, move = to.name, self.feed.move if self._packs and to.slot.placement == DEVICE else None
             fused = name in planned.fused
             carries = name in self._room and (fused or self.lowering not in FUSED)
-            found[name] = kind_of(want, source, tensor, self.buffers, fused=fused, carries=carries, move=move)
+            found[name] = kind_of(to, source, tensor, self.buffers, fused=fused, carries=carries, move=move)
         return found
 
     def _pattern(self, kinds: Mapping[str, Kind], absent: Absent) -> Pattern:
         """The plan that sources of some kinds need: the kernel takes them all by one."""
         if self.lowering in FUSED:
             return Pattern(absent)
-        own = {(want.name, want.dtype) for want in self._wanted}
+        own = {(to.name, to.tensor.dtype) for to in self._targets}
         others = {(name, kind.dtype) for name, kind in kinds.items()} - own
         in_place = [name for name, kind in kinds.items() if kind.in_place]
         hosted = [name for name, kind in kinds.items() if kind.carrier is not None]
         return Pattern(absent, in_place, hosted, frozenset(others))
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.feed.upload.move(tensor)
 
     def _planned(self, pattern: Pattern) -> Planned:
         known = self._plans.get(pattern)
@@ -172,23 +150,18 @@ class Bucket:
 
 
 def hand_over(bucket: Bucket, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
-    """What a fill would have made ready, with the batch's tensors in the place of copies.
+    """What a fill would have made ready, with the batch's tensors in the place of copies, of their own dtypes.
 
-    A source whose dtype its slot converts comes through as it is; host data for a slot on the device, as a tensor of
-    its own there; one that the step writes, as a copy, because the batch is the caller's. Raises as a fill does.
+    Host data comes as a tensor where its slot is, and what the step writes as a copy. Raises as a fill does.
     """
     ready, given = bucket.tensors(batch, live, absent, side)
-    declaration, slots = bucket.declaration, bucket.declaration.slots
-    own = {
-        name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in given.items()
-    }
+    slots = bucket.declaration.slots
+    own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**ready.shown(), **own}
-    known, fields = {**declaration.given(ready.step), **views}, declaration.fields
-    packed, sizes = [value.computation for value in ready.packed], ready.step.padded_sizes
-    packed = [attrs.evolve(one, target=bucket.buffers[one.slot].view(sizes)) for one in packed]
-    host = [computation.on(known, fields) for computation in (*ready.host, *packed)]
+    planned, step = ready.planned, ready.step
+    computed = [(one.on, planned.computation(one, step, views)) for one in planned.plan.computed]
+    host, device = ([computation for on, computation in computed if on == place] for place in (HOST, DEVICE))
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
-    device = [computation.on(known, fields) for computation in ready.device]
     return attrs.evolve(ready, views=views, shown=lambda: views, host=host, device=device)

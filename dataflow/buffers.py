@@ -25,11 +25,7 @@ ALIGNMENT: Final = 256
 
 @attrs.define(eq=False)
 class Ledger:
-    """What all that fill a piece of memory write down.
-
-    stamp: the fill that came last to any of them. handed_out: whether producers were given views of some of it, so that
-    they may write any row of these at any time.
-    """
+    """What is known of memory. stamp: the last fill of it. handed_out: whether producers may write it at any time."""
 
     stamp: object | None = None
     handed_out: bool = False
@@ -39,9 +35,8 @@ class Ledger:
 class BufferTurn:
     """One set of buffers' turns in memory that others use in theirs.
 
-    fills: how often it was filled. eager_runs: how often a step ran on it without a graph. stream: that of its last
-    fill or step. reading: an event behind the last step that copies from slots in host memory; None where none does.
-    neighbours: all with whom it shares a byte. overwriters: the same by slot.
+    fills, eager_runs: how often it was filled, and ran without a graph. stream: that of its last fill or step. reading:
+    an event behind the last step that copies from host slots. neighbours: all that share a byte. overwriters: by slot.
     """
 
     fills: int = 0
@@ -121,9 +116,8 @@ def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
 class Buffer:
     """One slot's memory at full capacity.
 
-    owner: the tensor that was handed in, where the memory was adopted; `tensor` is an alias of it, of a shape of its
-    own. foreign: whether its owner may write it between steps. pooled: whether it is a part of memory that others use
-    in their turn.
+    owner: the tensor that was handed in, of which `tensor` is an alias. foreign: whether its owner may write it between
+    steps. pooled: whether it is a part of memory that others use in their turn.
     """
 
     name: str
@@ -137,11 +131,6 @@ class Buffer:
     def adopted(self) -> bool:
         """Whether the memory was handed in."""
         return self.owner is not None
-
-    @property
-    def addresses(self) -> set[int]:
-        """Where it begins: one address, unless its owner has moved the tensor that was handed in."""
-        return {tensor.data_ptr() for tensor in (self.tensor, self.owner) if tensor is not None}
 
     def reach(self, sizes: Sizes) -> tuple[int, ...]:
         """A size along each varying dim."""
@@ -225,8 +214,9 @@ class Buffers:
         return {buffer.name: buffer.tensor.data_ptr() for buffer in self}
 
     def moved(self) -> list[str]:
-        """Slots whose buffer is not where it was."""
-        return [b.name for b in self if b.addresses != {self.addresses[b.name]}]
+        """Slots whose buffer, or the tensor that was handed in for it, is not where it was."""
+        at = self.addresses
+        return [b.name for b in self if any(t is not None and t.data_ptr() != at[b.name] for t in (b.tensor, b.owner))]
 
 
 def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -252,8 +242,7 @@ def allocate(
 ) -> Buffers:
     """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
 
-    shared: memory for some of them, which others use in their turn. keep_bound: leave what adopted memory holds. It is
-    written otherwise: a step is captured on what its inputs hold, which must be harmless.
+    shared: memory for some of them. keep_bound: leave what adopted memory holds, on which a step is captured.
     Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
@@ -327,7 +316,7 @@ def check_bindings(
     for name, tensor in ((name, _tensor_in(bound)) for name, bound in bind.items()):
         if name not in declaration.slots:
             near = did_you_mean(name, declaration.slots)
-            faults.append(f"bind names {name!r}, which is no slot of {declaration.name}{near}")
+            faults.append(f"bind names {name!r}, which is not a slot of {declaration.name}{near}")
         elif not isinstance(tensor, torch.Tensor):
             faults.append(f"slot {name!r}: expected a tensor to adopt, got {type(tensor).__name__}")
         else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import attrs
 import torch
@@ -18,9 +18,8 @@ HOST: Final = "host"
 """Where a slot lies: in host memory, pinned where the device copies from it."""
 Lowering = Literal["in_graph", "fused", "foreach", "slot_by_slot"]
 AUTO: Final = "auto"
-LADDER: Final[tuple[Lowering, ...]] = ("in_graph", "fused", "foreach", "slot_by_slot")
-"""How a plan is run, the fewest calls first: one upload and a kernel that is the graph's first node; the same kernel
-launched before the graph; foreach copies; the oracle."""
+LADDER: Final[tuple[Lowering, ...]] = get_args(Lowering)
+"""How a plan is run, the fewest calls first: by one kernel in the graph, or before it; foreach copies; the oracle."""
 
 
 def _frozen_mapping(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -42,7 +41,7 @@ class Capabilities:
     arenas: whether slots may be carved out of one allocation (peer communication may want `storage_offset() == 0`).
     host_parameters: whether a graph takes host values at each replay beside its buffers.
     capture_error_modes: the modes that capture accepts, the default first.
-    graphs_hint: how many graphs the device bears, or None where no limit is known.
+    graphs_hint: how many graphs the device can take, or None where no limit is known.
     lowerings: those of `LADDER` that the device can run, the preferred first.
     """
 
@@ -103,7 +102,7 @@ CACHE_LOC: Final = Role("cache_loc", torch.int64, accepts=(torch.int32, torch.in
 """Locations in a KV cache: int64, and int32 on NPU, whose cache-write kernel demands it."""
 
 SEQ_LEN_FILL: Final = FillRole("seq_len_fill", 1)
-"""What padded rows of `seq_lens` hold: 1, and 0 on NPU (what the attention kernels bear)."""
+"""What padded rows of `seq_lens` hold: 1, and 0 on NPU (what the attention kernels can take)."""
 
 
 def dtype_text(dtype: torch.dtype | Role) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
+from .declaration import Declaration
 from .errors import ComputeError, blame
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
@@ -26,8 +27,7 @@ _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
     """What a slot's buffer holds at first: a number, a tensor or nested lists.
 
-    Raises ComputeError where a number that the slot may be given does not fit its dtype on this device, or where the
-    function of a constant raises.
+    Raises ComputeError where a declared number does not fit its dtype here, or the function of a constant raises.
     """
     dtype, found = resolve_dtype(slot.dtype, capabilities), []
     for value in slot.declared_values():
@@ -77,7 +77,7 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> str:
 
 
 def field_of(batch: Any, name: str, default: Any) -> Any:
-    """A field that is no slot: the batch's own, else the declaration's default, else None."""
+    """A field that is not a slot: the batch's own, else the declaration's default, else None."""
     value = look_up(batch, name)
     if value is not None or default is attrs.NOTHING:
         return value
@@ -88,9 +88,8 @@ def field_of(batch: Any, name: str, default: Any) -> Any:
 class Computation:
     """A function with all that is known of its arguments before the batch; `fields` come from the batch.
 
-    read: the slots among its arguments, by name, and aliases of them, which are what it is given: each alias has a
-    version counter of its own. aliases: these alone. versions: what they counted last. A function that writes a slot
-    which it is given would change what later steps see.
+    read: slots among its arguments, and aliases of them, which it is given: each has a version counter of its own.
+    versions: what these counted last. A function that writes a slot which it is given would change later steps.
     """
 
     slot: str
@@ -104,10 +103,9 @@ class Computation:
     versions: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def bind(
-        cls, slot: str, compute: Compute, known: Mapping[str, Any], fields: Mapping[str, Any], target: torch.Tensor
-    ) -> "Computation":
-        """Give a function what is known by name; `fields` are the declaration's fields with their defaults."""
+    def bind(cls, slot: str, declaration: Declaration, known: Mapping[str, Any], target: torch.Tensor) -> "Computation":
+        """Give a slot's function what is known by name; all else are fields of the declaration."""
+        compute = declaration.functions[slot]
         given = {need: known[need] for need in compute.needs if need in known}
         with torch.inference_mode(mode=False):
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
@@ -115,17 +113,13 @@ class Computation:
                 given[OUT] = target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # which count no versions
-        unknown = {need: fields[need] for need in compute.needs if need not in known}
+        unknown = {need: declaration.fields[need] for need in compute.needs if need not in known}
         function = functools.partial(compute.function, **given)
         aliases = tuple(alias for _, alias in read.values())
         is_number = target.numel() == 1 and not target.is_complex()
         numbers = range_of(target.dtype) if is_number else (None, 0, 0)
         versions = [*map(_VERSION, aliases)]
         return cls(slot, compute, function, unknown, target, numbers, read, aliases, versions)
-
-    def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "Computation":
-        """The same function and target with other arguments."""
-        return self.bind(self.slot, self.compute, known, fields, self.target)
 
     def run(self, batch: Any) -> None:
         """Call the function and write what it returns. ComputeError where it raises, or the slot cannot hold that."""
@@ -172,19 +166,11 @@ class Computation:
 
 @attrs.frozen(eq=False)
 class PackedValue:
-    """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
-
-    nbytes: bytes in the upload, in whole units. pack: for one number of the slot's own kind.
-    """
+    """A computation whose result becomes bytes, in whole units: one number by `pack`, all else by a host tensor."""
 
     computation: Computation
     nbytes: int
     pack: Callable[[Any], bytes] | None
-
-    @property
-    def slot(self) -> str:
-        """Which slot the value is for."""
-        return self.computation.slot
 
     @classmethod
     def of(cls, computation: Computation) -> "PackedValue":

@@ -13,11 +13,9 @@ from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
-from .sources import OUT, RANKS, SETTINGS, STEP, Call, Path, Source, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Path, Source, look_up
 
-Faults = Iterator[tuple[str, str]]
-"""Pairs of a slot's or a field's name and what is wrong with it."""
-_RESERVED: Final = frozenset({STEP, SETTINGS, OUT})
+Faults = Iterator[tuple[str, str]]  # the names of slots or fields, and what is wrong with each
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
 
 
@@ -25,12 +23,10 @@ _GIVEN: Final = (STEP, SETTINGS, RANKS)
 class Declaration:
     """The slots of one declaration class, checked.
 
-    fields: names that are no slots, carried from the batch into the view, with their defaults (attrs.NOTHING where
-    there is none). disabled: slots that the runner's settings switched off. settings: those settings, which functions
-    of computed slots may ask for; None before there is a runner. ranks: those of the runner, likewise. arguments: the
-    side arguments that slots of the class read, those of disabled slots included; None where a source of the caller's
-    own may read any. following: axes that no slot has, but whose sizes follow from those of the slots' axes by the
-    runner's relations: see `related`.
+    fields: names that are not slots, carried from the batch into the view, with their defaults, or attrs.NOTHING.
+    disabled: slots that the settings switch off. settings, ranks: those of the runner, which functions may ask for.
+    arguments: the side arguments that slots read, disabled ones too; None where a source of one's own may read any.
+    following: axes that no slot has, but whose sizes follow by the runner's relations: see `related`.
     """
 
     name: str
@@ -43,14 +39,11 @@ class Declaration:
     following: tuple[Axis, ...] = ()
 
     @functools.cached_property
-    def order(self) -> tuple[str, ...]:
-        """Computed slots, each after all that it needs; the same for any order of declaration.
-
-        Raises graphlib.CycleError, whose second argument is the path, where slots need each other in a circle.
-        """
-        slots = sorted(self.slots.items())
-        edges = {n: sorted(need for need in slot.needs if need in self.slots) for n, slot in slots if slot.computes()}
-        return tuple(name for name in graphlib.TopologicalSorter(edges).static_order() if name in edges)
+    def functions(self) -> Mapping[str, Compute]:
+        """What computes each computed slot, after all that it needs. graphlib.CycleError with the path of a circle."""
+        found = {name: compute for name, slot in sorted(self.slots.items()) if (compute := slot.computes())}
+        edges = {n: sorted(need for need in one.needs if need in self.slots) for n, one in found.items()}
+        return {name: found[name] for name in graphlib.TopologicalSorter(edges).static_order() if name in found}
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -94,7 +87,7 @@ class Declaration:
         raise BatchError(f"{self.name}: no slot reads the side argument {unknown!r}: {instead}")
 
     def check_names(self, argument: str, names: Iterable[str], kind: Literal["", "optional", "copied"] = "") -> None:
-        """ConfigError where an argument names what is no slot of the class, or none of a kind."""
+        """ConfigError where an argument names what is not a slot of the class, or none of a kind."""
         kinds = {"": (*self.slots, *self.disabled), "optional": [*dict(self.optional)], "copied": [*self.sources]}
         for name in names:
             if name not in kinds[kind]:
@@ -107,29 +100,19 @@ class Declaration:
         return {STEP: step, SETTINGS: self.settings, RANKS: self.ranks}
 
     def step(self, live: Sequence[int], padded: Sizes, *, exact: bool = False) -> Step:
-        """The sizes of a step.
-
-        live: rows on each varying axis. padded: rows of the bucket, and the sizes of fixed axes. exact: whether nothing
-        is padded, so that the padded sizes are the live ones. Any other axis in `padded` is left out.
-        """
+        """The sizes of a step: live rows on each varying axis, those of the bucket, which are these where `exact`."""
         known = {axis: size for axis, size in padded.items() if axis.fixed} | dict(zip(self.varying, live, strict=True))
         return Step(known, known if exact else {axis: padded[axis] for axis in known})
 
     def related(self, relations: Mapping[Axis, Dim]) -> "Declaration":
-        """The declaration with the axes that follow from those of slots, or from which these follow.
-
-        relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`: slots over either tell both.
-        """
+        """The declaration with axes that relations such as `{TOKENS: BATCH * 4}` add: slots over either tell both."""
         leads = {axis: size.reveals() for axis, size in relations.items() if not axis.fixed}
         told = {leads.get(axis, axis) for axis in self.varying} - {None}
         known = {axis for axis in {*leads, *told} if axis is not None and leads.get(axis, axis) in told}
         return attrs.evolve(self, following=tuple(sorted(known.difference(self.axes))))
 
     def under(self, settings: object, ranks: Any = None) -> "Declaration":
-        """The declaration with only those slots that the settings enable.
-
-        Raises DeclarationError where a slot asks for a setting, for settings at all, or for ranks, that are not there.
-        """
+        """Only the slots that the settings enable. DeclarationError where one asks for what is not given."""
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
         made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks)
@@ -144,10 +127,7 @@ class Declaration:
 def declare(
     name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any], found: Sequence[DeclarationError] = ()
 ) -> Declaration:
-    """Check slots and make them a declaration.
-
-    Raises DeclarationErrors with every fault at once, those `found` by the caller first.
-    """
+    """Check slots and make them a declaration. DeclarationErrors with every fault, those `found` already first."""
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
     faults, seen = [*found], dict[str, Axis]()
     faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(made)]
@@ -155,7 +135,7 @@ def declare(
         if seen.setdefault(axis.name, axis) != axis:
             faults.append(DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them"))
     try:
-        _ = made.order
+        _ = made.functions
     except graphlib.CycleError as cycle:
         path = " -> ".join(reversed(cycle.args[1]))
         faults.append(CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them"))
@@ -177,7 +157,7 @@ def _faults(made: Declaration) -> Faults:
     for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
-        if name in _RESERVED:
+        if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if slot.computes() and slot.reads(name) is not None:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
@@ -215,9 +195,7 @@ def _enabled(name: str, slot: Slot, settings: object) -> bool:
         try:
             return bool(slot.when(settings))
         except Exception as error:
-            raise DeclarationError(
-                f"slot {name!r}: its function when= raised {type(error).__name__}: {error}"
-            ) from error
+            raise DeclarationError(f"slot {name!r}: when= raised {type(error).__name__}: {error}") from error
     value = functools.reduce(look_up, slot.when.split("."), settings)
     if value is None or isinstance(value, str | torch.Tensor):  # 'false' would be true; many numbers are neither
         way_out = "give settings with that name, true or false"

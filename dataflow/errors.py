@@ -80,7 +80,7 @@ class WrongBytesError(SlotGraphError, AssertionError):
 
 
 class RegressionError(SlotGraphError, AssertionError):
-    """A fill or a step takes longer than was allowed, held against the one by hand of the same run."""
+    """A fill or a step takes longer than was allowed, compared with the one by hand in the same run."""
 
 
 class ConfigError(SlotGraphError, ValueError):
@@ -125,10 +125,9 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 def blame(slot: str, function: Callable[..., Any], error: Exception) -> NoReturn:
-    """Raise what a slot's function raised, with the slot, the function and its line.
+    """Raise what a slot's function raised as ComputeError, with the slot, the function and its line.
 
-    Raises ComputeError, or CaptureError where a capture refused what the function does, or DeclarationError where it
-    asks for an unknown size. Other errors of this library, and memory that ran out, are raised as they are.
+    CaptureError and DeclarationError stay what they are; other errors of this library, and of memory, say the same.
     """
     name, place = getattr(function, "__qualname__", repr(function)), place_of(error)
     if isinstance(error, CaptureError):

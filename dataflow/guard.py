@@ -19,10 +19,7 @@ _IS_TRIED: Final = (2, 11) <= tuple(int(part) for part in torch.__version__.spli
 
 
 def below_modes(call: Callable[..., T], *args: Any) -> T:
-    """Call something that only looks at tensors, without the modes that watch torch's functions.
-
-    A default device is such a mode. Torch asks it about each attribute of each tensor, which doubles a step's time.
-    """
+    """Call what only looks at tensors without modes that watch torch's functions, which would double a step's time."""
     if not FUNCTION_MODES():
         return call(*args)
     with _C.DisableTorchFunction():
@@ -30,14 +27,17 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
 
 
 def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A guard that takes as many tensors as it is made over; False where one differs.
+    """A guard that takes as many tensors as it is made over; False where one differs, or is not at all its places.
 
-    Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one. Where one tensor
-    stands at several places, it must again.
+    Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one.
     """
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
     if len(firsts) == len(tensors):
-        return _torch_guard(tensors) if tensors and _IS_TRIED else plain_guard(tensors)
+        if not tensors or not _IS_TRIED:
+            return plain_guard(tensors)
+        sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+        guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
+        return guards.check  # type: ignore[no-any-return] # which is in C
     places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
     check = own_guard([tensors[place] for place in once])  # torch's own refuse a tensor at several places
 
@@ -46,14 +46,6 @@ def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
         return are_again and check(*[found[place] for place in once])
 
     return check_all
-
-
-def _torch_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A guard of torch's own."""
-    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-    guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
-    check: Guard = guards.check
-    return check
 
 
 def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:
@@ -74,7 +66,6 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 GRADIENTS: Final = torch.is_grad_enabled
-"""Whether gradients are on."""
 _SET: Final[Callable[[bool], None]] = torch._C._set_grad_enabled  # noqa: SLF001 - what `no_grad` calls has no public name
 
 

@@ -16,8 +16,6 @@ HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
 """What a batch may bring in a tensor's place."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
 """What a carrier raises for a source that it cannot make bytes of."""
-MOST_DIMS: Final = 64
-"""Dims that a tensor may have."""
 LETTERS: Final = {
     torch.int8: "b",
     torch.uint8: "B",
@@ -31,18 +29,16 @@ LETTERS: Final = {
 }
 """The letters under which `struct` packs Python's own numbers, by dtype."""
 _BOOLS: Final = frozenset({bool, np.bool_})
-_BITS: Final = frozenset({0, 1})
-"""What bools are equal to: a list without these need not be asked for types, which takes twice as long."""
+_BITS: Final = frozenset({0, 1})  # a list without these need not be asked for bools, which takes twice as long
 _LISTS: Final = frozenset({list, tuple})
 _PAD_THEM: Final = "pad them to one length"
 
 
-def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Tensor:
+def tensor_of(value: Any, dtype: torch.dtype, dims: int = 64) -> torch.Tensor:
     """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
 
-    dims: of the slot; lists that are nested deeper by two or more are not looked into. A bool is no number here, and a
-    float no index: such a list comes back in its own dtype. Raises RuntimeError, TypeError or ValueError for what is no
-    box of numbers, for bools among numbers, and for a number that a dtype of floats has only infinity for.
+    dims: of the slot. A bool is not a number here, a float no index: such a list comes back in its own dtype. Raises
+    RuntimeError, TypeError or ValueError for what is no box of numbers, or holds bools or what `dtype` cannot hold.
     """
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
@@ -64,7 +60,7 @@ def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Te
 
 
 def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
-    """The numbers of nested lists in one row, and their shape; lists stay nested where they are of unlike lengths.
+    """The numbers of nested lists in one row, and their shape; lists of unlike lengths stay nested.
 
     ValueError where they have two dims more than they should: a list that holds itself has no end.
     """
@@ -159,7 +155,7 @@ def _bools(source: Any) -> Any:
 
 
 def _no_bools(source: Any) -> Any:
-    """A list, if there is no bool in it, which is no number."""
+    """A list, if there is no bool in it, which is not a number."""
     if type(source) not in _LISTS:
         raise ValueError("expected a list or tuple")
     if not _BITS.isdisjoint(source) and not _BOOLS.isdisjoint(map(type, source)):

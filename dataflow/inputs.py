@@ -15,10 +15,8 @@ from .views import ViewInfo, narrowed
 
 _NEEDED: Final = frozenset({"slotgraph", "narrow", "placeholder", "self", "attr_dict", "NOTHING"})
 """Names that the class itself needs, the last three in the constructor that attrs writes."""
-_UNMADE: Final = type(attrs.field())
-"""What a field is until attrs makes an attribute of it."""
-_CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")
-"""Prefixes of annotations that attrs ignores."""
+_UNMADE: Final = type(attrs.field())  # what a field is until attrs makes an attribute of it
+_CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")  # attrs ignores these
 _Bases = dict[str, list[tuple[type, Slot | None]]]
 
 
@@ -33,13 +31,9 @@ class _Declaring(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         makes_anew = name == "__attrs_attrs__" or name.startswith("__dataclass_")
-        if _is_declared(cls) and (makes_anew or slot_in(value) is not None):
+        if isinstance(vars(cls).get("slotgraph"), Declaration) and (makes_anew or slot_in(value) is not None):
             raise _made_already(cls.__name__)
         super().__setattr__(name, value)
-
-
-def _is_declared(cls: type) -> bool:
-    return isinstance(vars(cls).get("slotgraph"), Declaration)
 
 
 def _made_already(name: str) -> DeclarationErrors:
@@ -71,7 +65,7 @@ class Inputs(metaclass=_Declaring):
         drop: slots and fields of a base that this declaration does without. Raises DeclarationErrors.
         """
         super().__init_subclass__(**keywords)
-        if _is_declared(cls):
+        if isinstance(vars(cls).get("slotgraph"), Declaration):
             raise _made_already(cls.__name__)
         bases, found = _inherited(cls), list[DeclarationError]()
         if isinstance(drop, str) or not isinstance(drop, Iterable):
@@ -127,10 +121,9 @@ class Inputs(metaclass=_Declaring):
             raise AttributeError(message)
 
 
-def _attributes(cls: type) -> tuple[Any, ...]:
+def _attributes(cls: type) -> Any:
     """The attributes of a class that attrs made, inherited ones, too."""
-    found: tuple[Any, ...] = vars(cls).get("__attrs_attrs__", ())
-    return found
+    return vars(cls).get("__attrs_attrs__", ())
 
 
 def _own(cls: type) -> dict[str, Slot | None]:
@@ -166,7 +159,7 @@ def _define(cls: type[Inputs], bases: _Bases) -> Faults:
 def _name_fault(name: Any) -> str | None:
     """Why no slot and no field may have a name, or None."""
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        return "the name is no identifier: choose another"
+        return "the name is not an identifier: choose another"
     if name.startswith("_"):
         return "the name begins with an underscore, but slots and fields are public: choose another"
     return "the name has a meaning of its own in slotgraph: choose another" if name in _NEEDED else None
@@ -179,7 +172,10 @@ def _field_faults(cls: type) -> Faults:
         default = field.default
         is_word = inspect.isfunction(default) and default.__module__ == slot.__module__
         if is_word or isinstance(default, Slot | _UNMADE):
-            yield field.name, f"its default is no field: write `{field.name}: torch.Tensor = copied(...)`, or slot(...)"
+            yield (
+                field.name,
+                f"its default is not a field: write `{field.name}: torch.Tensor = copied(...)`, or slot(...)",
+            )
         if hasattr(type(inspect.getattr_static(cls, field.name, None)), "__set__"):
             yield field.name, "a base has a property of that name, which would hide it: rename one of them"
 
@@ -189,7 +185,7 @@ def _base_faults(cls: type, bases: _Bases) -> Faults:
     for base in cls.__mro__[1:]:
         for name, value in vars(base).items():
             if slot_in(value) is not None:
-                yield name, f"{base.__name__}, which is no declaration, has it: derive {base.__name__} from Inputs"
+                yield name, f"{base.__name__}, which is not a declaration, has it: derive {base.__name__} from Inputs"
     own, taken = _own(cls), {*vars(cls), *inspect.get_annotations(cls)}
     for name, ((nearest, declared), *others) in bases.items():
         if name in own:

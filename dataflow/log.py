@@ -1,7 +1,6 @@
 """Events: to structlog if it is configured, else to the logger `slotgraph` of the standard library; never to stdout.
 
-No handler is added to that logger. Where the user has set up no logging at all, Python's last resort then writes
-warnings to stderr, and nothing below them: a step that falls back to eager is not to go unnoticed.
+No handler is added to that logger: where the user has set up no logging at all, Python writes its warnings to stderr.
 """
 
 import functools
@@ -23,14 +22,9 @@ _DEFAULTS: Final = None if structlog.is_configured() else _settings()
 """What structlog does unless it is configured: print to stdout. None if it was configured before this import."""
 
 
-def _is_structlog_configured() -> bool:
-    """Whether the user set structlog up. `capture_logs()` marks it as configured and leaves it with its defaults."""
-    return structlog.is_configured() and _settings() != _DEFAULTS
-
-
 def _log(level: int, event: str, /, **keys: Any) -> None:
     """Log an event of one level."""
-    if _is_structlog_configured():
+    if structlog.is_configured() and _settings() != _DEFAULTS:  # `capture_logs()` leaves it configured, by defaults
         getattr(structlog.get_logger(NAME), logging.getLevelName(level).lower())(event, **keys)
         return
     logger = logging.getLogger(NAME)

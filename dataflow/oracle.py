@@ -11,9 +11,8 @@ from .capabilities import Capabilities
 from .computation import Computation
 from .declaration import Declaration
 from .hostdata import tensor_of
-from .slots import Slot
 from .sources import NO_SIDE, Side
-from .tails import Number, Pad, resolve_value
+from .tails import Pad, resolve_value
 from .views import Views
 
 
@@ -29,10 +28,8 @@ def fill_slot_by_slot(
 ) -> Views:
     """Fill a bucket of `step`'s padded sizes from a batch of its live sizes, and return what the step sees.
 
-    given: values in the place of the batch's own. No grouping, no memory of earlier fills, no checks: each tail is
-    reset and each slot copied in each step.
+    given: values in the place of the batch's own. No grouping, no memory of earlier fills, no checks.
     """
-    fixed = {axis: size for axis, size in step.padded_sizes.items() if axis.fixed}
     views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
         source, rule, view = slot.reads(name), slot.rule(), buffers[name].view(step.padded_sizes)
@@ -42,20 +39,13 @@ def fill_slot_by_slot(
         is_absent = source is not None and value is None
         views[name] = None if is_absent else view
         if isinstance(rule, Pad) and not is_absent:
-            _reset_tail(slot, view, step, resolve_value(rule.value, capabilities, fixed))
+            number = resolve_value(rule.value, capabilities, step.padded_sizes)
+            for dim in slot.varying:
+                live = slot.shape[dim].at(step.live_sizes)
+                view.narrow(dim, live, view.shape[dim] - live).fill_(number)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
-    for name in declaration.order:
-        compute = declaration.slots[name].computes()
-        if compute is not None:
-            target = buffers[name].view(step.padded_sizes)
-            known = {**declaration.given(step), **views}
-            Computation.bind(name, compute, known, declaration.fields, target).run(batch)
+    for name in declaration.functions:
+        known, target = {**declaration.given(step), **views}, buffers[name].view(step.padded_sizes)
+        Computation.bind(name, declaration, known, target).run(batch)
     return views
-
-
-def _reset_tail(slot: Slot, view: torch.Tensor, step: Step, number: Number) -> None:
-    """Set the rows behind the live ones, along each dim that varies."""
-    for dim in slot.varying:
-        live = slot.shape[dim].at(step.live_sizes)
-        view.narrow(dim, live, view.shape[dim] - live).fill_(number)

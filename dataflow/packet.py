@@ -70,9 +70,9 @@ _UNKNOWN: Final = b""
 class Lane:
     """One slot's way through the kernel.
 
-    target: the bucket's view. outer: rows before the dim that varies, all dims before it together. row: elements of a
-    padded row: that dim and all behind it. stride: elements from one row to the next. inner: elements for each unit of
-    the dim that varies, or of the whole slot where none does. pad: the tail's value; None where the tail is left.
+    target: the bucket's view. outer: rows, of all dims before the one that varies. row: elements of a padded row.
+    stride: elements from one row to the next. inner: elements for each unit of the dim that varies, or of the whole
+    slot where none does. pad: the tail's value; None where the tail is left.
     """
 
     slot: str
@@ -161,10 +161,7 @@ def row_stride(source: torch.Tensor, dim: int) -> int | None:
 
 
 def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[np.int64]:
-    """The table, one row for every `block` words of every outer row of every lane.
-
-    owner: the table's own number, from 1 to 2^31 - 1.
-    """
+    """Table number `owner`, one row for every `block` words of every outer row of every lane."""
     places = [(1 + index) | len(lanes) << 32 for index in range(len(lanes))]
     rows = [
         (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, lane.flags | owner << OWNER_SHIFT)
@@ -204,16 +201,11 @@ class Upload(abc.ABC):
 
 
 class Feed:
-    """One packet that several buckets take turns to fill. It is made when first asked for: not all bring host data.
-
-    room: bytes of the packet.
-    """
+    """One packet of `room` bytes that several buckets take turns to fill; it is made when first asked for."""
 
     def __init__(self, upload: Callable[[int], Upload | None], room: int) -> None:
         """Keep a backend's verb, which makes the packet."""
-        self.room = room
-        self._make = upload
-        self._data = _AT_REST
+        self.room, self._make, self._data = room, upload, _AT_REST
         self._numbers = itertools.count(1)
 
     @functools.cached_property
@@ -242,6 +234,10 @@ class Feed:
         self._data = _UNKNOWN  # in case the next line raises
         self.upload.send(data, kept)
         self._data = data
+
+    def move(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor beside the packet: see `Upload.move`."""
+        return self.upload.move(source)
 
     def disarm(self) -> None:
         """Have the kernel do nothing, where it was armed."""

@@ -3,13 +3,13 @@
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import DEVICE, Capabilities, Lowering, Placement, dtype_text, resolve_dtype
+from .capabilities import DEVICE, HOST, Capabilities, Lowering, Placement, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .packet import has_lane, head_bytes, rounded
 from .slots import Slot
@@ -138,13 +138,12 @@ LARGE_BYTES: Final = 1 << 20
 
 LARGE_LANE_BYTES: Final = 4 << 20
 """From here on a slot is left to a plain copy, because a lane's source stays allocated until the device is known to be
-past it, some steps later; not for speed. One H200, a whole step in us for the host and for the device, the slot as a
-lane of the kernel against a copy of its own: 64 KiB 8.0 and 4.8 against 18.1 and 6.9; 1 MiB 8.1 and 5.1 against 19.0
-and 7.7; 4 MiB 7.6 and 6.5 against 19.3 and 8.6; 16 MiB 7.5 and 12.9 against 29.3 and 15.2: no crossover up to there."""
+past it, some steps later. A lane is faster up to 16 MiB at least: one H200, us of host and device for 4 MiB as a lane
+7.6 and 6.5, as a copy of its own 19.3 and 8.6."""
 
 FEW_NUMBERS: Final = 2
-"""So many numbers that the host computes are filled in one by one where nothing else goes up. One H100, host us of a
-fill of 12 slots on the device, one of them such a number: 70 filled in, 79 by an upload."""
+"""So many numbers that the host computes are filled in one by one where nothing else goes up: 70 us against 79 of an
+upload, on one H100's host for 12 slots, one of them such a number."""
 
 NONE: Final[frozenset[str]] = frozenset()
 
@@ -263,7 +262,7 @@ class _Planning:
             return ()
         room = self._room.keys() & slots.keys()
         brought = sorted(self.pattern.hosted & room)
-        computed = [name for name in self.declaration.order if name in room and self._is_value(name)]
+        computed = [name for name in self.declaration.functions if name in room and self._is_value(name)]
         few = len(computed) <= FEW_NUMBERS and all(math.prod(extent(slots[n].shape, self.sizes)) <= 1 for n in computed)
         return tuple(brought if few and not brought else brought + computed)
 
@@ -273,31 +272,27 @@ class _Planning:
 
     def _is_value(self, name: str) -> bool:
         """Whether the host computes a slot, and returns what it computed."""
-        compute = self.declaration.slots[name].computes()
-        return compute is not None and self.declaration.side(name) != DEVICE and not compute.writes_out
+        return self.declaration.side(name) == HOST and not self.declaration.functions[name].writes_out
 
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
-        for name in self.declaration.order:
-            slot = self.declaration.slots[name]
-            compute = slot.computes()
-            if compute is not None:
-                needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
-                rides = name in packed or (name in self._room and self._is_value(name) and not self._apart(slot))
-                yield ComputeStep(name, compute.name, needs, self.declaration.side(name), rides)
+        for name, compute in self.declaration.functions.items():
+            needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
+            is_fused = name in self._room and self._is_value(name) and not self._apart(self.declaration.slots[name])
+            yield ComputeStep(name, compute.name, needs, self.declaration.side(name), name in packed or is_fused)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
-        """Groups of slots that are copied alike; of foreach copies no group is larger than the device bears."""
+        """Groups of slots that are copied alike; of foreach copies no group is larger than the device can take."""
         groups: dict[tuple[torch.dtype, torch.dtype, Placement, How, str], list[str]] = {}
         casts = dict(self.pattern.source_dtypes)
         for name, slot in sorted(slots.items()):
             dtype = resolve_dtype(slot.dtype, self.capabilities)
             alike = dtype, casts.get(name, dtype), slot.placement, *self._how(name, slot)
             groups.setdefault(alike, []).append(name)
-        for alike in sorted(groups, key=lambda alike: (_ORDER.index(alike[3]), *map(str, alike))):
+        for alike in sorted(groups, key=lambda alike: (get_args(How).index(alike[3]), *map(str, alike))):
             names = groups[alike]
-            chunk = self.capabilities.foreach_chunk if alike[3] == "foreach" else 0
-            for start in range(0, len(names), chunk or len(names)):
-                yield CopyGroup(tuple(names[start : start + (chunk or len(names))]), *alike)
+            most = (self.capabilities.foreach_chunk if alike[3] == "foreach" else 0) or len(names)
+            for start in range(0, len(names), most):
+                yield CopyGroup(tuple(names[start : start + most]), *alike)
 
     def _how(self, name: str, slot: Slot) -> tuple[How, str]:
         """How a slot is copied, and what sets it apart."""
@@ -329,6 +324,3 @@ class _Planning:
         if (slot.strided and not (packs and name in self.pattern.hosted)) or any(dim > 0 for dim in slot.varying):
             return "strided"
         return "large" if self._nbytes(slot) >= LARGE_BYTES else ""
-
-
-_ORDER: Final[tuple[How, ...]] = ("fused", "foreach", "single", "in place")

@@ -24,8 +24,7 @@ from .tails import Number
 from .views import Aliases, Views
 
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_SIZES: Final = frozenset({STEP, SETTINGS})
-"""What a function needs that depends on nothing but sizes."""
+_SIZES: Final = frozenset({STEP, SETTINGS})  # what a function needs that depends on nothing but sizes
 
 Targets = Mapping[str, torch.Tensor]
 """Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
@@ -37,10 +36,9 @@ TailRows = list[tuple[torch.Tensor, Number]]
 class Ready:
     """All that one live size needs of a plan, sliced and grouped.
 
-    planned: the plan. live: rows on each varying axis. always: tails to reset in each step. early, late: copies to do
-    before the upload, and after it. host, device: computed slots. packed: computed slots whose values ride in the
-    upload. views: what the step sees, by slot; the fill's own tensors, of which `shown` gives aliases to steps and
-    callers. notes: what a runner keeps beside them.
+    live: rows on each varying axis. always: tails to reset in each step. early, late: copies before the upload, and
+    after it. packed: computed slots whose values ride in the upload. views: what the step sees, the fill's own tensors,
+    of which `shown` gives aliases to steps and callers. notes: what a runner keeps beside them.
     """
 
     planned: "Planned"
@@ -97,28 +95,21 @@ def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
 class Planned:
     """One plan of a bucket, over its buffers; makes `Ready` for any live size.
 
-    padded: the bucket's sizes. exact: whether the step sees live rows only, so that no tail is reset. owner: the number
-    of the kernel's table. lanes: what the kernel writes, in the order of `plan.fused`. uploads: whether each fill sends
-    a packet.
+    padded: the bucket's sizes. exact: whether the step sees live rows only. owner: the number of the kernel's table.
+    lanes: what the kernel writes, in the order of `plan.fused`. uploads: whether each fill sends a packet.
     """
 
     def __init__(
         self, plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes, *, exact: bool, owner: int = 0
     ) -> None:
-        self.plan = plan
-        self.owner = owner
-        self.fused = frozenset(plan.fused)
+        self.plan, self.owner, self.fused = plan, owner, frozenset(plan.fused)
         self.uploads = plan.lowering in FUSED or bool(plan.packed)
         self.has_tails = not exact and any(not (tail.always or tail.fused) for tail in plan.tails)
-        self._declaration = declaration
-        self._buffers = buffers
-        self._padded = padded
-        self.exact = exact
+        self._declaration, self.buffers, self._padded, self.exact = declaration, buffers, padded, exact
         slots, pads = declaration.slots, {tail.slot: tail.value for tail in plan.tails}
         self.lanes = tuple(
             Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused
         )
-        self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
         self._bucket_views = self._views(padded)
         self._bucket_shown = Aliases(self._bucket_views)
         self._asked = False
@@ -136,8 +127,8 @@ class Planned:
         sizes, plan = step.live_sizes, self.plan
         views = self._views(sizes) if self.exact else self._bucket_views
         early = [group for group in plan.copies if not self.uploads or group.placement == HOST]
-        packed = [self._computation(one, step, views) for one in plan.computed if one.packed]
-        others = [(one.on, self._computation(one, step, views)) for one in plan.computed if not one.packed]
+        packed = [self.computation(one, step, views) for one in plan.computed if one.packed]
+        others = [(one.on, self.computation(one, step, views)) for one in plan.computed if not one.packed]
         return Ready(
             planned=self,
             step=step,
@@ -167,17 +158,17 @@ class Planned:
         """The padded rows that copies leave, of tails that each step resets, or of those that may be clean."""
         for tail in self.plan.tails:
             if tail.always == always and not tail.fused:
-                buffer = self._buffers[tail.slot]
+                buffer = self.buffers[tail.slot]
                 for box in boxes(buffer.reach(sizes), buffer.reach(self._padded)):
                     yield buffer.box(box), tail.value
 
     def _ask(self, step: Step) -> None:
-        """Call each function of sizes alone once, before anything is written, in case it asks for an unknown size.
+        """Call each function of sizes alone once: DeclarationError where it asks for an unknown size.
 
-        Raises DeclarationError then. Any other error waits for the fill that needs the function's value.
+        Any other error waits for the fill that needs the function's value.
         """
         for planned in self.plan.computed:
-            compute = self._computes[planned.slot]
+            compute = self._declaration.functions[planned.slot]
             if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
                 given = self._declaration.given(step)
                 try:
@@ -190,16 +181,16 @@ class Planned:
 
     def _views(self, sizes: Sizes) -> Views:
         names, absent = self._declaration.slots, self.plan.absent
-        views = {name: None if name in absent else self._buffers[name].view(sizes) for name in names}
+        views = {name: None if name in absent else self.buffers[name].view(sizes) for name in names}
         return {**dict.fromkeys(self._declaration.disabled), **views}
 
     def _copies(self, groups: Iterable[CopyGroup], sizes: Sizes) -> list[Targets]:
         """Where copies go. What the host computed has every padded row."""
-        padded = sizes if self.exact else self._padded
+        padded, names = sizes if self.exact else self._padded, self._declaration.functions
         together: list[dict[str, torch.Tensor]] = []
         alone: list[Targets] = []
         for group in groups:
-            views = {n: self._buffers[n].view(padded if n in self._computes else sizes) for n in group.slots}
+            views = {n: self.buffers[n].view(padded if n in names else sizes) for n in group.slots}
             if group.how == "single":
                 alone += [{name: view} for name, view in views.items()]
             elif group.how == "foreach" and together and self.plan.mixed:
@@ -208,7 +199,8 @@ class Planned:
                 together.append(views)
         return [*together, *alone]
 
-    def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
-        target = self._buffers[planned.slot].view(step.padded_sizes)
+    def computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
+        """A computed slot's function, given what it needs of the views and the step."""
+        target = self.buffers[planned.slot].view(step.padded_sizes)
         known = {**self._declaration.given(step), **views}
-        return Computation.bind(planned.slot, self._computes[planned.slot], known, self._declaration.fields, target)
+        return Computation.bind(planned.slot, self._declaration, known, target)

@@ -68,9 +68,8 @@ class Gauge:
 class Sizer:
     """Reads a batch's live sizes, one for each varying axis of a declaration in its order.
 
-    relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes.
-    lead: the axis whose rows are wanted beside the sizes, whether or not a slot has it.
-    Raises DeclarationError where no copied slot tells the size of an axis.
+    relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes. lead: an
+    axis whose rows are wanted, too. Raises DeclarationError where no copied slot tells the size of an axis.
     """
 
     def __init__(self, declaration: Declaration, relations: Relations, fixed: Sizes, lead: Axis | None = None) -> None:
@@ -101,7 +100,10 @@ class Sizer:
         """
         if side:
             self._check_side(side)
-        rows = [_first(gauges, batch, side) for gauges in self.gauges]
+        rows = list[int]()
+        for gauges in self.gauges:  # a required one, or the first of several that is there; else there are no rows
+            found = ((one, one.source.read(batch, side)) for one in gauges)
+            rows.append(next((one.rows(value) for one, value in found if one.required or value is not None), 0))
         return tuple([base + slope * rows[lead] for lead, base, slope in self._lines])
 
 
@@ -135,26 +137,13 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
     return tuple(sorted(found, key=lambda one: (not one.required, one.base + one.slope, one.slot, one.dim)))
 
 
-def _first(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
-    """The rows that a required source tells, or the first of several optional ones; no rows where there is none."""
-    for gauge in gauges:
-        value = gauge.source.read(batch, side)
-        if gauge.required or value is not None:
-            return gauge.rows(value)
-    return 0
-
-
 _PLAIN: Final = (int, float)
-_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
-"""The errors of a value that is not a box of numbers. No limit is held against it: the fill refuses it."""
+_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # of what is no box of numbers, which the fill refuses
 
 
 @attrs.frozen
 class Limit:
-    """The largest value of one slot's host data.
-
-    A tensor for a slot on the device is not looked into, wherever it lies: that would wait for the device.
-    """
+    """The largest value of one slot's host data; no tensor for the device is read, which would wait for it."""
 
     name: str
     slot: Slot

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from .axes import Axis, Dim, Shape, Step, shape_of
-from .capabilities import DEVICE, HOST, FillRole, Placement, Role, dtype_text
+from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
 from .sources import Compute, Path, Source, compute_of, one_argument, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
@@ -59,19 +59,18 @@ def placement_of(value: Placement) -> Placement:
     return value
 
 
-def when_of(value: When | None) -> When | None:
-    """A dotted name in the settings, a function of them, or None."""
-    if isinstance(value, str):
-        _need(all(value.split(".")), "a name in the settings is not empty; dots lead into what it names")
-    elif value is not None:
-        one_argument(value, "a name in the settings, or a function of them")
+def when_of(value: When) -> When:
+    """A dotted name in the settings, or a function of them."""
+    if not isinstance(value, str):
+        return one_argument(value, "a name in the settings, or a function of them")
+    _need(all(value.split(".")), "a name in the settings is not empty; dots lead into what it names")
     return value
 
 
-def argument_of(value: str | None) -> str | None:
-    """The name of an operator's argument, or None."""
+def argument_of(value: str) -> str:
+    """The name of an operator's argument."""
     is_name = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
-    _need(value is None or is_name, "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'")
+    _need(is_name, "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'")
     return value
 
 
@@ -80,11 +79,11 @@ def limit_of(value: object) -> Dim | None:
     return None if value is None else Dim.of(value)
 
 
-def poison_of(value: Poison | None) -> Poison | None:
-    """A tuple of values, "stale", or None."""
-    if value is None or (isinstance(value, str) and value == STALE):
+def poison_of(value: Poison) -> Poison:
+    """A tuple of values, or "stale"."""
+    if isinstance(value, str) and value == STALE:
         return value
-    _need(isinstance(value, tuple), f"say a tuple of the values that its tail bears, or {STALE!r}")
+    _need(isinstance(value, tuple), f"say a tuple of the values that its tail may hold, or {STALE!r}")
     return tuple([pad_value(one) for one in value])
 
 
@@ -116,14 +115,14 @@ class Slot:
     shape: Shape = attrs.field(converter=shape_of)
     dtype: torch.dtype | Role = attrs.field(converter=dtype_of)
     placement: Placement = attrs.field(default=DEVICE, converter=placement_of)
-    when: When | None = attrs.field(default=None, converter=when_of)
+    when: When | None = attrs.field(default=None, converter=attrs.converters.optional(when_of))
     optional: bool = attrs.field(default=False, converter=flag)
     rewritten: bool = attrs.field(default=False, converter=flag)
     restored: bool = attrs.field(default=False, converter=flag)
-    argument: str | None = attrs.field(default=None, converter=argument_of)
+    argument: str | None = attrs.field(default=None, converter=attrs.converters.optional(argument_of))
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
     starts: PadValue | None = attrs.field(default=None, converter=attrs.converters.optional(pad_value))
-    poison: Poison | None = attrs.field(default=None, converter=poison_of)
+    poison: Poison | None = attrs.field(default=None, converter=attrs.converters.optional(poison_of))
     strided: bool = attrs.field(default=False, converter=flag)
     converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
     limit: Dim | None = attrs.field(default=None, converter=limit_of)
@@ -157,15 +156,11 @@ class Slot:
         """Source dtypes that a copy takes, and converts, beside the slot's own: the role's and the declared ones."""
         return (*(self.dtype.accepts if isinstance(self.dtype, Role) else ()), *self.converts)
 
-    @property
-    def default_dtype(self) -> torch.dtype:
-        """The dtype on a device that has no other for its role."""
-        return self.dtype.default if isinstance(self.dtype, Role) else self.dtype
-
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
+        dtype, limit = resolve_dtype(self.dtype, Capabilities()), self.limit
         for value in self.declared_values():
-            yield from value_faults(value, self.default_dtype)
+            yield from value_faults(value, dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
         if isinstance(self.pad, Once) and self.starts is not None:
@@ -174,9 +169,14 @@ class Slot:
             yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
         if self.restored and isinstance(self.pad, Once):
             yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
-        yield from _copy_faults(self, self.default_dtype)
+        if not dtype.is_complex and any(source.is_complex for source in self.converts_from()):
+            yield f"it converts complex numbers, whose imaginary part {dtype_text(dtype)} drops: copy the part you mean"
+        if limit is not None and limit.varies:
+            yield f"its limit {limit!r} varies by step: give a number or a fixed axis"
+        if limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
+            yield f"it has a limit, but {dtype_text(dtype)} is not a whole number: leave it out"
         if self.argument is not None:
-            yield from _parameter_faults(self, self.default_dtype)
+            yield from _parameter_faults(self, dtype)
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
@@ -257,17 +257,6 @@ class Output(Slot):
     """A buffer at a fixed address that the step writes its result to; a fill leaves it alone."""
 
 
-def _copy_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
-    """Why a copy cannot convert into a slot, or hold host data to its limit."""
-    text, limit = dtype_text(dtype), slot.limit
-    if not dtype.is_complex and any(source.is_complex for source in slot.converts_from()):
-        yield f"it converts complex numbers, whose imaginary part {text} drops: copy the part you mean"
-    if limit is not None and limit.varies:
-        yield f"its limit {limit!r} varies by step: give a number or a fixed axis"
-    if limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
-        yield f"it has a limit, but {text} is no whole number: limit an integer slot, or leave it out"
-
-
 def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
     """Why operators cannot be handed what a slot holds."""
     if slot.placement != HOST:
@@ -310,10 +299,7 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
 
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
-    """The field of a slot with the parameters of its specifier, and with a fault for each one that does not suit.
-
-    Where one does not suit, another slot stands in for it, so that the class tells whatever else is wrong, too.
-    """
+    """The field of a slot, or of a stand-in with a fault for each parameter of its specifier that does not suit."""
     suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter

@@ -12,20 +12,14 @@ STEP: Final = "step"
 SETTINGS: Final = "settings"
 RANKS: Final = "ranks"
 OUT: Final = "out"
-_NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 Sources: TypeAlias = tuple[Any, ...]
-_IS_MAPPING: Final[dict[type, bool]] = {}
-"""Remembered by type: asking an abstract class costs more than the look-up itself."""
+_IS_MAPPING: Final[dict[type, bool]] = {}  # asking an abstract class costs more than the look-up itself
 
 
 def look_up(holder: object, name: str) -> Any:
-    """One name in a mapping or on an object; None where it is not there.
-
-    A mapping is asked whether it has the name first: `__missing__` would answer for one that it has not, as that of a
-    `defaultdict` does, and leave what it made there.
-    """
+    """One name in a mapping or on an object; None where it is not there, without `__missing__` of a `defaultdict`."""
     kind = type(holder)
     is_mapping = _IS_MAPPING.get(kind)
     if is_mapping is None:
@@ -44,10 +38,7 @@ class Source(abc.ABC):
 
 
 class Answering:
-    """A batch that stands in for one of another class, and so answers in the place of functions that look into that.
-
-    A plain class: to ask an abstract one whether a batch is of it would take three times as long as the look-up.
-    """
+    """A batch that stands in for one of another class; no ABC, whose instance checks would take three times as long."""
 
     @abc.abstractmethod
     def answer(self, source: Source) -> Any:
@@ -111,10 +102,7 @@ def side(path: str) -> Path:
 
 
 def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:
-    """A declaration's `source=`: a dotted path, a side argument, a function; None where it said nothing.
-
-    Raises TypeError or ValueError for anything else.
-    """
+    """A declaration's `source=`: a dotted path, a side argument, a function or None. TypeError, ValueError else."""
     if source is None or isinstance(source, Source):
         return source
     if isinstance(source, str):
@@ -171,9 +159,8 @@ class Gather:
 class Compute:
     """A function and the names that it needs, as pytest fixtures have them.
 
-    needs: parameters in order: slots, fields of the batch, `step` for the step's sizes, `settings` for the runner's,
-    `ranks` for those that run the step together.
-    writes_out: whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
+    needs: parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`. writes_out: whether it takes
+    `out`, the slot's own buffer, and fills it instead of returning a value.
     """
 
     function: Callable[..., Any]
@@ -195,11 +182,9 @@ def compute_of(function: Callable[..., Any]) -> Compute:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:  # a function in C, or what only looks like one
-        raise TypeError(
-            f"its parameters cannot be read ({error}): write a function that calls it, with names of slots"
-        ) from error
+        raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
     for parameter in parameters:
-        if parameter.kind not in _NAMED:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
@@ -214,9 +199,7 @@ def one_argument(function: Callable[..., Any], expected: str) -> Callable[..., A
     except ValueError:  # a function in C that does not tell its parameters
         return function
     except TypeError as error:
-        raise TypeError(
-            f"expected {expected}: it is called with one argument, which it does not take ({error})"
-        ) from error
+        raise TypeError(f"expected {expected}, called with one argument, which it does not take ({error})") from error
     return _no_coroutine(function)
 
 

@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .admission import NOT_TOLD, Kind, has_memory, is_in_place
-from .buffers import Buffers
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, own_guard
@@ -36,12 +35,11 @@ def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:
 
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_UNLIKE: Final = (AttributeError, *NOT_CARRIED)
-"""What is raised over a source that is of another kind."""
+_UNLIKE: Final = (AttributeError, *NOT_CARRIED)  # what is raised over a source that is of another kind
 ADDRESSES: Final = 256
-"""Sets of addresses that one specialization remembers the words of; the oldest goes first."""
+"""Sets of addresses that one specialization remembers the words of."""
 KEPT: Final = 4096
-"""Live sizes, each with a pattern of absent slots, that a table has specializations for; the oldest goes first."""
+"""Live sizes, each with a pattern of absent slots, that a table has specializations for."""
 KINDS: Final = 8
 """Specializations for one of these: for kinds of sources, and for the buckets that took it."""
 MISS: Final = object()
@@ -55,16 +53,16 @@ Run = Callable[[Any, Side, Sources], Any]
 """A bound step: see `bind` of runners."""
 
 
-def _not_bound(*_: Any) -> Any:
+def not_bound(*_: Any) -> Any:
+    """What stands for a step or a fill that no runner has bound yet."""
     return MISS
 
 
 class Specialization:
     """Fills from sources that are like those it was made for.
 
-    made_for: what it fills. ready: what its live sizes need. take: looks at sources and writes nothing; None where they
-    are not like those that it was made for. write: fills from what `take` gave, all but what the device computes; call
-    it without gradients, and expect ComputeError. bound: what runners bound to it: a fill by itself, and a whole step.
+    ready: what its live sizes need. take: looks at sources and writes nothing; None where they are unlike. write: fills
+    from what `take` gave, all but what the device computes; ComputeError. bound: a fill by runners, and a whole step.
     """
 
     def __init__(
@@ -74,20 +72,15 @@ class Specialization:
         names: Sequence[str],
         kinds: Mapping[str, Kind],
         sources: Sources,
-        buffers: Buffers,
-        feed: Feed | None,
+        feed: Feed,
     ) -> None:
-        """Bind a plan.
-
-        names: the slots that sources are for, in the order of sources; some may be absent. kinds: how each source
-        travels, by slot. sources: those that this is made for. feed: the packet; None where nothing is uploaded.
-        """
+        """Bind a plan. names: of slots, in the order of sources. kinds: how each travels. sources: those made for."""
         self.made_for = made_for
         self.ready = planned.ready(made_for[1])
-        self.bound: list[Run] = [_not_bound, _not_bound]
+        self.bound: list[Run] = [not_bound, not_bound]
         self._planned = planned
-        self._buffers = buffers
-        self._feed = feed
+        self._buffers = buffers = planned.buffers
+        self._feed = feed if planned.uploads else None
         self._kinds = {place: (name, kinds[name]) for place, name in enumerate(names) if name in kinds}
         self._in_place = {p: buffers[n].tensor.data_ptr() for p, (n, kind) in self._kinds.items() if kind.in_place}
         self._by_address = [place for place, (_, kind) in self._kinds.items() if kind.carrier is None]
@@ -98,10 +91,6 @@ class Specialization:
         self.take = self._taker(sources)
         self.write = self._writer(len(names))
 
-    def is_bound(self, *, whole: bool) -> bool:
-        """Whether a runner has bound a step to it, or a fill where it is not `whole`."""
-        return self.bound[whole] is not _not_bound
-
     def _laid_out(self, kinds: Mapping[str, Kind], count: int) -> Callable[[tuple[int, ...]], bytes]:
         """Give all that the packet carries its place; what makes its first words out of the sources' addresses."""
         ready, feed, lanes = self.ready, self._feed, self._planned.lanes
@@ -109,32 +98,30 @@ class Specialization:
             return lambda _: b""
         at = rounded(head_bytes(len(lanes)))
         sizes = {name: rounded(kind.nbytes) for name, kind in self._kinds.values() if kind.carrier is not None}
-        sizes |= {value.slot: value.nbytes for value in ready.packed}
+        sizes |= {value.computation.slot: value.nbytes for value in ready.packed}
         starts: dict[str, int] = {}
         for name, nbytes in sizes.items():
             starts[name] = at
             at += nbytes
         if at > feed.room:
             raise ValueError(f"the packet has {feed.room} bytes, too few for a bucket that it was not made for")
-        self._read_from_packet(starts, feed.upload.packet, count)
+        targets = {name: view for copies in ready.late for name, view in copies.items()}
+        with torch.inference_mode(mode=False):  # the parts that copies read stand as tensors behind the sources
+            for name in starts.keys() & targets.keys():
+                target, start = targets[name], starts[name]
+                self._places[name] = count + len(self._fixed)
+                part = feed.upload.packet[start : start + target.nbytes]
+                self._fixed.append(part.view(target.dtype).view(target.shape))
         slots, address = [lane.slot for lane in lanes], feed.upload.packet.data_ptr()
-        words = self._planned.words(kinds, frozenset(value.slot for value in ready.packed), ready.step.live_sizes)
+        words = self._planned.words(
+            kinds, frozenset(value.computation.slot for value in ready.packed), ready.step.live_sizes
+        )
         given = [self._kinds[place][0] for place in self._by_address]
         order = {name: at for at, name in enumerate(given) if not kinds[name].in_place}
         fixed = [address + starts[name] if name in starts else 0 for name in slots]
         picked = chosen([order.get(name, len(given) + at) for at, name in enumerate(slots)])
         pack = struct.Struct(f"<{len(slots)}Q{-head_bytes(len(lanes)) % UNIT}x").pack
         return lambda pointers: words + pack(*picked((*pointers, *fixed)))
-
-    def _read_from_packet(self, starts: Mapping[str, int], packet: torch.Tensor, count: int) -> None:
-        """Have the parts that copies read, where they lie at each step, stand as tensors behind the sources."""
-        targets = {name: view for copies in self.ready.late for name, view in copies.items()}
-        with torch.inference_mode(mode=False):
-            for name in starts.keys() & targets.keys():
-                target, start = targets[name], starts[name]
-                part = packet[start : start + target.nbytes].view(target.dtype).view(target.shape)
-                self._places[name] = count + len(self._fixed)
-                self._fixed.append(part)
 
     def _taker(self, like: Sources) -> Callable[[Sources], Taken | None]:
         """`take`, with what it needs in local names."""
@@ -172,10 +159,7 @@ class Specialization:
         return take
 
     def _anew(self, pointers: tuple[int, ...], sources: Sources) -> Taken | None:
-        """A packet's first words, and the sources, with copies of those that slots' writes would change, or lie askew.
-
-        None where a source is its slot's own memory now, or no longer is, or has no memory.
-        """
+        """A packet's first words, and sources, with copies of those that writes would change; None if one is unlike."""
         buffers, copies = self._buffers, dict[int, torch.Tensor]()
         low, high = buffers.near
         for place, pointer in zip(self._by_address, pointers, strict=True):
@@ -188,7 +172,10 @@ class Specialization:
                 if not has_memory(source) or (kind.prepare is None and is_in_place(source, buffers[name])):
                     return None
                 if pointer % source.itemsize or buffers.holds(source):
-                    copies[place] = _copy(source, apart=kind.pace is not None)
+                    if kind.pace is None:
+                        copies[place] = source.clone(memory_format=torch.contiguous_format)
+                    else:  # with its rows as far apart as the packet says
+                        copies[place] = source.new_empty_strided(source.shape, source.stride()).copy_(source)
         if not copies:
             words = keep_newest(self._known, ADDRESSES)[pointers] = self._words(pointers)
             return words, sources
@@ -313,10 +300,7 @@ class Specializations:
 
 
 def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Callable[[Sources], Hashable]:
-    """Make a call that tells from sources which sizes they have, and which optional ones are there.
-
-    Two batches that are alike in that have the same live sizes, and lack the same slots.
-    """
+    """Make a call that tells from sources which sizes they have, and which optional ones are there."""
     axes = [[(names.index(gauge.slot), gauge) for gauge in gauges] for gauges in size.gauges]
     firsts = [(place, gauge.dim) for (place, gauge), *_ in axes]
     absent = [names.index(name) for name in optional]
@@ -359,10 +343,3 @@ def _copy_of(copies: Targets, places: Mapping[str, int]) -> tuple[Callable[[Any]
     if len(views) == 1:
         return views[0].copy_, operator.itemgetter(*at)
     return functools.partial(_FOREACH_COPY, views), chosen(at)
-
-
-def _copy(source: torch.Tensor, *, apart: bool) -> torch.Tensor:
-    """A source elsewhere: as dense rows, or with its rows as far apart as the packet says."""
-    if not apart:
-        return source.clone(memory_format=torch.contiguous_format)
-    return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device).copy_(source)

@@ -66,7 +66,7 @@ def once(value: PadValue) -> Once:
 
 
 def tail_of(pad: PadValue | Tail | None) -> Tail | None:
-    """A declaration's `pad=` as a rule; None where it said nothing. TypeError where it is no rule and no value."""
+    """A declaration's `pad=` as a rule; None where it said nothing. TypeError where it is not a rule and no value."""
     if pad is None or isinstance(pad, Keep):
         return pad
     return type(pad)(pad_value(pad.value)) if isinstance(pad, Pad | Once) else Pad(pad_value(pad))
@@ -101,10 +101,7 @@ def range_of(dtype: torch.dtype) -> tuple[type[bool] | type[int] | type[float], 
 
 
 def holds(dtype: torch.dtype, value: Number) -> bool:
-    """Whether a dtype can hold a number exactly in kind: no float in an index, nothing out of range.
-
-    A bool slot holds bools, and 0 and 1, which engines write for them. No other slot holds a bool.
-    """
+    """Whether a number is of a dtype's kind and range. Only bool slots hold bools, and 0 and 1 for them."""
     kind, least, most = range_of(dtype)
     if isinstance(value, bool) and kind is not bool:
         return False

@@ -27,10 +27,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Aliases:
-    """Aliases of some tensors, by name, for code that is not ours.
-
-    They are the same ones at each call, until one was changed in place (`unsqueeze_`, `set_`, `.data =`).
-    """
+    """Aliases of some tensors, by name: the same ones until one was changed in place (`unsqueeze_`, `.data =`)."""
 
     def __init__(self, tensors: Views) -> None:
         self._tensors = tensors
@@ -65,9 +62,8 @@ class Aliases:
 class ViewInfo:
     """What a view remembers of its fill: the step's sizes, which axes follow from others, the runner's declaration.
 
-    whole: slots that must not be cut, since a replay hands all of each to every operator of its graph. captured:
-    whether the view is for a capture, in which no function on the host can be called for a micro-batch: each replay
-    would see what it returned then. exact: whether it has live rows only, as steps without a graph do.
+    whole: slots that must not be cut, since operators take all of each. captured: whether the view is for a capture,
+    which would freeze what functions on the host return for a micro-batch. exact: whether it has live rows only.
     """
 
     step: Step
@@ -95,7 +91,7 @@ def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Any], 
 
 
 def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
-    """The fields that are no slots: the batch's own, else the defaults; those with neither are left out."""
+    """The fields that are not slots: the batch's own, else the defaults; those with neither are left out."""
     found, plain = {}, type(batch) is dict
     for name, default in fields.items():
         value = batch.get(name) if plain else None
@@ -107,10 +103,7 @@ def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
 
 
 def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:
-    """The micro-batch of a range of rows on some axes: see `Inputs.narrow`. BatchError where it cannot be cut.
-
-    declared: the slots of the view's class, of which a runner may have switched some off, or carry them as fields.
-    """
+    """`Inputs.narrow` of a view whose class has these slots, enabled or not. BatchError where it cannot be cut."""
     if info is None:
         raise BatchError("only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself")
     sizes, every = info.step.padded_sizes, _all_ranges(info, ranges)
@@ -137,15 +130,11 @@ def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
     sizes, every = info.step.padded_sizes, dict(ranges)
     for axis, (start, stop) in ranges.items():
         if axis not in sizes:
-            raise BatchError(
-                f"this view has no rows on {axis}, which no slot of {info.declaration.name} tells: narrow another"
-            )
+            raise BatchError(f"no slot of {info.declaration.name} tells the rows on {axis}: narrow another axis")
         if not 0 <= start <= stop <= sizes[axis]:
             raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
         if axis in info.relations and not set(ranges) & info.relations[axis].axes:
-            raise BatchError(
-                f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
-            )
+            raise BatchError(f"{axis} follows from {info.relations[axis]}: narrow that axis in its place")
         for other, size in info.relations.items():
             if axis in size.axes:
                 every.setdefault(other, (size.at({**sizes, axis: start}), size.at({**sizes, axis: stop})))
@@ -156,19 +145,25 @@ def _cut(
     values: Mapping[str, Any], declared: Mapping[str, Slot], info: ViewInfo, ranges: Ranges, step: Step
 ) -> dict[str, Any]:
     """A view's values in the micro-batch: slices, and what is computed anew; without what cannot be had there."""
-    made, slots, order = dict(values), info.declaration.slots, info.declaration.order
-    for name in (name for name in declared if name not in order):
+    made, slots, functions = dict(values), info.declaration.slots, info.declaration.functions
+    for name in (name for name in declared if name not in functions):
         tensor = values.get(name)
         made[name] = None if tensor is None else _slice(name, declared[name], tensor, info, ranges)
-    for name in (name for name in order if values.get(name) is not None):
-        slot, needs = declared[name], declared[name].needs
-        brought = [need for need in needs if need in slots]
+    for name, compute in functions.items():
+        if values.get(name) is None:
+            continue
+        slot, brought = declared[name], [need for need in compute.needs if need in slots]
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
-            made[name] = _computed(name, slot, {**values, **made}, info.declaration, step)
+            with torch.inference_mode(mode=False):
+                target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # its rows, its tail and all
+            known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
+            with torch.no_grad():
+                Computation.bind(name, info.declaration, known, target).run(None)
+            made[name] = target
             continue
         same = all(need in made and made[need] is values[need] for need in brought)
-        if not same or STEP in needs or not slot.axes.isdisjoint(ranges):
+        if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
             del made[name]  # what the host computed for all rows is not right for these
     return made
 
@@ -180,23 +175,7 @@ def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: 
         if size.axes.isdisjoint(ranges):
             continue
         if any(sum(axis in ranges for axis in axes) != 1 for axes, _ in size.terms):
-            raise BatchError(
-                f"slot {name!r}: dim {dim} is {size}, whose rows belong to no one range; compute it instead"
-            )
+            raise BatchError(f"slot {name!r}: rows of dim {dim}, {size}, belong to no one range: compute it instead")
         start = size.at(first)
         tensor = tensor.narrow(dim, 0 if isinstance(slot, Constant) else start, size.at(last) - start)
     return tensor
-
-
-def _computed(name: str, slot: Slot, values: Mapping[str, Any], declaration: Declaration, step: Step) -> torch.Tensor:
-    """A computed slot of the micro-batch, in memory of its own: its rows, its tail and all."""
-    before: torch.Tensor = values[name]
-    compute = slot.computes()
-    if compute is None:  # an order holds computed slots only; this tells the type checkers
-        return before
-    with torch.inference_mode(mode=False):
-        target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
-    known = {**dict.fromkeys(declaration.fields), **values, **declaration.given(step)}
-    with torch.no_grad():
-        Computation.bind(name, compute, known, {}, target).run(None)
-    return target

@@ -8,7 +8,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
-import generated  # noqa: E402 - beside this file
+import generated
 
 _PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -39,7 +39,9 @@ html_copy_source = False
 def _relative(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
     """README's links are absolute, for the package index; in the book they lead to its own pages."""
     del app, path, parent
-    pages = re.compile(r"\]\(https://(?:github|raw\.githubusercontent)\.com/slotgraph/slotgraph(?:/blob)?/main/docs/([^)]*\.(?:md|svg)(?:#[^)]*)?)\)")
+    pages = re.compile(
+        r"\]\(https://(?:github|raw\.githubusercontent)\.com/slotgraph/slotgraph(?:/blob)?/main/docs/([^)]*\.(?:md|svg)(?:#[^)]*)?)\)"
+    )
     content[0] = pages.sub(r"](\1)", content[0])
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from sphinx.pycode import ModuleAnalyzer
 
 from slotgraph import Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities, dtype_text
@@ -36,7 +35,9 @@ def entries(module: str) -> Iterator[str]:
     yield "```{eval-rst}"
     for name in getattr(found, "__all__", sorted(name for name in vars(found) if name[0].isupper())):
         value = getattr(found, name)
-        if inspect.ismodule(value) or (module == "slotgraph.standard" and inspect.isclass(value) and issubclass(value, Inputs)):
+        if inspect.ismodule(value) or (
+            module == "slotgraph.standard" and inspect.isclass(value) and issubclass(value, Inputs)
+        ):
             continue
         yield from _entry(f"{module}.{name}", name, value)
     yield "```"
@@ -48,11 +49,19 @@ def _entry(path: str, name: str, value: Any) -> Iterator[str]:
     elif callable(value):
         yield from (f".. autofunction:: {path}", "")
     else:
-        yield from (f".. py:data:: {path}", *[f"   :value: {value!r}"] * isinstance(value, str | Axis), "", f"   {_said(name, value)}", "")
+        yield from (
+            f".. py:data:: {path}",
+            *[f"   :value: {value!r}"] * isinstance(value, str | Axis),
+            "",
+            f"   {_said(name, value)}",
+            "",
+        )
 
 
 def _said(name: str, value: object) -> str:
     """What stands below a name where it is defined."""
+    from sphinx.pycode import ModuleAnalyzer  # noqa: PLC0415 - tests take the tables without Sphinx
+
     for path, module in sys.modules.copy().items():
         if path.startswith("slotgraph.") and vars(module).get(name) is value:
             analyzer = ModuleAnalyzer.for_module(path)
@@ -71,7 +80,12 @@ def tables() -> Iterator[str]:
         yield from (f"### `{name}`", "", (inputs.__doc__ or "").split("\n")[0], "")
         rows = list(_rows(inputs))
         if rows:
-            yield from ("| slot | shape | dtype | on | tail | comes from | why |", "|---|---|---|---|---|---|---|", *rows, "")
+            yield from (
+                "| slot | shape | dtype | on | tail | comes from | why |",
+                "|---|---|---|---|---|---|---|",
+                *rows,
+                "",
+            )
 
 
 def whys(inputs: type[Inputs]) -> dict[str, str]:

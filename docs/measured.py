@@ -20,8 +20,11 @@ document.body.dataset.theme = "%s";
 window.addEventListener("load", () => {
   const wide = [];
   for (const one of document.querySelectorAll(".content pre, .content table, .content .table-wrapper, .content img"))
-    if (one.scrollWidth > one.clientWidth + 1 || one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
-      wide.push(one.tagName + ": " + one.textContent.trim().split("\\n").reduce((a, b) => a.length > b.length ? a : b, "").slice(0, 120));
+    if (one.scrollWidth > one.clientWidth + 1
+        || one.getBoundingClientRect().right > document.documentElement.clientWidth + 1) {
+      const lines = one.textContent.trim().split("\\n").sort((a, b) => b.length - a.length);
+      wide.push(one.tagName + ": " + lines[0].slice(0, 120));
+    }
   const found = document.createElement("pre");
   found.id = "found";
   found.textContent = JSON.stringify([wide, getComputedStyle(document.body).backgroundColor]);
@@ -35,8 +38,17 @@ def look(browser: str, page: Path, width: int, scheme: str) -> tuple[list[str], 
     with tempfile.NamedTemporaryFile("w", suffix=".html", dir=page.parent, encoding="utf-8") as copy:
         copy.write(page.read_text(encoding="utf-8").replace("</body>", _LOOK % scheme + "</body>"))
         copy.flush()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},2000", "--virtual-time-budget=2000"]
-        dom = subprocess.run([browser, *flags, f"file://{copy.name}"], capture_output=True, text=True, check=True, timeout=60).stdout
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--dump-dom",
+            f"--window-size={width},2000",
+            "--virtual-time-budget=2000",
+        ]
+        dom = subprocess.run(  # noqa: S603 - a browser that is installed here
+            [browser, *flags, f"file://{copy.name}"], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
     found = re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)
     if found is None:
         raise LookupError(f"{page.name}: the browser did not measure it")
@@ -50,7 +62,15 @@ def main(folder: Path) -> int:
     if browser is None:
         print("slotgraph: pages not measured: there is no Chromium here")
         return 0
-    faults, colours, pages = 0, set(), [page for page in sorted(folder.glob("*.html")) if page.name not in {"genindex.html", "py-modindex.html", "search.html"}]
+    faults, colours, pages = (
+        0,
+        set(),
+        [
+            page
+            for page in sorted(folder.glob("*.html"))
+            if page.name not in {"genindex.html", "py-modindex.html", "search.html"}
+        ],
+    )
     for page in pages:
         for width in WIDTHS:
             for scheme in SCHEMES if page.name == "index.html" else SCHEMES[:1]:

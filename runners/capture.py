@@ -3,9 +3,10 @@
 import contextlib
 import gc
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import rich.console
@@ -18,7 +19,8 @@ from ..dataflow.errors import CaptureError, CheckError, ComputeError
 from ..dataflow.ready import Ready
 from ..dataflow.views import alias
 from .outputs import map_tensors
-from .statistics import human_bytes
+
+T = TypeVar("T")
 
 
 @attrs.define(eq=False)
@@ -54,14 +56,8 @@ class Captured:
         return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
-@attrs.define(eq=False)
-class Forks:
-    """How often this process came out of a fork."""
-
-    count: int = 0
-
-
-FORKS: Final = Forks()
+FORKS: Final = types.SimpleNamespace(count=0)
+"""How often this process came out of a fork."""
 os.register_at_fork(after_in_child=lambda: setattr(FORKS, "count", FORKS.count + 1))
 
 
@@ -81,14 +77,10 @@ def clock_of(pool: object | None) -> Clock:
     return Clock() if pool is None else _CLOCKS.setdefault(pool, Clock())
 
 
-_FROZEN_BY_PYTHON: Final = 1000
-"""Python 3.12 starts with some hundred frozen objects, others with none; a program freezes many more."""
-
-
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
     """Keep the garbage collector from walking over all objects at each capture; not where a program froze its own."""
-    if gc.get_freeze_count() >= _FROZEN_BY_PYTHON:
+    if gc.get_freeze_count() >= 1000:  # noqa: PLR2004 - Python 3.12 itself starts with some hundred
         yield
         return
     gc.collect(1)
@@ -146,14 +138,13 @@ def told_as_capture_error() -> Iterator[None]:
         raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
 
-def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> Iterator[int]:
-    """Walk over buckets under a progress bar that shows the bucket and the memory left; no bar off a terminal."""
+def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Iterator[T]:
+    """Walk over items under a progress bar that says what is done to each; no bar off a terminal."""
     console = rich.console.Console(stderr=True)
     hidden = not (show and console.is_terminal)
     with rich.progress.Progress(console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("capture", total=len(buckets))
-        for bucket in buckets:
-            free = human_bytes(backend.memory().free)
-            progress.update(task, description=f"capturing bucket {bucket}, {free} free")
-            yield bucket
+        task = progress.add_task("", total=len(items))
+        for one in items:
+            progress.update(task, description=text(one))
+            yield one
             progress.advance(task)

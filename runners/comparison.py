@@ -150,29 +150,16 @@ def named(
             yield from named(inner, where, depth, known)
     elif depth and id(value) not in known and not isinstance(value, Inputs | type | Module):
         known.add(id(value))
-        kind, told = type(value), list[Any]()
-        if attrs.has(kind):
-            told += attrs.fields(kind)
-        elif dataclasses.is_dataclass(kind):
-            told += dataclasses.fields(kind)
-        for name in [field.name for field in told] or list(getattr(value, "__dict__", ())):
+        kind = type(value)
+        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else getattr(kind, "__attrs_attrs__", ())
+        for name in [field.name for field in fields] or list(getattr(value, "__dict__", ())):
             yield from named(getattr(value, name), f"{place}.{name}", depth - 1, known)
 
 
 def differences(one: Seen, other: Seen, tolerance: Tolerances) -> Iterator[Mismatch]:
     """Where two runs differ, maybe with other padding: copied slots bit for bit, then outputs; not computed slots."""
-    yield from mismatches(*_shared(one.copied, other.copied))
+    yield from mismatches(one.copied, other.copied)
     yield from mismatches(one.outputs, other.outputs, tolerance, step=one.step)
-
-
-def computed_apart(one: Seen, other: Seen) -> list[Mismatch]:
-    """Computed slots of which both runs saw other values."""
-    return list(mismatches(*_shared(one.computed, other.computed), step=one.step))
-
-
-def _shared(one: Leaves, other: Leaves) -> tuple[Leaves, Leaves]:
-    """Slots that both have: a batch may bring computed ones itself."""
-    return {name: one[name] for name in one if name in other}, {name: other[name] for name in one if name in other}
 
 
 def mismatches(
@@ -198,7 +185,7 @@ def mismatches(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values that are no tensors are equal, if their type can tell. NaN equals itself."""
+    """Whether two values that are not tensors are equal, if their type can tell. NaN equals itself."""
     if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
         return type(one) is type(other)
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told

@@ -3,6 +3,7 @@
 import bisect
 import functools
 import inspect
+import json
 import math
 import os
 import pathlib
@@ -21,7 +22,6 @@ from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError, hint
 from ..dataflow.inputs import Inputs
-from .serial import json_data
 
 
 def refuse(argument: str, expected: str, value: object) -> NoReturn:
@@ -59,7 +59,7 @@ def is_collection(value: object) -> bool:
 
 
 def declaration_of(inputs: Any) -> Declaration:
-    """What a declaration class declares. ConfigError where it is no subclass of Inputs."""
+    """What a declaration class declares. ConfigError where it is not a subclass of Inputs."""
     if not (isinstance(inputs, type) and issubclass(inputs, Inputs) and inputs is not Inputs):
         refuse("inputs", "a declaration, a subclass of Inputs", inputs)
     return inputs.slotgraph
@@ -72,7 +72,7 @@ def check_step(argument: str, step: Any, takes: str = "the view") -> None:
 
 
 def checked_sizes(sizes: Any) -> dict[Axis, int]:
-    """Sizes by axis. ConfigError where one is no whole number of at least 0, or its key no axis."""
+    """Sizes by axis. ConfigError where one is not a whole number of at least 0, or its key no axis."""
     found = checked_keys("sizes", "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Axis)
     for axis, size in found.items():
         checked(f"sizes of {axis}", "a whole number, at least 0", size, int, 0)
@@ -80,7 +80,7 @@ def checked_sizes(sizes: Any) -> dict[Axis, int]:
 
 
 def checked_relations(relations: Any) -> dict[Axis, Dim]:
-    """Axes that follow from others. ConfigError where a key is no axis, or its size no expression over axes."""
+    """Axes that follow from others. ConfigError where a key is not an axis, or its size no expression over axes."""
     expected, what = "a mapping of axes to sizes over others, such as {TOKENS: BATCH * 4}", "an expression over axes"
     found = checked_keys("relations", expected, {} if relations is None else relations, Axis)
     return {axis: Dim.of(checked(f"relations of {axis}", what, size, (Axis, Dim))) for axis, size in found.items()}
@@ -95,7 +95,7 @@ def checked_names(argument: str, names: Any) -> tuple[str, ...]:
 
 
 def check_seconds(argument: str, seconds: Any) -> None:
-    """ConfigError where it is no number of seconds that a wait can take."""
+    """ConfigError where it is not a number of seconds that a wait can take."""
     most = threading.TIMEOUT_MAX
     checked(argument, f"seconds, more than 0 and at most {most:g}", seconds, (int, float), sys.float_info.min, most)
 
@@ -146,13 +146,13 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
     return found
 
 
-def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf, *, unset: bool = False) -> Any:
-    """An option of a kind, a number between two bounds. unset: it may be None."""
+def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf) -> Any:
+    """An option of a kind, or a number between two bounds; it may be None if that is its default."""
     bounds = f", at least {least}" * (most == math.inf) or f" between {least} and {most}"
     expected = kind.__name__ + bounds * (least > -math.inf)
 
     def check(_: object, field: Any, value: Any) -> None:
-        if not (unset and value is None):
+        if value is not None or default is not None:
             checked(f"option {field.name!r}", expected, value, (int, float) if kind is float else kind, least, most)
 
     return attrs.field(default=default, validator=check)
@@ -208,6 +208,18 @@ class Buckets:
         return (bucket - rows) / bucket if rows else 0.0
 
 
+def json_data(text: str) -> Any:
+    """What a JSON text says; ValueError for what is none, for NaN and infinity, and for what is nested too deeply."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not a number in JSON")
+
+
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
     """How a runner runs: options of which each runner uses some, and refuses the others.
@@ -236,12 +248,12 @@ class RunnerConfig:
     warmups: int = _option(int, 1, 0)
     progress: bool = _option(bool, default=True)
     debug: frozenset[str] | None = attrs.field(default=None, converter=attrs.converters.optional(modes_of))
-    no_copy: bool | None = _option(bool, None, unset=True)
-    sharing: bool | None = _option(bool, None, unset=True)
+    no_copy: bool | None = _option(bool, None)
+    sharing: bool | None = _option(bool, None)
     graphs: bool = _option(bool, default=True)
     lowering: str = _option(str, AUTO)
     lazy: bool = _option(bool, default=False)
-    error_mode: str | None = _option(str, None, unset=True)
+    error_mode: str | None = _option(str, None)
     told: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
 
     @classmethod

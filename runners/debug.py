@@ -17,7 +17,7 @@ from .bits import first_unequal
 from .capture import Captured
 from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
-from .check.trial import Together, Trial, unwatched
+from .check.trial import Finding, Together, Trial, error_text, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .graphs import GraphSet
@@ -37,7 +37,7 @@ class Prover(Watcher):
     """
 
     mode: str
-    look: Callable[[Any, Trial[Any]], str]
+    look: Callable[[Any, Trial[Any]], Iterable[Finding]]
     copies: int
     runner: Runner[Any]
     given: State | None = None
@@ -46,7 +46,7 @@ class Prover(Watcher):
     _found: dict[int, State] = attrs.field(init=False, factory=dict)
     _skipped: set[str] = attrs.field(init=False, factory=set)
     _batch: Sample | None = attrs.field(init=False, default=None)
-    _filled: tuple[Inputs, int] | None = attrs.field(init=False, default=None)
+    _filled: tuple[int, int] | None = attrs.field(init=False, default=None)
     _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
 
     def __attrs_post_init__(self) -> None:
@@ -66,20 +66,19 @@ class Prover(Watcher):
 
     def filled(self, view: Inputs) -> None:
         """Keep the view. The runner refuses all others."""
-        self._filled = view, self.graphs.buffers.turn.others
+        self._filled = id(view), self.graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
         """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
-        last, others = self._filled or (view, self.graphs.buffers.turn.others)
-        refused = view is not last or self.graphs.buffers.turn.others != others
+        refused = self._filled not in (None, (id(view), self.graphs.buffers.turn.others))
         graph = None if self.off or refused else graph_of(self.runner, view)
         if self.together.any(graph is None):
             return
         state = self._state_for(view, graph)
         if state is not None:
             with unwatched(self.runner.watch):
-                message = self.look(self, Trial(self.runner, view, state, self._batch))
-            self.judge(message)
+                found = [*self.look(self, Trial(self.runner, view, state, self._batch))]
+            self.judge(found[0].message if found else "")
 
     def _state_for(self, view: Inputs, graph: Captured | None) -> State | None:
         """The state of a step. None if there is no room for copies, on some rank."""
@@ -94,8 +93,8 @@ class Prover(Watcher):
         except CheckError as error:
             self.off, state = True, None
             log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
-        except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
-            state, reason = None, f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - a step may fail when it is looked at, which is no fault of its graph
+            state, reason = None, error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)
                 log.warning("debug_skipped", runner=self.runner.name, mode=self.mode, reason=reason)
@@ -120,12 +119,12 @@ class AddressProver(Prover):
             self.judge(fault)
             super().before_replay(view)
 
-    def read(self, trial: Trial[Any]) -> str:
-        """Name a tensor that has moved, and the operator that reads it."""
+    def read(self, trial: Trial[Any]) -> Iterable[Finding]:
+        """Name tensors that have moved, and the operators that read them."""
         changes = self._changes(trial.view)
         told = readers(trial, changes)
-        self._unread.update(self._key(one, trial.view) for one in changes if one.holding.name not in told)
-        return next(iter(told.values()), "")
+        self._unread.update(self._key(one, trial.view) for one in changes if one[0].name not in told)
+        return told.values()
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
         """What is wrong with tails of memory that only the runner may write."""
@@ -148,21 +147,12 @@ class AddressProver(Prover):
         return [one for one in self.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
-        return id(graph_of(self.runner, view)), change.holding.name, change.now.data_ptr()
-
-
-def _poisoned(_: Prover, trial: Trial[Any]) -> str:
-    return next((one.message for one in Poisoning(trial).findings()), "")
-
-
-def _unlike(_: Prover, trial: Trial[Any]) -> str:
-    fault = parity_fault(trial)
-    return "" if fault is None else fault.message
+        return id(graph_of(self.runner, view)), change[0].name, change[1].data_ptr()
 
 
 WATCHERS[ADDRESSES] = functools.partial(AddressProver, ADDRESSES, AddressProver.read, 1)
-WATCHERS[POISON] = functools.partial(Prover, POISON, _poisoned, 1)
-WATCHERS[PARITY] = functools.partial(Prover, PARITY, _unlike, COPIES)
+WATCHERS[POISON] = functools.partial(Prover, POISON, lambda _, trial: Poisoning(trial).findings(), 1)
+WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda _, trial: filter(None, [parity_fault(trial)]), COPIES)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Run, Specialization
 from .capture import Captured
-from .config import Buckets, RunnerConfig, Wanted, config_of, patterns_of
+from .config import RunnerConfig, Wanted, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet
 from .hooks import Live, watchers_of
@@ -113,23 +113,21 @@ class GraphRunner(Runner[V]):
         self,
         config: RunnerConfig,
         stage: Stage[V],
-        buckets: Buckets,
         counts: Callable[[int], Sizes],
         given: Mapping[str, Any],
         *,
         said: str,
         leading: Collection[Axis],
-        path: Path,
+        path: Path = "graph",
         rows_each: int | None = None,
     ) -> None:
-        """Size the buckets, and take a seat in the pool.
+        """Size the buckets, and take a seat in the pool. given: all arguments. path: of a batch that fits a bucket.
 
-        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. given: all arguments. said: the options
-        that decide padded sizes, for an error. leading: the axes that the bucket decides, that of its rows first. path:
-        of a batch that fits a bucket. rows_each: output rows for each of its rows; None where outputs are whole.
+        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. said: options that decide these, for
+        errors. leading: their axes, that of rows first. rows_each: of outputs for each row; None where they are whole.
         """
         lead, *_ = leading
-        self.buckets = buckets
+        self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
         self._rows_each, self.cuts = rows_each, rows_each is not None
         sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
         self._capacity = sizes[buckets.largest]
@@ -140,8 +138,8 @@ class GraphRunner(Runner[V]):
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         self.sizes, self.patterns = sizes, patterns
         self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
-        own = [(place, axis) for place, axis in enumerate(stage.declaration.varying) if axis not in leading]
-        self._most = [(place, axis, self._capacity[axis]) for place, axis in own]
+        varying = enumerate(stage.declaration.varying)
+        self._most = [(place, axis, self._capacity[axis]) for place, axis in varying if axis not in leading]
         fields = stage.declaration.fields.items()
         self._seen = {name: field_of(None, name, seen) for name, seen in fields if seen is not attrs.NOTHING}
         phase = given.get("phase")
@@ -354,10 +352,7 @@ class RequestRunner(GraphRunner[V]):
         known: Sizes = NO_SIZES,
         width: int | None = None,
     ) -> None:
-        """Take the arguments of `DecodeRunner`. known: sizes that the runner knows.
-
-        output_rows: followed by outputs where `given` does not say so. width: that of the step, in place of an option.
-        """
+        """Take the arguments of `DecodeRunner`, with further sizes, a default of output_rows=, and its own width."""
         config = config_of(type(self), given)
         if width is not None:
             config = attrs.evolve(config, width=width)
@@ -367,12 +362,10 @@ class RequestRunner(GraphRunner[V]):
         super().__init__(
             config,
             stage,
-            config.ladder(),
             lambda rows: {BATCH: rows, TOKENS: rows * width},
             given,
             said="buckets= and width=",
             leading=(BATCH, TOKENS),
-            path="graph",
             rows_each=rows_each(given.get("output_rows", output_rows), width),
         )
 

@@ -12,7 +12,7 @@ from ..dataflow.axes import BATCH, Dim
 from ..dataflow.computation import initial_value
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
-from .config import check_step, checked_names, declaration_of
+from .config import check_step, checked, checked_names, declaration_of
 from .decode import DraftArguments, ExtendArguments, RequestRunner
 from .stage import V
 from .standard.counts import STEPS, TOPK
@@ -65,8 +65,7 @@ class DraftRunner(RequestRunner[V]):
         self, inputs: type[V], forward: Forward[V], *, topk: int, steps: int, **options: Unpack[DraftArguments]
     ) -> None:
         for name, count in (("topk", topk), ("steps", steps)):
-            if type(count) is not int or count < 1:
-                raise ConfigError(f"a draft needs {name}= of at least 1, got {count!r}")
+            checked(name, "a whole number, at least 1", count, int, 1)
         check_step("forward", forward, "the view and a DraftStep")
         advances = _advancing(declaration_of(inputs))
         self.topk, self.steps = topk, steps
@@ -174,24 +173,19 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
     ) -> None:
         chained = checked_names("chained", chained)
         _check_chained(declaration_of(inputs), steps, chained)
-        step = functools.partial(_in_chain, tuple(steps), chained, self._at_first)
+        step = functools.partial(self._in_chain, tuple(steps), chained)
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
-    def _at_first(self, name: str) -> Any:
-        """What a slot holds at first."""
-        stage = self.stage
-        return initial_value(name, stage.declaration.slots[name], self._capacity, stage.backend.capabilities)
-
-
-def _in_chain(
-    steps: Sequence[ChainedStep[V]], chained: Sequence[str], at_first: Callable[[str], Any], view: V
-) -> tuple[Any, ...]:
-    """What is captured: every step on its own view. at_first: what the rows of a later one's slots hold at first."""
-    views = [view, *(copy.copy(view) for _ in steps[1:])]
-    there = [name for name in chained if view.__dict__[name] is not None]
-    for own in views[1:]:
-        vars(own).update({name: torch.full_like(vars(own)[name], at_first(name)) for name in there})
-    return tuple(step(own, after) for step, own, after in zip(steps, views, [*views[1:], None], strict=True))
+    def _in_chain(self, steps: tuple[ChainedStep[V], ...], chained: tuple[str, ...], view: V) -> tuple[Any, ...]:
+        """What is captured: every step on its own view, the later ones' slots as they are at first."""
+        views, stage = [view, *(copy.copy(view) for _ in steps[1:])], self.stage
+        for name in chained:
+            if (held := vars(view)[name]) is not None:
+                slot = stage.declaration.slots[name]
+                first = initial_value(name, slot, self._capacity, stage.backend.capabilities)
+                for own in views[1:]:
+                    vars(own)[name] = torch.full_like(held, first)
+        return tuple(step(own, after) for step, own, after in zip(steps, views, [*views[1:], None], strict=True))
 
 
 def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]], chained: Sequence[str]) -> None:
@@ -202,7 +196,7 @@ def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]]
     for name in chained:
         if declaration.slots[name].argument is not None:
             raise ConfigError(
-                f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch to the device"
+                f"chained names {name!r}, which {declaration.name} does not copy from the batch to the device"
             )
     for name, slot in declaration.slots.items():
         for stale in (need for need in chained if need in slot.needs):

@@ -55,9 +55,8 @@ class EagerRunner(Runner[V]):
     def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[EagerArguments]) -> None:
         config = config_of(type(self), options)
         stage = Stage.of(inputs, step, **options)
-        declaration, name = stage.declaration, type(self).__name__
+        declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying
         no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
-        varying = declaration.varying
         # rows are counted on requests where there are any, else on tokens, else on what varies
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
@@ -67,15 +66,9 @@ class EagerRunner(Runner[V]):
         self._bound = self._table if self.coordinator.quiet else None
 
     @property
-    def no_copy(self) -> bool:
-        """Whether the step sees the batch's own tensors."""
-        return self.eager.no_copy
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
-        buffers = self.eager.buffers
-        return 0 if buffers is None else buffers.nbytes
+        return self.stats()["memory"]["inputs"]
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
         del absent

@@ -102,10 +102,8 @@ class Eagerly(Generic[V]):
     def _bucket(self, live: tuple[int, ...]) -> Bucket:
         """The bucket for these live sizes, grown if it must. BatchError where its memory is bound and cannot grow."""
         stage, held, declaration = self.stage, self.held, self.stage.declaration
-        if held is None:
-            before = dict.fromkeys((*declaration.axes, *declaration.following), 0) | dict(stage.sizes)
-        else:
-            before = dict(held[0].buffers.capacity)
+        none = dict.fromkeys((*declaration.axes, *declaration.following), 0)
+        before = {**none, **stage.sizes} if held is None else dict(held[0].buffers.capacity)
         short = {axis: rows for axis, rows in zip(declaration.varying, live, strict=True) if rows > before[axis]}
         if held is not None and not short:
             return held[0]
@@ -123,9 +121,7 @@ class Eagerly(Generic[V]):
         return self.held[0]
 
     def _over(self, buffers: Buffers) -> tuple[Bucket, HostReads]:
-        declaration, backend = self.stage.declaration, self.stage.backend
-        capabilities, feed = backend.capabilities, None
-        if capabilities.packed_uploads:
-            feed = Feed(backend.upload, packet_bytes(declaration, buffers.capacity, capabilities))
-        over = declaration, buffers.capacity, capabilities, buffers
-        return Bucket(*over, exact=True, feed=feed, table=self._table), HostReads(backend, buffers)
+        backend = self.stage.backend
+        over = self.stage.declaration, buffers.capacity, backend.capabilities
+        feed = Feed(backend.upload, packet_bytes(*over))
+        return Bucket(*over, buffers, exact=True, feed=feed, table=self._table), HostReads(backend, buffers)

@@ -41,16 +41,15 @@ from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
 from .state import Holdings, State, check_writes
-from .statistics import CaptureReport, MemoryAccount
+from .statistics import CaptureReport, MemoryAccount, human_bytes
 from .traffic import HostReads
 
 
 @attrs.define(eq=False, slots=False)
 class Filler(Generic[V]):
-    """Fills a runner's buckets by one lowering.
+    """Fills a runner's buckets, of these padded sizes, by one lowering. lowered: fills by each.
 
-    buckets: padded sizes, by which the packet is sized. late: when something was last captured in the middle of a fill,
-    by `perf_counter_ns`. lowered: fills by each lowering.
+    late: when something was last captured in the middle of a fill, by `perf_counter_ns`.
     """
 
     stage: Stage[V]
@@ -58,7 +57,7 @@ class Filler(Generic[V]):
     wanted: str
     buckets: Sequence[Sizes]
     error_mode: str | None = None
-    table: Specializations | None = None
+    table: Specializations = attrs.Factory(lambda self: Specializations(self.stage.declaration), takes_self=True)
     late: int = 0
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
     _tables: int = 0
@@ -67,7 +66,6 @@ class Filler(Generic[V]):
         """Make what all buckets share."""
         backend = self.stage.backend
         self.lowering: Lowering = chosen_lowering(backend.capabilities, self.wanted)
-        self.table = Specializations(self.stage.declaration) if self.table is None else self.table
         self.stream = backend.stream_key()
         self.buffers.turn.stream = self.stream()
         self.hosts = HostReads(backend, self.buffers)
@@ -88,10 +86,8 @@ class Filler(Generic[V]):
     def make(self, sizes: Sizes, absent: Absent) -> Filling:
         """A bucket with all that fills it but what must be captured."""
         stage, fusion = self.stage, self._fusion
-        capabilities = stage.backend.capabilities
-        feed = self._feed if capabilities.packed_uploads or fusion is not None else None
-        over = stage.declaration, sizes, capabilities, self.buffers
-        bucket = Bucket(*over, lowering=self.lowering, feed=feed, table=self.table)
+        over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
+        bucket = Bucket(*over, lowering=self.lowering, feed=self._feed, table=self.table)
         if fusion is None:
             return Filling(bucket)
         planned = bucket.planned(absent)
@@ -186,6 +182,7 @@ class GraphSet(Generic[V]):
     sizes: of the buckets that are captured. patterns: of absent slots. runner: its name. rows_each: output rows for
     each of a bucket's, None where outputs are whole. recipe: None for the whole step. holder: reaches the tensors that
     graphs read beside slots. parameters: slots that each replay hands to its graph, by the operator's argument.
+    captured: the graphs that there are, a new mapping after each capture, as another thread may read it.
     """
 
     stage: Stage[V]
@@ -201,7 +198,7 @@ class GraphSet(Generic[V]):
     holder: Callable[..., Any] | None
     parameters: Mapping[str, str]
     report: CaptureReport | None = None
-    _captured: dict[Key, Captured] = attrs.field(factory=dict)
+    captured: Mapping[Key, Captured] = attrs.field(factory=dict)
     _forks: int = attrs.field(factory=lambda: FORKS.count)
 
     def __attrs_post_init__(self) -> None:
@@ -211,23 +208,18 @@ class GraphSet(Generic[V]):
         self.holdings = Holdings(self.holder)
         self._modes = self.config.modes
 
-    @property
-    def captured(self) -> Mapping[Key, Captured]:
-        """The graphs that there are, by bucket and pattern."""
-        return self._captured.copy()
-
     def has(self, bucket: int | None, absent: Absent) -> bool:
         """Whether one bucket and pattern was captured, or will be when a batch comes for it."""
-        return (bucket, absent) in self._captured or self._is_pending(bucket, absent)
+        return (bucket, absent) in self.captured or self._is_pending(bucket, absent)
 
     def get(self, bucket: int | None, absent: Absent) -> Captured | None:
         """The graph of one bucket and pattern, captured now if that was put off; None where there is none."""
         if bucket is None:
             return None
-        if (bucket, absent) not in self._captured and self._is_pending(bucket, absent):
+        if (bucket, absent) not in self.captured and self._is_pending(bucket, absent):
             self._capture_buckets([bucket], late=True)
             self.filler.late = time.perf_counter_ns()
-        return self._captured.get((bucket, absent))
+        return self.captured.get((bucket, absent))
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first, but not if `lazy`. CaptureError at the end if some failed."""
@@ -255,18 +247,22 @@ class GraphSet(Generic[V]):
         start, before = time.perf_counter(), backend.memory()
         known = self.report or CaptureReport((), {}, 0.0, self.memory())
         reasons, shows = dict(known.failed), self.config.progress and self.coordinator.rank == 0 and not late
+
+        def text(rows: int) -> str:
+            return f"capturing bucket {rows}, {human_bytes(backend.memory().free)} free"
+
         with frozen_garbage(), self._at_rest(always=late):
-            for rows in progress_over(buckets, backend, show=shows):
+            for rows in progress_over(buckets, text, show=shows):
                 try:
                     self._capture_bucket(rows)
                 except CaptureError as error:
                     errors.append(error)
                     reasons[rows] = str(error)
-        if buckets and self.holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
-            self.holdings = self.holdings.joined(Holdings.of(self.holder))
+        if buckets and self.holder is not None and all(one.graph.is_recorded for one in self.captured.values()):
+            self.holdings.look()
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
-        done = tuple(sorted({rows for rows, _ in self._captured}))
+        done = tuple(sorted({rows for rows, _ in self.captured}))
         self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver)
         report.log(self.runner)
         return report, errors
@@ -290,14 +286,14 @@ class GraphSet(Generic[V]):
         gradients, error = torch.is_grad_enabled(), None
         try:
             for absent in sorted(self.patterns, key=sorted):
-                self._captured[rows, absent] = self._capture(rows, absent)
+                self.captured = {**self.captured, (rows, absent): self._capture(rows, absent)}
         except CaptureError as raised:
             error = raised
         finally:
             torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
         failed = self.coordinator.meet(f"captured bucket {rows}", error)
         if failed is not None:
-            self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
+            self.captured = {key: one for key, one in self.captured.items() if key[0] != rows}
             self.buffers.distrust()
             raise error or CaptureError(f"rank {failed[0]}: {failed[1]}")
 
@@ -328,10 +324,7 @@ class GraphSet(Generic[V]):
         return Captured(rows, filling, graph, step)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
-        """Run the whole step once, its first warm-up; its state, which is put back.
-
-        Its reads of host slots are noted. CaptureError where it writes a slot that it may only read.
-        """
+        """Run the whole step once; its state, which is put back. CaptureError where it writes what it may only read."""
         stage, hosts, found = self.stage, self.filler.hosts, list[State]()
         seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
 

@@ -122,9 +122,6 @@ class Coordinator:
     def begin(self) -> None:
         """A fill begins."""
 
-    def bring(self, live: Live) -> None:
-        """A step of quiet ranks begins: all of them bring these sizes."""
-
     def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
         """What all ranks do, where this one would do `own`. admit: raises what the fill to come would raise."""
         del live, admit

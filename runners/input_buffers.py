@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Generic, final
+from typing import Any, Generic, final
 
 from ..backends.base import Backend
 from ..dataflow.axes import Sizes
@@ -19,7 +19,6 @@ from .graphs import Filler
 from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
 
-NONE_ABSENT: Final[Collection[str]] = ()
 _Key = tuple[tuple[int, ...], Absent]
 
 
@@ -60,16 +59,9 @@ class InputBuffers(Generic[V]):
             ConfigError: A size is missing, or an argument does not fit.
             BindError: A tensor cannot be adopted.
         """
-        sizes = checked_sizes(sizes)
         self._stage = stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
-        declaration = stage.declaration
-        missing = sorted(axis.name for axis in declaration.axes if axis not in sizes)
-        if missing:
-            raise ConfigError(
-                f"{declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
-            )
-        self._axes = declaration.varying
-        self.capacity = {axis: sizes[axis] for axis in declaration.axes}
+        self._axes = stage.declaration.varying
+        self.capacity = stage.complete(stage.sizes)
         bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
         self._buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
         self._filler = Filler(stage, self._buffers, lowering, [self.capacity])
@@ -88,7 +80,7 @@ class InputBuffers(Generic[V]):
         """Bytes of the slots and of what fills need, on the device and on the host."""
         return self._buffers.nbytes + self._filler.nbytes
 
-    def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> None:
+    def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
         """Make what fills of these padded sizes need. A first `fill` does it, too; inside a capture it is too late.
 
         Raises ConfigError where a size is larger than the capacity, or an axis or a slot is unknown.
@@ -145,7 +137,7 @@ class InputBuffers(Generic[V]):
                 ready.compute_on_device(batch)
             return self._stage.view(ready, batch)
 
-    def fill_in_graph(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> None:
+    def fill_in_graph(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
         """Record the device's part of a fill; call it first inside of your capture.
 
         With the lowering `in_graph` that is the fused kernel and the slots that are computed on the device, else the
@@ -164,7 +156,7 @@ class InputBuffers(Generic[V]):
             filling.whole(key[1]).compute_on_device()
             self._in_graph.add(key)
 
-    def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT, written: bool = False) -> V:
+    def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = (), written: bool = False) -> V:
         """The slots at their padded sizes, for a capture, or for a producer.
 
         Args:
@@ -181,7 +173,7 @@ class InputBuffers(Generic[V]):
                 self._buffers.ledger.handed_out = True
             return self._stage.sealed(self._stage.view(self._filling(key).whole(key[1]), None))
 
-    def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> FillPlan:
+    def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> FillPlan:
         """How a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
         key = self._key(padded, absent)
         return self._filling(key).bucket.planned(key[1]).plan

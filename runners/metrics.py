@@ -12,7 +12,6 @@ from .statistics import EVERY, Counts, Statistics, Why
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-INSTALL: Final = "pip install 'slotgraph[metrics]'"
 FITS: Final = "fits"
 """The reason of a step that a graph did, in a `Decision` as in the label."""
 _EAGER: Final = tuple(why for why in get_args(Why) if why != FITS)
@@ -63,7 +62,8 @@ def _client() -> Any:
     try:
         import prometheus_client.core  # noqa: PLC0415 - optional
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"metrics need prometheus-client: {INSTALL}", name=error.name) from error
+        said = "metrics need prometheus-client: pip install 'slotgraph[metrics]'"
+        raise ModuleNotFoundError(said, name=error.name) from error
     return prometheus_client
 
 

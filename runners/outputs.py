@@ -34,20 +34,13 @@ def map_tensors(
             outputs, **{f.alias: map_tensors(getattr(outputs, f.name), function, others) for f in fields}
         )
     if isinstance(outputs, Mapping):
-        return _mapped(outputs, {key: map_tensors(value, function, others) for key, value in outputs.items()})
+        made: Any = {} if type(outputs) is dict or not isinstance(outputs, MutableMapping) else copy.copy(outputs)
+        made.update((key, map_tensors(value, function, others)) for key, value in outputs.items())
+        return made
     if isinstance(outputs, list | tuple) and not isinstance(outputs, torch.Size):
         values = [map_tensors(value, function, others) for value in outputs]
         return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
     return others(outputs)
-
-
-def _mapped(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Values in a mapping of the original's type."""
-    if type(original) is dict or not isinstance(original, MutableMapping):
-        return values
-    made = copy.copy(original)
-    made.update(values)
-    return made
 
 
 def rows_each(output_rows: Axis | None, width: int) -> int | None:

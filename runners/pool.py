@@ -1,6 +1,5 @@
 """Pools: input memory that several runners share, each in its phase."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, final
 
@@ -19,10 +18,7 @@ from .stage import Stage, V
 
 @attrs.frozen(eq=False)
 class Phase:
-    """One phase of a pool, as a runner is given it: `phase=pool["verify"]`.
-
-    kept: slots of that runner whose bytes must hold from step to step.
-    """
+    """One phase of a pool, `phase=pool["verify"]`; kept: slots of a runner whose bytes must hold from step to step."""
 
     pool: "InputPool"
     name: str
@@ -99,7 +95,7 @@ class InputPool(Unique):
     def __init__(self, *order: str, overlaps: Iterable[tuple[str, str]] = (), anytime: Iterable[str] = ()) -> None:
         self.schedule = Schedule(order, overlaps, anytime)
         self.layout: Layout | None = None
-        self._seats: list[tuple[Seat[Any], Phase]] = []
+        self._joined: list[tuple[Seat[Any], Member]] = []
 
     def __getitem__(self, phase: str) -> Phase:
         """One of its phases, to be given to a runner. ConfigError for an unknown one."""
@@ -113,36 +109,32 @@ class InputPool(Unique):
         """Take a runner in, or tell it that it comes too late."""
         if self.layout is not None:
             log.info("joined_late", runner=seat.runner, phase=phase.name)
-        else:
-            self._seats.append((seat, phase))
+            return
+        stage, before = seat.stage, sum(member.phase == phase.name for _, member in self._joined)
+        seat.name = f"{phase.name} {before + 1}" if before else phase.name  # such as "verify 2"
+        member = Member(
+            name=seat.name,
+            phase=phase.name,
+            declaration=stage.declaration,
+            capacity=seat.capacity,
+            capabilities=stage.backend.capabilities,
+            device=str(stage.backend.device),
+            bound=seat.bind,
+            kept=phase.kept,
+            shares=seat.sharing,
+        )
+        self._joined.append((seat, member))
 
     def seal(self) -> Layout:
         """Lay out and allocate the memory of all runners that have joined so far, unless that was done before."""
         if self.layout is None:
-            members, counted = list[Member](), Counter[str]()
-            for seat, phase in self._seats:
-                counted[phase.name] += 1
-                count, stage = counted[phase.name], seat.stage
-                seat.name = phase.name if count == 1 else f"{phase.name} {count}"  # such as "verify 2"
-                member = Member(
-                    name=seat.name,
-                    phase=phase.name,
-                    declaration=stage.declaration,
-                    capacity=seat.capacity,
-                    capabilities=stage.backend.capabilities,
-                    device=str(stage.backend.device),
-                    bound=seat.bind,
-                    kept=phase.kept,
-                    shares=seat.sharing,
-                )
-                members.append(member)
-            layout = lay_out(members, self.schedule)
-            seats = [seat for seat, _ in self._seats]
+            seats = [seat for seat, _ in self._joined]
+            layout = lay_out([member for _, member in self._joined], self.schedule)
             for seat, shared in zip(seats, _allocated(layout, seats), strict=True):
                 seat.allocate(shared)
                 seat.layout = layout
-            self.layout, self._seats = layout, []
-            log.info("sealed", runners=[one.name for one in members], nbytes=layout.nbytes, saved=layout.saved)
+            self.layout, self._joined = layout, []
+            log.info("sealed", runners=[seat.name for seat in seats], nbytes=layout.nbytes, saved=layout.saved)
         return self.layout
 
 

@@ -24,8 +24,7 @@ from .stage import Stage, V
 class StackRunner(GraphRunner[V]):
     """A runner whose graphs are those of a stack. Subclasses are final, and say where its breaks are.
 
-    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, and its graphs hold
-    for any number of requests. output_rows: the axis that the rows of outputs follow; None where these are whole.
+    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, for any number.
     """
 
     is_whole = False
@@ -40,7 +39,6 @@ class StackRunner(GraphRunner[V]):
         super().__init__(
             config,
             stage,
-            config.ladder(of_tokens=True),
             lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
             given,
             said="max_batch= and buckets=",

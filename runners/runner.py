@@ -18,7 +18,7 @@ from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import Side, Sources
-from ..dataflow.specialization import MISS, Run, Specialization, Specializations
+from ..dataflow.specialization import MISS, Run, Specialization, Specializations, not_bound
 from .capture import FORKS, Captured
 from .config import RunnerConfig
 from .eagerly import Eagerly
@@ -36,10 +36,9 @@ Holds: TypeAlias = Callable[[Any, Side], bool]
 
 @attrs.define(eq=False)
 class Filled(Generic[V]):
-    """A filled step.
+    """A filled step. view: what the step sees; None where the graph is replayed at once.
 
-    view: what the step sees; None where the graph is replayed at once. route: the graph that takes the batch, or why it
-    is run eagerly. live: rows on each varying axis, and last those of the leading axis.
+    route: its graph, or why it is run eagerly. live: rows on each varying axis, and last those of the leading axis.
     """
 
     view: V | None
@@ -260,7 +259,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
         """Let the next batch like this one take the short way, of which other ranks are told where they run it too."""
         found = bound.latest(batch, side) if self._repeats(filled) else None
-        if found is not None and not found.is_bound(whole=whole):
+        if found is not None and found.bound[whole] is not_bound:
             run = self._short(found, filled, whole=whole)
             found.bound[whole] = self.coordinator.repeated(run, filled.live) if whole else run
 

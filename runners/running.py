@@ -48,8 +48,7 @@ class Unique:
 class Gate:
     """Lets one step or capture in, and refuses every call meanwhile: another thread's, or one of the step itself.
 
-    lock: to be held by the step, after a look whether someone holds it. It is a lock of C, because a signal that comes
-    between taking one in Python and the statement that sees to its return would leave it taken for good.
+    lock: the step holds it, after a look whether someone does. It is a lock of C: no signal leaves it taken for good.
     """
 
     __slots__ = ("_runner", "lock")

@@ -1,4 +1,4 @@
-"""Sampling: random batches of a declaration, of values that its slots bear, for checks, tests and recordings."""
+"""Sampling: random batches of a declaration, of values that its slots may hold, for checks, tests and recordings."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -106,12 +106,19 @@ def _draw(
     if rule is None and not is_whole:
         exact = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
-    if rule is None and is_location(slot):
-        return _distinct(name, limit, shape, generator).to(dtype)
-    match bounds(slot, limit) if rule is None else rule:
-        case (int() | float() as low, int() | float() as high) if low <= high and is_whole:
-            return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
+    if rule is None and is_location(slot):  # two rows that write one would race
+        count = math.prod(shape)
+        if limit is not None and limit < count:
+            raise ConfigError(f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {limit}")
+        return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape).to(dtype)
+    if rule is None:
+        tail, highest = slot.rule(), 1 if limit is None else limit
+        is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL  # which is not 0
+        rule = min(int(is_length), highest), highest
+    match rule:
         case (int() | float() as low, int() | float() as high) if low <= high:
+            if is_whole:
+                return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
             share = torch.rand(shape, dtype=torch.float64, device=CPU, generator=generator)
             return share.mul(high - low).add(low).to(dtype)
     raise ConfigError(
@@ -123,21 +130,6 @@ def _draw(
 def is_location(slot: Slot) -> bool:
     """Whether a slot holds locations in a cache, of which no two are the same."""
     return isinstance(slot.dtype, Role) and slot.dtype.name == CACHE_LOC.name
-
-
-def bounds(slot: Slot, limit: int | None) -> tuple[int, int]:
-    """The lowest and the highest whole number that a slot is given: lengths of sequences are not 0."""
-    rule, highest = slot.rule(), 1 if limit is None else limit
-    is_length = isinstance(rule, Pad | Once) and rule.value == SEQ_LEN_FILL
-    return min(int(is_length), highest), highest
-
-
-def _distinct(name: str, highest: int | None, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Locations of which no two are the same: two rows that write one would race."""
-    count = math.prod(shape)
-    if highest is not None and highest < count:
-        raise ConfigError(f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {highest}")
-    return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape)
 
 
 def _place(sample: Sample, path: Path, value: torch.Tensor, name: str) -> None:

@@ -1,6 +1,5 @@
 """Plans, and the records that explain them, as plain data and back: one cattrs converter, strict both ways."""
 
-import json
 import math
 import typing
 from collections.abc import Callable, Mapping
@@ -36,18 +35,6 @@ def from_data(data: Any, kind: type[T]) -> T:
         raise ConfigError(
             f"no {kind.__name__}: {'; '.join(cattrs.transform_error(error, format_exception=_fault))}"
         ) from error
-
-
-def json_data(text: str) -> Any:
-    """What a JSON text says; ValueError for what is none, for NaN and infinity, and for what is nested too deeply."""
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number in JSON")
 
 
 def _expect(value: Any, kind: Any, expected: str = "") -> Any:
@@ -92,24 +79,19 @@ def _fault(error: BaseException, _: Any) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    for kind in (int, bool, str):
-        converter.register_structure_hook(kind, _expect)
-    converter.register_structure_hook(float, _number_from_data)
-    converter.register_structure_hook(Number, _number_from_data)
-    converter.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
-    converter.register_structure_hook(torch.dtype, lambda value, _: dtype_from_text(_expect(value, str)))
-    converter.register_unstructure_hook(torch.dtype, dtype_text)
-    converter.register_unstructure_hook_func(_is(frozenset), sorted)
-    converter.register_unstructure_hook_func(_is(tuple), lambda values: [converter.unstructure(one) for one in values])
-    converter.register_structure_hook_factory(_is(tuple), _tuple_hook)
-    converter.register_structure_hook_factory(attrs.has, _record_hook)
-    return converter
-
-
 def _is(box: Any) -> Callable[[Any], bool]:
     return lambda kind: typing.get_origin(kind) is box
 
 
-_CONVERTER: Final = _converter()
+_CONVERTER: Final = cattrs.Converter(forbid_extra_keys=True)
+for _kind in (int, bool, str):
+    _CONVERTER.register_structure_hook(_kind, _expect)
+_CONVERTER.register_structure_hook(float, _number_from_data)
+_CONVERTER.register_structure_hook(Number, _number_from_data)
+_CONVERTER.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
+_CONVERTER.register_structure_hook(torch.dtype, lambda value, _: dtype_from_text(_expect(value, str)))
+_CONVERTER.register_unstructure_hook(torch.dtype, dtype_text)
+_CONVERTER.register_unstructure_hook_func(_is(frozenset), sorted)
+_CONVERTER.register_unstructure_hook_func(_is(tuple), lambda values: [_CONVERTER.unstructure(one) for one in values])
+_CONVERTER.register_structure_hook_factory(_is(tuple), _tuple_hook)
+_CONVERTER.register_structure_hook_factory(attrs.has, _record_hook)

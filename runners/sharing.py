@@ -1,7 +1,6 @@
-"""Sharing: memory of several runners, laid out by the lifetimes that their slots declare, and proven.
+"""Sharing: memory of several runners, laid out by their slots' lifetimes, and proven; a pure function of both.
 
-A lifetime is made of the phases of a loop in which a slot's bytes must hold. A layout is a pure function of what the
-runners are.
+A lifetime is made of the phases of a loop in which a slot's bytes must hold.
 """
 
 import itertools
@@ -192,11 +191,8 @@ class Member:
                 )
 
 
-def lasting(slot: Slot, name: str, kept: Collection[str] = ()) -> str | None:
-    """Why a slot's bytes must hold beyond its runner's phase, or None where they need not.
-
-    A kind of slot that is not known here is judged by what it says of itself, so that it is kept rather than not.
-    """
+def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
+    """Why a slot's bytes must hold beyond its runner's phase, or None; they do of a kind that says too little."""
     rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes() is not None
     written = slot.rewritten or slot.restored or read or computed
     ruled = isinstance(rule, Pad) or not slot.varying
@@ -319,10 +315,9 @@ def lay_out(members: Sequence[Member], schedule: Schedule) -> Layout:
 
 
 def _first_fit(slots: Sequence[Place], schedule: Schedule, block: int, *, arenas: bool) -> list[Place]:
-    """Each slot at the lowest place that is free while it is needed, the largest first.
+    """Each slot at the lowest place that is free while it is needed, the largest first. block: the first one's index.
 
-    block: the index of the first block. arenas: whether it holds all slots, at any offset. Else all slots of a block
-    begin where it does, and it is as large as its first.
+    arenas: it holds all slots, at any offset; else all slots of a block begin where it does, the largest first.
     """
     taken, starts = [one.nbytes if arenas else 1 for one in slots], list[int]()
     for one, length in zip(slots, taken, strict=True):
@@ -337,10 +332,9 @@ def _first_fit(slots: Sequence[Place], schedule: Schedule, block: int, *, arenas
 
 
 def check_layout(layout: Layout) -> None:
-    """Prove that every place lies in a block of its kind, and that no two share a byte that both may need at once.
+    """Prove that each place lies in a block of its kind, and that no two share a byte that both may need at once.
 
-    Raises:
-        LayoutError: All places for which that does not hold.
+    LayoutError names all places for which that does not hold.
     """
     faults = [*_misplaced(layout)]
     faults = faults or [

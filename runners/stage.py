@@ -9,7 +9,6 @@ import torch
 from ..backends import choose
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
-from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
@@ -85,22 +84,23 @@ class Stage(Generic[V]):
         return allocate(self.declaration, capacity, backend.capabilities, backend.empty, *given, **options)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:
-        """The padded size of every axis in a bucket, given those of BATCH and TOKENS, which the options `said` decide.
-
-        ConfigError where sizes= has one of these, or lacks that of another varying axis.
-        """
+        """Padded sizes of a bucket, with those of BATCH and TOKENS, which the options `said` decide, not sizes=."""
         if BATCH in self.sizes or TOKENS in self.sizes:
             raise ConfigError(f"sizes of BATCH and TOKENS follow from {said}: give those")
         padded = {**counts, **self.sizes}
-        missing = [axis.name for axis in self.declaration.axes if axis not in padded]
+        return padded | self.complete(padded)
+
+    def complete(self, sizes: Sizes) -> dict[Axis, int]:
+        """The size of every axis. ConfigError where that of one is missing."""
+        name, axes = self.declaration.name, self.declaration.axes
+        missing = ", ".join(axis.name for axis in axes if axis not in sizes)
         if missing:
-            name = self.declaration.name
-            raise ConfigError(f"{name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings")
-        return padded
+            raise ConfigError(f"{name} needs sizes= for {missing}: the most rows that a batch brings")
+        return {axis: sizes[axis] for axis in axes}
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
         """Optional slots that a batch comes without."""
-        return absent_from(self.declaration, batch, side) if self.declaration.optional else frozenset()
+        return frozenset([name for name, source in self.declaration.optional if source.read(batch, side) is None])
 
     def absent_in(self, view: V) -> frozenset[str]:
         """Optional slots that a view has not."""

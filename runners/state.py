@@ -28,14 +28,10 @@ from .bits import bits, first_unequal, text_of
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
-SHARE: Final = 0.5
-"""The share of a device's free memory that copies of a state may take."""
-WORD: Final = 16
-"""Bytes of the largest element, a complex number's."""
-DEPTH: Final = 12
-"""How far from the step tensors are looked for."""
-MOST: Final = 200_000
-"""Objects that are looked at."""
+SHARE: Final = 0.5  # of a device's free memory that copies of a state may take
+WORD: Final = 16  # bytes of the largest element, a complex number's
+DEPTH: Final = 12  # how far from the step tensors are looked for
+MOST: Final = 200_000  # objects that are looked at
 _CLOSED: Final = (
     type,
     types.ModuleType,
@@ -54,8 +50,9 @@ _LOST: Final = (AttributeError, LookupError, TypeError, ValueError)
 _MODULE: Final = ("_parameters", "_buffers", "_modules")
 Spans = Sequence[tuple[int, int]]
 Copies = Sequence[torch.Tensor]
-Apart = Sequence[torch.Tensor]
+"""Copies of a state's pieces, or which of their words differ."""
 Index = tuple[Any, ...]
+Leads = tuple[Callable[[Any], Any], ...]
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -158,11 +155,11 @@ class State:
         with _as_it_is():
             return [piece.copy() for piece in self.pieces]
 
-    def apart(self, copies: Copies) -> Apart:
+    def apart(self, copies: Copies) -> Copies:
         """In which words of each piece it is not what it was. They take some hundredths of a copy's memory."""
         return [_unlike(piece.memory, was) for piece, was in zip(self.pieces, copies, strict=True)]
 
-    def told(self, apart: Apart, besides: Sequence[Apart] = ()) -> list[str]:
+    def told(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
         """What messages call the pieces with such words. Words in `besides` do not count."""
         found = zip(self.pieces, apart, *besides, strict=True)
         return [piece.told for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
@@ -274,14 +271,13 @@ def _check_room(
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
-        held = () if holder is None else _holdings(holder)
-        names = {one.place[0]: f"{one.name}: " for one in held}
+        names = {one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)}
         told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in pieces)
         named = "; ".join(dict.fromkeys(told))
         raise CheckError(
             f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} would "
             f"take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or "
-            "parts of them, that must be put back after runs that nobody asked for"
+            "parts of them, that must be put back after runs of warm-ups and checks"
         )
 
 
@@ -307,7 +303,7 @@ class Holding:
     """
 
     name: str
-    leads: tuple[Callable[[Any], Any], ...]
+    leads: Leads
     same: tuple[int, int]
     storage: StorageWeakRef
     place: tuple[int, int]
@@ -331,39 +327,30 @@ class Holding:
         return None if is_same else now
 
 
-@attrs.frozen(eq=False)
-class Change:
-    """A tensor that is not where it was. now: the one that the step reaches in its place."""
-
-    holding: Holding
-    now: torch.Tensor
-
-    @property
-    def what(self) -> str:
-        """What became of it."""
-        return "the memory of the capture is freed" if self.holding.is_freed else "it is other memory than at capture"
+Change = tuple[Holding, torch.Tensor]
+"""A tensor that is not where it was, and the one that the step reaches in its place."""
 
 
-@attrs.frozen(eq=False)
 class Holdings:
     """All tensors that a step reaches without its view (closures, globals, attributes), by name, as they were once."""
 
-    step: Callable[..., Any] | None
-    found: Mapping[str, Holding] = attrs.field(factory=dict)
+    def __init__(self, step: Callable[..., Any] | None) -> None:
+        self._step = step
+        self.found: dict[str, Holding] = {}
 
-    @classmethod
-    def of(cls, step: Callable[..., Any]) -> "Holdings":
-        """What a step reaches now."""
-        return cls(step, {one.name: one for one in _holdings(step)})
-
-    def joined(self, later: "Holdings") -> "Holdings":
-        """These, and what came later in other ways."""
-        return Holdings(self.step, {**later.found, **self.found})
+    def look(self) -> None:
+        """Add what the step reaches now in ways in which it reached nothing before."""
+        for name, leads, tensor in reached(self._step):
+            if address := _address(tensor):
+                storage = tensor.untyped_storage()
+                kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
+                place, text = _place(storage), text_of(tensor)
+                self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 
     def changed(self) -> list[Change]:
         """Tensors that are not where they were, of those that the step still reaches in the same way."""
-        pairs = ((one, one.moved(self.step)) for one in self.found.values())
-        return [Change(one, now) for one, now in pairs if now is not None]
+        pairs = ((one, one.moved(self._step)) for one in self.found.values())
+        return [(one, now) for one, now in pairs if now is not None]
 
 
 def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
@@ -376,23 +363,22 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if plain and tensor.numel() else 0
 
 
-def _holdings(step: Any) -> Iterator[Holding]:
-    seen, todo = set[int](), [(step, "", tuple[Callable[[Any], Any], ...]())]
+def reached(
+    holder: Any, closed: tuple[type, ...] = _CLOSED, depth: int = DEPTH
+) -> Iterator[tuple[str, Leads, torch.Tensor]]:
+    """The tensors that an object leads to, with their names and ways, but for what lies beyond `closed` or `depth`."""
+    seen, todo = set[int](), [(holder, "", Leads())]
     while todo and len(seen) < MOST:
         one, name, leads = todo.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
-            if address := _address(one):
-                storage = one.untyped_storage()
-                kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
-                same, place = (id(one), address), _place(storage)
-                yield Holding(name.removeprefix("."), leads, same, kept_by_others, place, text_of(one))
-        elif len(leads) < DEPTH:
+            yield name.removeprefix("."), leads, one
+        elif len(leads) < depth:
             for said, lead in _leads(one):
                 with contextlib.suppress(*_LOST):  # such as a closure's variable that is not bound yet
-                    if not isinstance(inner := lead(one), _CLOSED):
+                    if not isinstance(inner := lead(one), closed):
                         todo.append((inner, name + said, (*leads, lead)))
 
 

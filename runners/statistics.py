@@ -175,7 +175,7 @@ class Tally:
 class MemoryAccount:
     """Bytes that a runner holds: buffers, graphs beside them, other outputs, and uploads, which feed the fused kernel.
 
-    shared: of its slots in a pool's memory, which is no runner's own.
+    shared: of its slots in a pool's memory, which is not a runner's own.
     """
 
     inputs: int
@@ -194,8 +194,7 @@ class MemoryAccount:
 class CaptureReport:
     """What a capture came to: buckets captured, those that failed with the reason, seconds, and bytes.
 
-    driver: bytes that the device has less of since, beside what torch's allocator took: the driver's own for graphs,
-    and whatever else went on there.
+    driver: bytes of the device that torch's allocator did not take: the driver's own for graphs, and of all else there.
     """
 
     captured: tuple[int, ...]
@@ -230,10 +229,9 @@ def human_bytes(count: float) -> str:
 
 
 class RanksData(TypedDict):
-    """Which rank this is, of how many, and what its `Ranks` exchanged.
+    """Which rank this is, of how many; quiet: whether nothing is exchanged before a step.
 
-    quiet: whether nothing is exchanged before a step. exchanges: how many there were. forced: steps by the rank that
-    forced them and the reason.
+    exchanges: how many there were. forced: steps by the rank that forced them and the reason.
     """
 
     rank: int
@@ -244,10 +242,7 @@ class RanksData(TypedDict):
 
 
 class CaptureData(TypedDict):
-    """What captures came to so far: buckets, graphs, seconds, and bytes that the driver took beside torch's allocator.
-
-    failed: the reason, by bucket.
-    """
+    """What captures came to so far; failed: reasons by bucket; driver: bytes that it took beside torch's allocator."""
 
     buckets: list[int]
     failed: dict[int, str]

@@ -32,10 +32,9 @@ Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Traffic(OperatorWatch):
-    """Tells of each operator that is run. Kernels beside torch's dispatcher, such as Triton's, are not seen.
+    """Tells of each operator that is run, but not of kernels beside torch's dispatcher, such as Triton's.
 
-    writes: called before an operator writes memory that was there before the run. done: called after one that is no
-    mere view, with the tensors that it took and returned.
+    writes: called before one writes memory that was there before. done: called after one that is no mere view.
     """
 
     def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:
@@ -81,9 +80,9 @@ def run_seen(traffic: Traffic, run: Callable[[], T]) -> T:
 
 
 class HostReads:
-    """What one runner's device work reads of slots in host memory.
+    """What one runner's device work reads of slots in host memory: `slots`, and by which operators.
 
-    possible: whether there is any slot in host memory. slots: those that operators were seen to read, and by which.
+    possible: whether there is any such slot.
     """
 
     def __init__(self, backend: Backend, buffers: Buffers) -> None:

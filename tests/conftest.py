@@ -57,11 +57,8 @@ def _drop(_logger: object, _method: str, _event: MutableMapping[str, Any]) -> No
 
 @pytest.fixture(autouse=True)
 def _quiet_events() -> Iterator[None]:
-    """Drop all events; a test that is about them uses structlog.testing.capture_logs.
-
-    The level of the library's logger is what it was at first: programs that other tests run may have set it.
-    """
-    logging.getLogger("slotgraph").setLevel(logging.NOTSET)
+    """Drop all events; a test that is about them uses structlog.testing.capture_logs."""
+    logging.getLogger("slotgraph").setLevel(logging.NOTSET)  # programs that other tests ran may have set it
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     yield
     structlog.reset_defaults()

@@ -4,11 +4,9 @@
     python -m tests.mutations --only a-name another-name
     python -m tests.mutations --list
 
-tests/mutations.toml has the bugs: a piece of a file's text, what stands there instead, what a user would see, and the
-tests that should catch it. Each is planted in a copy of the repository. pytest then runs the tests that are named with
-the mutation and, where these pass, a wider suite. `--suite` without paths leaves the wider suite out. Before all this,
-the named tests must pass in a copy without a bug. Exit code 0 where each bug is caught but for those that are known to
-survive, 1 where that is not so, 2 where the list does not fit the files any more.
+tests/mutations.toml has the bugs. Each is planted in a copy of the repository. pytest then runs the tests that are
+named with it and, where these pass, a wider suite, which `--suite` without paths leaves out. Exit code 0 where each bug
+is caught but for those that are known to survive, 1 where not, 2 where the list does not fit the files any more.
 """
 
 import argparse
@@ -23,11 +21,12 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import attrs
 from rich.console import Console
@@ -84,18 +83,13 @@ class Mutation:
         yield from (f"there is no {test}" for test in self.tests if not (ROOT / test.split("::")[0]).exists())
 
 
-@attrs.frozen
-class Verdict:
+class Verdict(NamedTuple):
     """What became of a mutation. by: the test that caught it, or why there was none. seconds: that tests took."""
 
     mutation: Mutation
     outcome: Outcome
     by: str
     seconds: float
-
-    @property
-    def is_expected(self) -> bool:
-        return self.outcome == ("survived" if self.mutation.survives else "caught")
 
 
 class Copy:
@@ -154,21 +148,8 @@ class Copy:
         return code, failed[1] if failed else "", time.perf_counter() - begun
 
 
-def mutations() -> list[Mutation]:
-    """Those of tests/mutations.toml."""
-    rows = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutation"]
-    return [Mutation(**row) for row in rows]
-
-
-def faults(found: Sequence[Mutation]) -> list[str]:
-    """What is wrong with the list."""
-    names = [one.name for one in found]
-    twice = [f"{name}: two mutations have this name" for name in sorted({one for one in names if names.count(one) > 1})]
-    return twice + [f"{one.name}: {fault}" for one in found for fault in one.faults()]
-
-
 def judged(found: Sequence[Mutation], options: argparse.Namespace) -> Iterator[Verdict]:
-    """The verdict of each, as they come. SystemExit where named tests fail without a bug."""
+    """The verdict of each, in their order. SystemExit where named tests fail without a bug."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as room, ThreadPoolExecutor(options.jobs) as threads:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(options.jobs):
@@ -187,15 +168,7 @@ def judged(found: Sequence[Mutation], options: argparse.Namespace) -> Iterator[V
             copies.put(copy)
             if code != 0:
                 raise SystemExit(f"without any bug, {failed or 'pytest'} fails: mend that first")
-        for done in as_completed([threads.submit(judge, one) for one in found]):
-            yield done.result()
-
-
-def write(path: Path, verdicts: Iterable[Verdict]) -> None:
-    """Write down by name which test caught each; others in the file stay."""
-    known: Mapping[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    found = {one.mutation.name: one.by if one.outcome == "caught" else one.outcome for one in verdicts}
-    path.write_text(json.dumps({**known, **found}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        yield from threads.map(judge, found)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -209,25 +182,29 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds that one run of pytest may take")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="skip the run without a bug")
     options = parser.parse_args(words)
-    console, found = Console(width=160, highlight=False, markup=False, soft_wrap=True), mutations()
-    unknown = sorted({*(options.only or ())} - {one.name for one in found})
-    if wrong := [*faults(found), *(f"there is no mutation {name!r}" for name in unknown)]:
+    console = Console(width=160, highlight=False, markup=False, soft_wrap=True)
+    found = [Mutation(**row) for row in tomllib.loads(LIST.read_text(encoding="utf-8"))["mutation"]]
+    names = Counter(one.name for one in found)
+    wrong = [f"{name}: two mutations have this name" for name, count in names.items() if count > 1]
+    wrong += [f"{one.name}: {fault}" for one in found for fault in one.faults()]
+    wrong += [f"there is no mutation {name!r}" for name in options.only or () if name not in names]
+    if wrong:
         console.print("\n".join(wrong))
         return 2
     found = [one for one in found if options.only is None or one.name in options.only]
     if options.list:
         console.print("\n".join(f"{one.name} ({one.file}): {one.seen}" for one in found))
         return 0
-    verdicts: list[Verdict] = []
-    for verdict in judged(found, options):
-        verdicts.append(verdict)
-        by = verdict.by or verdict.mutation.survives
-        console.print(f"{verdict.outcome:9}{verdict.mutation.name}  {by}  {verdict.seconds:.1f} s")
+    known = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else {}
+    outcomes, odd = Counter[str](), list[str]()
+    for mutation, outcome, by, seconds in judged(found, options):
+        console.print(f"{outcome:9}{mutation.name}  {by or mutation.survives}  {seconds:.1f} s")
+        outcomes[outcome] += 1
+        odd += [mutation.name] if outcome != ("survived" if mutation.survives else "caught") else []
+        known[mutation.name] = by if outcome == "caught" else outcome
         if options.json is not None:
-            write(options.json, verdicts)
-    caught = sum(verdict.outcome == "caught" for verdict in verdicts)
-    console.print(f"{len(verdicts)} planted, {caught} caught, {sum(one.seconds for one in verdicts):.0f} s of tests")
-    odd = [one.mutation.name for one in verdicts if not one.is_expected]
+            options.json.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    console.print(f"{outcomes.total()} planted, {outcomes['caught']} caught")
     console.print(f"unexpected: {', '.join(odd) or 'none'}")
     return int(bool(odd))
 

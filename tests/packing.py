@@ -1,14 +1,12 @@
 """A CPU that packs uploads as a device does: lists and arrays are host data, tensors are where slots are."""
 
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 import attrs
 import torch
 
-from slotgraph.backends import Backend, Capabilities, Graph, Upload, load
-from slotgraph.backends.base import NO_PARAMETERS, Interruption
+from slotgraph.backends import Backend, Capabilities, Graph, Interruption, Upload, load
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.backends.ring import ring_on
@@ -22,14 +20,13 @@ class Streams:
     class Event:
         """A point that has passed when it is recorded."""
 
-        def __init__(self) -> None:
-            self.recorded = 0
+        recorded = False
 
         def record(self, stream: int) -> None:
-            self.recorded = time.perf_counter_ns() + stream
+            self.recorded = stream == 0
 
         def query(self) -> bool:
-            return self.recorded > 0
+            return self.recorded
 
         def synchronize(self) -> None:
             assert self.recorded, "nobody recorded it"
@@ -68,15 +65,8 @@ class PackingBackend(HostBackend):
         self.uploads.append(ring_on(self.device, nbytes, Streams, host_memory))
         return self.uploads[-1]
 
-    def capture(
-        self,
-        step: Callable[[], Any],
-        *,
-        pool: object | None = None,
-        error_mode: str | None = None,
-        parameters: Any = NO_PARAMETERS,
-    ) -> Graph:
-        return self._inner.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
+    def capture(self, step: Callable[[], Any], **options: Any) -> Graph:
+        return self._inner.capture(step, **options)
 
     def interrupt(self, run: Interruption) -> Any:
         return self._inner.interrupt(run)

@@ -11,12 +11,11 @@ from slotgraph.dataflow.axes import Sizes
 from slotgraph.dataflow.buffers import Buffer, Buffers
 
 FLAT: Final = ("list", "tuple")
-ARRAYS: Final = ("array", "turned array", "frozen array", "slot array")
 _NEGATED: Final[Callable[[torch.Tensor], torch.Tensor]] = vars(torch)["_neg_view"]
-HOST_DATA: Final = (*FLAT, *ARRAYS)
+HOST_DATA: Final = (*FLAT, "array", "turned array", "frozen array", "slot array")
 IN_BUFFERS: Final = ("other slot", "own slot", "own columns", "in place", "slot array")
-OTHERS: Final = ("askew", "negated", "parameter", "inference", "expanded", "sliced", "host")
-KINDS: Final[tuple[str, ...]] = ("plain", "plain", "plain", *HOST_DATA, *IN_BUFFERS, *OTHERS)
+_OTHERS: Final = ("askew", "negated", "parameter", "inference", "expanded", "sliced", "host")
+KINDS: Final[tuple[str, ...]] = ("plain", "plain", "plain", *HOST_DATA, *IN_BUFFERS, *_OTHERS)
 
 
 @attrs.frozen

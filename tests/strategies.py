@@ -34,18 +34,8 @@ from slotgraph.extend import DEVICE, HOST, once, side
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
 AXES = (BATCH, TOKENS, PAGES)
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = (torch.bool, *INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Sizes = dict[Axis, int]
 NOTHING_GIVEN: Mapping[str, Any] = {}
 Empty = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
@@ -77,25 +67,17 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors hold the same bytes; NaN equals itself here."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    a, b = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right))
-    return torch.equal(a, b)
+    a, b = (one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in (left, right))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def shapes(axes: tuple[Axis, ...] = AXES) -> st.SearchStrategy[tuple[int | Axis | Dim, ...]]:
-    """Shapes of one or two dims: constants, axes, expressions, the varying dim anywhere, several varying dims."""
-    plain: st.SearchStrategy[int | Axis | Dim] = st.sampled_from(axes)
-    grown = st.builds(lambda axis, factor: axis * factor, st.sampled_from(axes), st.integers(2, 3))
-    offset = st.builds(lambda axis: axis + 1, st.sampled_from(axes))
-    fixed: st.SearchStrategy[int | Axis | Dim] = st.one_of(st.integers(1, 3), st.just(HIDDEN))
-    size = st.one_of(plain, grown, offset)
-    return st.one_of(
-        st.tuples(size),
-        st.tuples(size, fixed),
-        st.tuples(fixed, size),
-        st.tuples(plain, plain),
-        st.tuples(fixed, plain, fixed),
-        st.tuples(fixed),
-    )
+def shapes() -> st.SearchStrategy[tuple[int | Axis | Dim, ...]]:
+    """Shapes of one to three dims: constants, axes, expressions, the varying dim anywhere, several varying dims."""
+    plain: st.SearchStrategy[int | Axis | Dim] = st.sampled_from(AXES)
+    size = st.sampled_from([form for axis in AXES for form in (axis, axis * 2, axis * 3, axis + 1)])
+    fixed: st.SearchStrategy[int | Axis | Dim] = st.sampled_from([1, 2, 3, HIDDEN])
+    one = [(size,), (size, fixed), (fixed, size), (plain, plain), (fixed, plain, fixed), (fixed,)]
+    return st.one_of([st.tuples(*dims) for dims in one])
 
 
 def numbers(dtype: torch.dtype) -> st.SearchStrategy[bool | int | float]:
@@ -125,12 +107,16 @@ def copied_slots(draw: st.DrawFn, name: str, *, called: bool = True) -> Any:
     converts = draw(st.sampled_from([(), (torch.int64,), (torch.float32, torch.int32)])) if dtype != torch.bool else ()
     optional: dict[str, Any] = {"default": None} if draw(st.booleans()) else {}
     pad = draw(tails(dtype))
+
+    def from_batch(batch: Any) -> Any:
+        return look_up(batch, f"called_{name}")
+
     return copied(
         *draw(shapes()),
         dtype=CACHE_LOC if role else dtype,
         pad=pad,
         starts=None if isinstance(pad, Once) else draw(st.none() | numbers(dtype)),
-        source=draw(st.sampled_from([None, None, f"nested.{name}", side(f"beside.{name}"), *[_Called(name)] * called])),
+        source=draw(st.sampled_from([None, None, f"nested.{name}", side(f"beside.{name}"), *[from_batch] * called])),
         placement=draw(st.sampled_from(["device", "host"])),
         strided=draw(st.booleans()),
         converts=converts,
@@ -157,36 +143,22 @@ def parameters(draw: st.DrawFn, name: str) -> Any:
     )
 
 
-@attrs.frozen
-class _Called:
-    """A source that is a function of the batch."""
-
-    name: str
-
-    def __call__(self, batch: Any) -> Any:
-        return look_up(batch, f"called_{self.name}")
-
-
 @st.composite
 def other_slots(draw: st.DrawFn) -> Any:
     """A staged, constant or output slot."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes())
-    kind = draw(st.sampled_from(["staged", "constant", "counted", "output"]))
-    if kind == "staged":
-        return staged(*shape, dtype=dtype, pad=draw(tails(dtype)))
-    if kind == "constant":
-        return constant(draw(numbers(dtype)), shape=shape, dtype=dtype)
-    if kind == "counted":
-        return constant(_count(shape), shape=shape, dtype=torch.int64)
-    return output(*shape, dtype=dtype)
 
-
-def _count(shape: tuple[int | Axis | Dim, ...]) -> Callable[[Step], torch.Tensor]:
-    def arange(step: Step) -> torch.Tensor:
+    def counted(step: Step) -> torch.Tensor:
         sizes = [step.padded(Dim.of(size)) for size in shape]
         return torch.arange(torch.Size(sizes).numel()).reshape(sizes)
 
-    return arange
+    kinds = [
+        staged(*shape, dtype=dtype, pad=draw(tails(dtype))),
+        constant(draw(numbers(dtype)), shape=shape, dtype=dtype),
+        constant(counted, shape=shape, dtype=torch.int64),
+        output(*shape, dtype=dtype),
+    ]
+    return draw(st.sampled_from(kinds))
 
 
 def _flip(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,22 +174,14 @@ def _pairs(step: Step) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.int16).view(rows, columns) + step.live(BATCH)
 
 
-def _tokens(step: Step) -> int:
-    return step.live(TOKENS) + 100 * step.padded(TOKENS)
-
-
-def _tagged(tag: int, step: Step) -> int:
-    return tag + step.live(BATCH)
-
-
 def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
     """A computed slot: from sizes, from a field, or from a required slot, returned or written to `out`."""
     plain = [
-        st.just(computed(_tokens, shape=1, dtype=torch.int32)),
+        st.just(computed(lambda step: step.live(TOKENS) + 100 * step.padded(TOKENS), shape=1, dtype=torch.int32)),
         st.just(computed(_twice, shape=BATCH, dtype=torch.int64, placement="host")),
         st.just(computed(_twice, shape=BATCH, dtype=torch.int64)),
         st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16)),
-        st.just(computed(_tagged, dtype=torch.int64)),
+        st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64)),
     ]
     needed = {n: s for n, s in bases.items() if not s.optional and (s.reads(n) or s.computes())}
     return st.one_of(*plain, *(st.just(_flipped(n, s, out=out)) for n, s in needed.items() for out in (False, True)))
@@ -283,7 +247,7 @@ def one_sided(draw: st.DrawFn) -> type[Inputs]:
 
 
 def declaration_of(fields: Mapping[str, Any], name: str = "Drawn") -> type[Inputs]:
-    """A declaration class made from fields, with one field `tag` that is no slot."""
+    """A declaration class made from fields, with one field `tag` that is not a slot."""
 
     def body(namespace: dict[str, Any]) -> None:
         namespace["__annotations__"] = {**dict.fromkeys(fields, torch.Tensor), "tag": int}
@@ -342,7 +306,7 @@ def batch_of(
         value = given[name] if name in given else source_for(slot, capabilities, turn, turn.choices >> (2 * index))
         text = str(source)
         holder = beside if text.startswith("argument") else found["nested"] if "nested" in text else found
-        holder[name if "called" not in text and "Called" not in text else f"called_{name}"] = value
+        holder[f"called_{name}" if "from_batch" in text else name] = value
     if turn.choices & 1:
         found["nested"] = types.SimpleNamespace(**found["nested"])
     batch = found if turn.choices & 2 else types.SimpleNamespace(**found)

@@ -114,38 +114,27 @@ def test_records_have_the_keys(caplog: pytest.LogCaptureFixture, capsys: pytest.
     assert capsys.readouterr() == ("", "")
 
 
-class Keeping(logging.Handler):
-    """Keeps what comes."""
-
-    def __init__(self, entries: list[Any]) -> None:
-        super().__init__()
-        self.entries = entries
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.entries.append((record.levelname.lower(), record.getMessage()))
-
-
 @pytest.mark.parametrize("own", [True, False], ids=["a processor of the user's own", "by way of logging"])
 def test_a_structlog_that_is_configured_later_is_used(caplog: pytest.LogCaptureFixture, *, own: bool) -> None:
     """What counts is how structlog is configured when the event happens; after it is reset, logging has them again."""
-    entries, logger = list[Any](), logging.getLogger("slotgraph")
+    entries: list[Any] = []
 
     def keep(_logger: object, method: str, event: MutableMapping[str, Any]) -> Any:
         entries.append((method, event["event"]))
         raise structlog.DropEvent
 
     fall_back()
+    caplog.clear()
     if own:
         structlog.configure(processors=[keep])
     else:
-        logger.handlers = [Keeping(entries)]
         structlog.configure(
             processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
             logger_factory=structlog.stdlib.LoggerFactory(),
             wrapper_class=structlog.stdlib.BoundLogger,
         )
     fall_back()
-    logger.handlers.clear()
+    entries += [(record.levelname.lower(), record.getMessage()) for record in caplog.records]
     structlog.reset_defaults()
     caplog.clear()
     fall_back()

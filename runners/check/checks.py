@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
-import rich.console
-import rich.progress
 import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
+from ..capture import progress_over
 from ..comparison import state_on
 from ..runner import Runner
 from ..sampling import NO_VALUES, Sample, Values, sample_batch
@@ -230,12 +229,10 @@ def _checked(
 def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
     """One check after the other, until the device answers no more; each tells a slot, or an output, once."""
     findings: list[Finding] = []
-    console = rich.console.Console(stderr=True)
-    hidden = not (progress and console.is_terminal)
-    shown: dict[str, Any] = {"total": len(makers), "console": console, "transient": True, "disable": hidden}
     try:
         for name in wanted:
-            batches = rich.progress.track((make() for make in makers), f"checking {name}", **shown)
+            turns = progress_over(makers, f"checking {name}".format, show=progress)  # the same for each batch
+            batches = (make() for make in turns)
             found: dict[str, Finding] = {}
             for one in CHECKS[name](subject, batches):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)

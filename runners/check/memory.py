@@ -15,7 +15,7 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import RecordingError, ReplayError
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Constant, Output, Slot
+from ...dataflow.slots import Constant, Output
 from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
@@ -28,8 +28,7 @@ from ..testing.timing import occupier
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial, rebuilt
 
-STEPS: Final = ENTRIES + SEGMENT
-"""Steps in flight: more than a ring has entries."""
+STEPS: Final = ENTRIES + SEGMENT  # in flight: more than a ring has entries
 SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
@@ -51,26 +50,28 @@ def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Fi
     changes = subject.graphs.holdings.changed()
     for one in batches if subject.together.any(changes) else ():
         told = readers(subject.trial(one), changes)
-        yield from (Finding("addresses", None, message) for message in told.values())
-        changes = [change for change in changes if change.holding.name not in told]
+        yield from told.values()
+        changes = [change for change in changes if change[0].name not in told]
 
 
-def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, str]:
-    """What is to be said of tensors that have moved, by their name, if the step reads them."""
-    by_storage = {storage_key(change.now): change for change in changes}
-    told: dict[str, str] = {}
+def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, Finding]:
+    """Tensors that have moved and that the step reads, by their name."""
+    by_storage = {storage_key(now): holding for holding, now in changes}
+    told: dict[str, Finding] = {}
 
     def note(operator: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
         step = running()
         for tensor in taken if step is None or step.inside is None else ():  # breaks run anew in each step
-            change = by_storage.get(storage_key(tensor))
-            if change is not None:
-                name = change.holding.name
-                told.setdefault(
-                    name,
-                    f"{operator} reads {name}, and {change.what} ({change.holding.text}): graphs read where it was; "
-                    "write into the tensor of the capture (copy_), or capture again",
+            holding = by_storage.get(storage_key(tensor))
+            if holding is not None:
+                what = (
+                    "the memory of the capture is freed" if holding.is_freed else "it is other memory than at capture"
                 )
+                message = (
+                    f"{operator} reads {holding.name}, and {what} ({holding.text}): graphs read where it was; write "
+                    "into the tensor of the capture (copy_), or capture again"
+                )
+                told.setdefault(holding.name, Finding("addresses", None, message))
 
     with trial.together.raising("the look at what a step reads"):
         raised = trial.run(
@@ -98,8 +99,14 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
     for name, slot in subject.slots.items():
         if is_found or name not in present - read or isinstance(slot, Output) or slot.argument is not None:
             continue
-        stage = subject.runner.stage
-        reason = may_be_read(slot, stage.backend.device)
+        reasons = {
+            "it is optional": slot.optional,
+            "it is constant": isinstance(slot, Constant),
+            "it is written once": isinstance(slot.rule(), Once),
+            "it is on the host, where it may be read before the replay": slot.placement == HOST,
+            "a kernel that is launched by itself may": subject.runner.stage.backend.device.type != "cpu",
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is not None:
             subject.notes[f"no operator of the step reads slot {name!r}: {reason}"] = None
             continue
@@ -134,18 +141,6 @@ def _unwritten(subject: Subject[Any], one: Sample, number: int) -> Iterator[Find
             yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
 
 
-def may_be_read(slot: Slot, device: torch.device) -> str | None:
-    """Why a slot may well be read though no operator of the step takes it, or None."""
-    reasons = {
-        "it is optional": slot.optional,
-        "it is constant": isinstance(slot, Constant),
-        "it is written once": isinstance(slot.rule(), Once),
-        "it is on the host, where it may be read before the replay": slot.placement == HOST,
-        "a kernel that is launched by itself may": device.type != "cpu",
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
 def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
     """The slots that operators of an eager run, and functions of computed slots, take. A view reads nothing."""
     slots, values = runner.stage.declaration.slots, vars(view)
@@ -159,7 +154,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
                 read.update(name for name, place in spans.items() if overlaps(tensor, [place]))
 
     class TakenByHost(TorchFunctionMode):
-        """Tells of tensors that the host takes as numbers, which is no operator's work if they are on the CPU."""
+        """Tells of tensors that the host takes as numbers, which is not an operator's work if they are on the CPU."""
 
         def __torch_function__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -176,11 +171,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
 
 
 def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
-
-    Sources are overwritten as soon as the call returns. The slot through which it came is one whose values differ, or
-    one that the device reads late.
-    """
+    """Run batches one behind the other, with sources overwritten after each call, and each by itself, to compare."""
     wanted = _sequence(subject, list(batches))
     try:
         given = [_copied(subject, one) for one in wanted]

@@ -11,7 +11,6 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers, SharedMemory
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
@@ -21,7 +20,6 @@ from ..comparison import (
     USUAL,
     Seen,
     Tolerances,
-    computed_apart,
     copies,
     differences,
     graph_of,
@@ -35,14 +33,12 @@ from ..comparison import (
 from ..sampling import Sample, is_location
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
-from .trial import NOTHING, Finding, Subject, Tensors, Trial
+from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"
 PARITY: Final = "parity"
-MOST: Final = 4096
-"""Values of live rows that are looked at to choose from."""
-COPIES: Final = 2
-"""Copies of the state at once that parity takes: as it was, and as the step left it."""
+MOST: Final = 4096  # values of live rows that are looked at to choose from
+COPIES: Final = 2  # of the state at once that parity takes: as it was, and as the step left it
 OTHER_SHAPES: Final[Tolerances] = {
     **USUAL,
     torch.float16: (1e-2, 1e-2),
@@ -66,10 +62,10 @@ def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
         guilty.update(finding.slot for finding in found)
         yield from found
         for name, filled in trial.filled.items():
-            slot, has_tail = trial.declared[name], any(True for _ in tails_of(trial.declared[name], filled, trial.step))
-            if has_tail and slot.rule() is not None and _poison_in(trial, name) is None:
+            slot = trial.declared[name]
+            if slot.rule() is not None and _poison_in(trial, name) is None and [*tails_of(slot, filled, trial.step)]:
                 why = "it says poison=()" if slot.poison == () else "it says where the step writes"
-                subject.notes[f"slot {name!r} was held to its {slot.rule()}: {why}"] = None
+                subject.notes[f"slot {name!r} was checked against its {slot.rule()}: {why}"] = None
         if subject.together.any(trial.lost or None in guilty):
             break
 
@@ -130,10 +126,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
 
 
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
-    """What a slot's tail must bear, by what it declares. None if it must hold what its rule says.
-
-    Padded rows run, too: whole numbers are those of live rows, floats any. A kept tail or an output holds anything.
-    """
+    """What a slot's tail must bear: live rows' whole numbers, any floats. None if it must hold its rule's value."""
     rule, said, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
     if isinstance(said, tuple) and not unread:
@@ -156,7 +149,7 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
 
 
 def _poison_in(trial: Trial[Any], name: str) -> Poison | None:
-    """What the tail of a filled slot must bear."""
+    """What the tail of a filled slot may hold."""
     return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.runner.stage.backend.capabilities)
 
 
@@ -190,7 +183,7 @@ class Poisoning:
         """What is wrong with the step. Nothing if its live rows depend on no tail."""
         usual = self._trial.run(self._live)
         if isinstance(usual, Exception):
-            return [Finding(POISON, None, f"the step raised {_error_text(usual)} on a batch that was filled as ever")]
+            return [Finding(POISON, None, f"the step raised {error_text(usual)} on a batch that was filled as ever")]
         if self._trial.raised:
             return []
         self._usual = usual
@@ -229,7 +222,7 @@ class Poisoning:
         """What poison changes on this rank, else on another one; whether on this one. None, on all, if nothing."""
         found, told = self._trial.run(self._live, poison), ""
         if isinstance(found, Exception):
-            told = f"the step raised {_error_text(found)}"
+            told = f"the step raised {error_text(found)}"
         else:
             for apart in itertools.islice(mismatches(self._usual, found), 1):
                 where = f"the {apart.where}" if apart.row is None else f"live row {apart.row} of the {apart.where}"
@@ -280,20 +273,12 @@ class Poisoning:
         elif isinstance(rule, Keep):
             rest = (
                 f": its tail is kept for {rule.reason!r}, but something reads it; say pad=value, or poison='stale' if "
-                "it need only bear what live rows had"
+                "it need only accept what live rows had"
             )
         else:
-            rest = ": keep padded rows out of live ones, or say what its tail bears, poison=(...), nothing being ()"
+            rest = ": keep padded rows out of live ones, or say what its tail may hold, poison=(...), nothing being ()"
         at = first_unequal(before, now) or ()
         return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
-
-
-def _error_text(error: BaseException) -> str:
-    """What a step raised, in a line."""
-    if isinstance(error, ReplayError) and error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _of(poison: Tensors, names: Collection[str]) -> Tensors:
@@ -303,10 +288,7 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
 def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Hold graphs to their step: on the padded view, or else beside the batch alone, since that follows from it."""
     subject.state.check_room(COPIES)
-    for one in batches:
-        finding = apart_from_step(subject, one)
-        if finding is not None:
-            yield finding
+    yield from filter(None, (apart_from_step(subject, one) for one in batches))
 
 
 def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
@@ -320,7 +302,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
         try:
             exact: Seen | str = seen(view, runner.eager.run(view))
         except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
-            exact = f"the step raised on the batch without padding: {type(error).__name__}: {error}"
+            exact = f"the step raised on the batch without padding: {error_text(error)}"
     trial = subject.trial(one)
     finding = parity_fault(trial)
     if subject.together.any(finding is not None):
@@ -329,12 +311,14 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
         is_empty = not runner.size(one.batch, one.side)[-1]  # such a batch is padded in each step
         return None if is_empty else Finding(PARITY, None, exact)
     graph = trial.run(lambda outputs: seen(trial.view, outputs))
-    found = None if isinstance(graph, Exception) else next(differences(graph, exact, OTHER_SHAPES), None)
-    if found is None or isinstance(graph, Exception):
+    if isinstance(graph, Exception):
+        return None
+    found = next(differences(graph, exact, OTHER_SHAPES), None)
+    if found is None:
         return None
     if found.where in graph.copied:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
-    apart = computed_apart(graph, exact)
+    apart = list(mismatches(graph.computed, exact.computed, step=graph.step))
     told = "; ".join(map(str, apart)) or "all slots agree in their live rows"
     message = (
         f"{found}; {told}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
@@ -344,7 +328,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
 
 
 def parity_fault(trial: Trial[Any]) -> Finding | None:
-    """What a graph does otherwise than its step, which is held to usual tolerances if it does not the same twice."""
+    """What a graph does otherwise than its step, compared within usual tolerances if it does not do the same twice."""
     state, together = trial.state, trial.together
     eager = trial.run(lambda outputs: (seen(trial.view, outputs).outputs, state.copy()), by=trial.eagerly)
     if trial.raised or isinstance(eager, Exception):
@@ -374,18 +358,18 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     if found is not None:
         captured = graph_of(trial.runner, trial.view)
         where = "" if captured is None else f" (bucket {captured.rows})"
-        why = "the step reads something that is no slot, such as a host value or an address at capture"
+        why = "the step reads something that is not a slot, such as a host value or an address at capture"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
     told = next(iter(state.told(graph[1], besides)), None)
     message = (
         f"a replay leaves other bytes than the step in {told}, though all slots and outputs agree: the step reads "
-        "something that is no slot, such as a host value at capture, to tell what it writes there or where"
+        "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
     )
     return None if told is None else Finding(PARITY, None, message)
 
 
 def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
-    """Slots with other values that tails bear: padded rows write one reserved row, and any may come last."""
+    """Slots with other values that tails may hold: padded rows write one reserved row, and any may come last."""
     spared = set[str]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]
@@ -399,4 +383,4 @@ def _raised(found: object) -> Finding | None:
     """A finding on a rank on which the step raised."""
     if not isinstance(found, Exception):
         return None
-    return Finding(PARITY, None, f"the step raised {type(found).__name__}: {found} where its graph is replayed")
+    return Finding(PARITY, None, f"the step raised {error_text(found)} where its graph is replayed")

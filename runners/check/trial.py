@@ -1,4 +1,4 @@
-"""Trials: runs of a step that nobody asked for, by all ranks at once, which leave slots and state as they were."""
+"""Trials: runs of a step for a look, not for a batch, by all ranks at once; slots and state are as they were after."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ import torch
 from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.declaration import Declaration
-from ...dataflow.errors import RankError, RecordingError
+from ...dataflow.errors import RankError, RecordingError, ReplayError
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Answering, Call, Path, Source
 from ..comparison import info_of, ran_eagerly
@@ -49,24 +49,29 @@ class Together:
             yield
         except Exception as error:  # noqa: BLE001 - raised below, once it is told
             raised = error
-        first = self.first("" if raised is None else f"{type(raised).__name__}: {raised}")
+        first = self.first("" if raised is None else error_text(raised))
         if raised is not None:
             raise raised
         if first is not None:
             raise RankError(f"{what} raised on rank {first[0]}: {first[1]}")
 
 
+def error_text(error: BaseException) -> str:
+    """What a step raised, in a line."""
+    if isinstance(error, ReplayError) and error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
 @contextlib.contextmanager
 def unwatched(watch: Watch) -> Iterator[None]:
-    """Nobody is told of the steps in the block."""
-    watchers = watch.watchers
-    for watcher in watchers:
-        watch.remove(watcher)
+    """A block whose steps no watcher is told of."""
+    watchers, watch.watchers = watch.watchers, ()
     try:
         yield
     finally:
-        for watcher in watchers:
-            watch.add(watcher)
+        watch.watchers = (*watchers, *watch.watchers)
 
 
 class Trial(Generic[V]):

@@ -2,50 +2,50 @@
 
 import contextlib
 import importlib.metadata
+import inspect
 import json
+import operator
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from ...backends import choose, load, names
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
 from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
-from ...dataflow.errors import CaptureError, RecordingError, did_you_mean
+from ...dataflow.errors import (
+    CaptureError,
+    ConfigError,
+    DeclarationErrors,
+    RecordingError,
+    SlotGraphError,
+    did_you_mean,
+    place_of,
+)
+from ...dataflow.inputs import Inputs
 from ...dataflow.plan import Pattern
 from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
+from ..decode import GraphRunner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
-from ..explained.pages import Table, html, printable, tables
+from ..explained.pages import WIDE, Table, html, printable, tables
 from ..recording.records import RecordedFile, StepRecord, versions
-from ..recording.replaying import RecordedRanks, Replayed, ReplayReport, replay_file
+from ..recording.replaying import RecordedRanks, ReplayReport, replay_file, tables_of
 from ..runner import Runner
 from ..serial import to_data
 from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, show_rows
-from .shared import (
-    FAILED,
-    FormOption,
-    OutputOption,
-    are_batches,
-    as_json,
-    captured,
-    find,
-    is_explained,
-    refuse,
-    reported,
-    screen,
-    show,
-)
 
+FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 app = typer.Typer(
@@ -91,6 +91,136 @@ def main() -> None:
         sys.exit(FAILED)
 
 
+def screen(least: int = 0, output: typer.FileTextWrite | None = None) -> Console:
+    """Standard output or a file: as wide as the terminal or as COLUMNS says, else wide. least: its columns."""
+    console = Console(highlight=False, file=output)
+    if not (console.is_terminal or os.environ.get("COLUMNS")):
+        console.width = WIDE
+    console.width = max(console.width, least)
+    return console
+
+
+def as_json(data: Any) -> str:
+    """Records as JSON that any parser reads."""
+    return json.dumps(to_data(data), indent=2, allow_nan=False) + "\n"
+
+
+def show(form: str, data: Any, *shown: RenderableType) -> None:
+    """Print data as JSON, or what shows it."""
+    if form == "json":
+        typer.echo(as_json(data), nl=False)
+    else:
+        screen().print(*shown, sep="\n")
+
+
+def refuse(message: str, option: str | None = None) -> NoReturn:
+    """Say what was not understood, and of which option, and exit with 2."""
+    raise typer.BadParameter(message, param_hint=option)
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Turn errors into lines on stderr, a user's own with their place; code that ends the process is a failure, too."""
+    try:
+        yield
+    except (typer.BadParameter, typer.Exit):  # the command's own, which say all there is to say
+        raise
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    except DeclarationErrors as group:
+        told = "\n  ".join((f"{group.message}:", *map(str, group.exceptions)))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's module raises can be anything
+        place = "" if isinstance(error, SlotGraphError) else place_of(error)
+        what = f"it ended the process with {error.code!r}" if isinstance(error, SystemExit) else str(error)
+        told = f"{type(error).__name__}{place}: {what}"
+    else:
+        return
+    typer.echo(told, err=True)
+    raise typer.Exit(FAILED)
+
+
+def is_explained(value: Any) -> bool:
+    """Whether a value can be explained: a runner, or the class of a declaration."""
+    is_class = isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs
+    return is_class or isinstance(value, Runner)
+
+
+def are_batches(value: Any) -> bool:
+    """Whether a value may be what a runner is checked with: several batches, or a function that makes one."""
+    return callable(value) or (isinstance(value, Iterable) and not isinstance(value, str))
+
+
+def find(
+    target: str,
+    is_wanted: Callable[[Any], bool] = lambda value: isinstance(value, Runner),
+    why: str = "no runner, nor a function without required arguments that makes one",
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
+
+    is_wanted: whether a value is looked for. why: what others are. given: for a function that takes such arguments.
+    """
+    place, colon, name = target.rpartition(":")
+    module: Any = _module(place if colon else name)
+    known = [known for known, one in vars(module).items() if is_wanted(one) and not known.startswith("_")]
+    if not colon:
+        there = f"; there are: {', '.join(sorted(known))}" if known else ""
+        refuse(f"say which one, as in {name}:{next(iter(known), 'make_runner')}{there}")
+    try:
+        value = operator.attrgetter(name)(module)
+    except AttributeError:
+        refuse(f"{place} has no {name!r}{did_you_mean(name, known)}")
+    if is_wanted(value):
+        return value
+    arguments = None if isinstance(value, type) else _arguments(value, given)
+    if arguments is None:
+        refuse(f"{name!r} in {place} is {why}")
+    made = value(**arguments)
+    if not is_wanted(made):
+        refuse(f"{name!r} in {place} returned {type(made).__name__}, which is {why}")
+    return made
+
+
+def captured(runner: Runner[Any]) -> Runner[Any]:
+    """The runner with its graphs captured, if it has any and they are not. CaptureError as `capture` raises it."""
+    if isinstance(runner, GraphRunner) and runner.report is None:
+        runner.capture()
+    return runner
+
+
+def _arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The given arguments that a function takes. None if it cannot be called with them."""
+    try:
+        signature = inspect.signature(function)
+        found = {name: given[name] for name in signature.parameters if name in given}
+        signature.bind(**found)
+    except (TypeError, ValueError):
+        return None
+    return found
+
+
+def _module(place: str) -> ModuleType:
+    """A module by its name, or by its file, whose folder is searched first."""
+    file = pathlib.Path(place).resolve()
+    is_file = file.suffix == ".py"
+    folder, name = (file.parent, file.stem) if is_file else (pathlib.Path.cwd(), place)
+    if is_file and not file.is_file():
+        refuse(f"there is no file {place!r}")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
+            refuse(f"there is no module {error.name!r}")
+        raise
+    if is_file and module.__file__ != str(file):
+        refuse(f"{place!r} has the name of another module, {module.__file__}: rename the file")
+    return module
+
+
+_Form = Annotated[Literal["table", "json"], typer.Option("--format", help="Tables, or JSON for scripts.")]
 _A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function that makes one."
 _EXPLAINED: Final = (
     "A declaration's class, or a runner, or a function that makes one: a module or a .py file, and a name."
@@ -108,6 +238,10 @@ _Lowering = Annotated[
     str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
 ]
 _Backend = Annotated[str, typer.Option(metavar="NAME", help="A backend; see `slotgraph backends`.")]
+_Output = Annotated[
+    typer.FileTextWrite | None,
+    typer.Option("--output", metavar="FILE", encoding="utf-8", help="Write it to this file, not to the screen."),
+]
 _Capture = Annotated[bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")]
 _Format = Annotated[
     Literal["table", "mermaid", "json", "html"],
@@ -126,7 +260,7 @@ def explain(
     lowering: _Lowering = AUTO,
     capture: _Capture = False,
     form: _Format = "table",
-    output: OutputOption = None,
+    output: _Output = None,
 ) -> None:
     """Show a declaration's slots, dependencies and plan; or a runner's, with its buckets, graphs, memory and decisions.
 
@@ -160,14 +294,16 @@ def explain(
             found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
     if form == "table":
         screen(output=output).print(tables(found))
-    elif form == "json":
-        typer.echo(as_json(found), output, nl=False)
+        return
+    if form == "json":
+        text = as_json(found)
     elif form == "mermaid":
-        typer.echo(mermaid(found if isinstance(found, Explanation) else found.declaration), output, nl=False)
+        text = mermaid(found if isinstance(found, Explanation) else found.declaration)
     elif isinstance(found, Explanation):
         refuse("a page is made of a runner: name one, or take --format table, mermaid or json", "--format")
     else:
-        typer.echo(html(found), output, nl=False)
+        text = html(found)
+    typer.echo(text, output, nl=False)
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
@@ -209,7 +345,7 @@ def _settings_of(texts: Sequence[str]) -> object:
 
 
 @app.command()
-def backends(*, form: FormOption = "table") -> None:
+def backends(*, form: _Form = "table") -> None:
     """List the backends: those that can run here, why others cannot, and what each device can do.
 
     \b
@@ -229,11 +365,10 @@ def _facts_of(name: str) -> dict[str, Any]:
     """What is known of one backend; one that fails to load is listed with what it raised."""
     facts = {"name": name, "available": False, "device": None, "reason": "", "capabilities": None}
     try:
-        kind = load(name)
-        available = kind.is_available()
+        available = load(name).is_available()
         facts["reason"] = available.reason
         if available:
-            backend = kind()
+            backend = load(name)()
             facts |= {"available": True, "device": str(backend.device), "capabilities": to_data(backend.capabilities)}
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is reported, not hidden
         facts["reason"] = f"{type(error).__name__}: {error}"
@@ -262,7 +397,7 @@ def bench(*, backend: _Backend = AUTO, slots: _Slots = None, json_file: _Json = 
                 sizing to the outputs of the replay
     bare        the replay of a graph that holds the step alone, and no fill
 
-    Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
+    Each is first compared with the oracle, byte for byte. Then all take turns in one run, so that ratios hold where
     the machine is noisy.
 
     \b
@@ -307,9 +442,9 @@ def check(
     read_outside: _ReadOutside = None,
     rounds: _Rounds = 2,
     seed: _Seed = 0,
-    form: FormOption = "table",
+    form: _Form = "table",
 ) -> None:
-    """Hold a runner to what its declaration promises; it is captured first, if it is not yet.
+    """Check that a runner does what its declaration promises; it is captured first, if it is not yet.
 
     \b
     poison     poison in every tail changes no bit of a live row
@@ -329,8 +464,8 @@ def check(
         if batches is not None:
             why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        told = only or (), read_outside or ()
-        report = check_runner(runner, given, rounds=rounds, seed=seed, only=told[0], read_outside=told[1])
+        outside = read_outside or ()
+        report = check_runner(runner, given, rounds=rounds, seed=seed, only=only or (), read_outside=outside)
     title, *lines = str(report).splitlines()
     found = {name: report.of(name) for name in report.steps}
     rows = [
@@ -348,7 +483,7 @@ _Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this
 
 
 @app.command()
-def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: FormOption = "table") -> None:
+def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: _Form = "table") -> None:
     """Run recorded steps again, by the graph and eagerly, and show by slot and row where they differ first.
 
     Without a runner, show what the file holds. The file is data alone: nothing in it is run, the runner is yours.
@@ -370,58 +505,6 @@ def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: F
                 found = replay_file(read, captured(find(target, given=given)), step)
         except RecordingError as error:
             refuse(printable(str(error)))
-    show(form, found, *_shown(found))
+    show(form, found, *tables_of(found))
     if isinstance(found, ReplayReport) and not found.ok:
         raise typer.Exit(FAILED)
-
-
-def _shown(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
-    """What a file holds and its last step, one step, or steps that were run again."""
-    if isinstance(found, StepRecord):
-        yield _step(found, "" if found.raised is None else found.raised.traceback)
-    elif isinstance(found, ReplayReport):
-        notes = [f"note: {note}" for note in found.notes]
-        notes += [f"step {one.number}: {line}" for one in found.steps for line in one.lines]
-        results = [
-            {**_decided(step), "result": step.outcome, "why": step.decision and step.decision.reason}
-            for step in found.steps
-        ]
-        yield Table(f"{found.file} on {found.runner}", results, "\n".join(notes))
-    else:
-        facts, ranks = found.runner.facts, found.runner.ranks
-        rows = [
-            {
-                **_decided(step),
-                "live": dict(step.live),
-                "absent": step.absent,
-                "values": f"{len(step.slots) - len(step.missing())} of {len(step.slots)}",
-                "outputs": None if step.outputs is None else len(step.outputs),
-                "replays": step.replays,
-                "raised": step.raised and step.raised.kind,
-            }
-            for step in found.steps
-        ]
-        title = f"{found.name}: {facts.get('kind')} over {facts.get('inputs')} on {facts.get('backend')}"
-        title += "" if ranks is None else f", rank {ranks.rank} of {ranks.size}"
-        recorded = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-        yield Table(title, rows, "\n".join((f"recorded with {recorded}", *found.notes)))
-        for last in found.steps[-1:]:
-            yield _step(last, f"where it was raised: --step {last.number}")
-
-
-def _decided(step: StepRecord | Replayed) -> dict[str, Any]:
-    decision = step.decision
-    return {"step": step.number, "path": decision and decision.path, "bucket": decision and decision.bucket}
-
-
-def _step(step: StepRecord, place: str) -> Table:
-    """One step: what the batch brought. place: where it raised."""
-    rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
-    lines = list(step.notes)
-    if step.messages:
-        brought = "; ".join(", ".join(map(str, one.live[: len(step.live)])) for one in step.messages)
-        lines.append(f"ranks brought {brought}; alone, this one: {step.alone}")
-    if step.raised is not None:
-        lines += [f"it raised {step.raised.kind}: {step.raised.message}", place]
-    decided = "no decision" if step.decision is None else step.decision.reason
-    return Table(f"step {step.number}: {decided}", rows, "\n".join(lines))

@@ -1,9 +1,9 @@
-"""What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library, held to the oracle."""
+"""What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library."""
 
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -22,9 +22,7 @@ from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, 
 from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
 
-SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
-"""Live and padded rows."""
-BARE: Final = "bare"
+SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))  # live and padded rows
 ORACLE: Final[Lowering] = "slot_by_slot"
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("input_ids", TOKENS, torch.int64, 0),
@@ -98,30 +96,17 @@ def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str
 
         found[name] = Contestant(step, memory)
     found |= {name: Contestant(runner, memory_of(runner.graphs.buffers)) for name, runner in runners.items()}
-    return {**found, BARE: Contestant(lambda _: graph.replay(), memory)}
+    return {**found, "bare": Contestant(lambda _: graph.replay(), memory)}
 
 
 def captured_runner(
     inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any
 ) -> DecodeRunner[Any]:
     """A captured runner: the public path, with sizing, routing and checks."""
-    given: dict[str, Any] = {"buckets": [padded], "lowering": lowering, "progress": False, **options}
-    runner = DecodeRunner(inputs, plus_one, backend=backend, **given)
+    options |= {"buckets": [padded], "lowering": lowering, "progress": False}
+    runner = DecodeRunner(inputs, plus_one, backend=backend, **options)
     runner.capture()
     return runner
-
-
-def check_bytes(
-    title: str,
-    inputs: type[Inputs],
-    backend: Backend,
-    found: Mapping[str, Contestant],
-    batches: Iterable[tuple[int, Any]],
-) -> None:
-    """Hold contestants, but for the bare replay, to the lowering slot by slot, over batches with their live rows."""
-    others = {name: one for name, one in found.items() if name not in (ORACLE, BARE)}
-    sized = (({BATCH: rows, TOKENS: rows}, batch) for rows, batch in batches)
-    verify(title, inputs.slotgraph, backend, found[ORACLE], others, sized)
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
@@ -131,8 +116,9 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
         inputs = declare_decode(count)
         found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend)
         batches = [drawn(live, number) for number in range(SETS)]
-        others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
-        check_bytes(f"{count} slots", inputs, backend, found, [*((live, batch) for batch in batches), *others])
+        others = [drawn(size) for size in (padded, 1, live)]  # that grow and shrink
+        sized = ((dict.fromkeys((BATCH, TOKENS), one.rows), one) for one in (*batches, *others))
+        verify(f"{count} slots", inputs.slotgraph, backend, found[ORACLE], found, sized)
         rows += [{"slots": count, "live": live, "padded": padded, "lowering": name} for name in found]
         runs += [Run(one.call, batches) for one in found.values()]
     measure(runs, backend, *effort)
@@ -146,12 +132,13 @@ def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
         for row in rows:
             if row[time] is not None:
                 cases.setdefault((row["slots"], f"{row['live']}/{row['padded']}"), {})[row["lowering"]] = row[time]
+        shown = list[Row]()
         for (slots, live), times in cases.items():
-            by_hand = {f"{name}_/ ours": name for name in (PER_SLOT, REGROUPED) if name in times and ours in times}
-            ratios = {title: f"{times[name] / times[ours]:.1f} x" for title, name in by_hand.items()}
-            cases[slots, live] = {"slots": slots, "rows": live, **times, **ratios}
-        names = dict.fromkeys(name for cells in cases.values() for name in cells)
-        if cases:
-            shown = [{name.replace("_", "\n"): cells.get(name) for name in names} for cells in cases.values()]
-            console.print(Table(f"{where} microseconds of a whole step: fill, view and replay", shown))
+            by_hand = [name for name in (PER_SLOT, REGROUPED) if {name, ours} <= times.keys()]
+            ratios = {f"{name}_/ ours": f"{times[name] / times[ours]:.1f} x" for name in by_hand}
+            shown.append({"slots": slots, "rows": live, **times, **ratios})
+        names = dict.fromkeys(name for cells in shown for name in cells)
+        if shown:
+            lines = [{name.replace("_", "\n"): cells.get(name) for name in names} for cells in shown]
+            console.print(Table(f"{where} microseconds of a whole step: fill, view and replay", lines))
     console.print(f"ours: {ours}, which this backend prefers")

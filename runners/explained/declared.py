@@ -11,7 +11,7 @@ from ...dataflow.capabilities import Capabilities, Lowering, Placement, Role, ch
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
-from ...dataflow.slots import Constant, Slot
+from ...dataflow.slots import Constant
 
 Extents = Mapping[Axis, tuple[int, int]]
 """Live and padded size of every axis."""
@@ -66,7 +66,7 @@ class SlotFacts:
 class Explanation:
     """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
 
-    fields: names that are no slots, carried from the batch. disabled: slots that the settings switched off.
+    fields: names that are not slots, carried from the batch. disabled: slots that the settings switched off.
     nbytes: bytes of all slots at their padded sizes. copied: bytes that one step copies.
     """
 
@@ -108,7 +108,7 @@ def explain_declaration(
         slots=slots,
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
-        order=declaration.order,
+        order=tuple(declaration.functions),
         plan=plan_fill(declaration, padded, capabilities, pattern, lowering=how) if extents else None,
         nbytes=sum(slot.nbytes or 0 for slot in slots) if extents else None,
         copied=sum(slot.copied or 0 for slot in slots) if extents else None,
@@ -136,7 +136,7 @@ def _facts(
     """One slot's facts; moving: slots that a copy moves."""
     slot = declaration.slots[name]
     source, compute, limit = slot.reads(name), slot.computes(), slot.limit
-    dtype = resolve_dtype(slot.dtype, capabilities)
+    dtype, rule = resolve_dtype(slot.dtype, capabilities), slot.rule() if slot.varying else None
     return SlotFacts(
         name=name,
         kind=slot.kind,
@@ -144,7 +144,7 @@ def _facts(
         dtype=dtype_text(dtype),
         role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
         placement=slot.placement,
-        tail=_tail(slot),
+        tail=None if rule is None else f"{rule}" if slot.starts is None else f"{rule}, starts as {slot.starts}",
         source=None if source is None else str(source),
         limit=None if limit is None else str(limit),
         parameter=slot.argument,
@@ -158,12 +158,6 @@ def _facts(
         nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
         copied=slot_bytes(slot, live, capabilities) * (name in moving) if padded else None,
     )
-
-
-def _tail(slot: Slot) -> str | None:
-    """The tail rule, and what the slot holds at first where that is another value."""
-    rule = slot.rule() if slot.varying else None
-    return None if rule is None else str(rule) if slot.starts is None else f"{rule}, starts as {slot.starts}"
 
 
 def _named(value: object | Callable[..., object]) -> str:

@@ -4,8 +4,8 @@ import collections
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import attrs
 
@@ -13,11 +13,11 @@ from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
 from ...dataflow.declaration import Declaration
-from ...dataflow.plan import CopyGroup, FillPlan, plan_fill, slot_bytes
+from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import Output
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
-from ..ranks.group import Ranks
+from ..recording.records import RanksRecord
 from ..runner import Runner
 from ..sharing import Layout, lasting
 from ..statistics import Decision
@@ -25,7 +25,6 @@ from .declared import NOT_SIZED, Explanation, explain_declaration
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
 Phase = Literal["fill", "kernel", "replay", "outputs"]
-_KERNEL: Final = {"in_graph": "fused kernel, the graph's first node", "fused": "fused kernel"}
 
 
 @attrs.frozen(kw_only=True)
@@ -125,19 +124,14 @@ class MemoryFacts:
 
 
 @attrs.frozen(kw_only=True)
-class RankFacts:
+class RankFacts(RanksRecord):
     """The ranks that run each step together.
 
-    rank, size: which one this is, of how many. on: where they exchange before a step, "host" or a device's kind. None
-    if they do not. equal: whether all are known to get the same batches. shards: over how many ranks a bucket's tokens
-    are spread. agreed: what all did in the last step.
+    on: where they exchange before a step, "host" or a device's kind. None if they do not. agreed: what all did in the
+    last step.
     """
 
-    rank: int
-    size: int
     on: str | None
-    equal: bool
-    shards: int
     agreed: Decision | None
 
 
@@ -198,13 +192,9 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     eager = None
     if buffers is not None:
         plan = attrs.evolve(plan_fill(declared, buffers.capacity, capabilities), tails=())
-        eager = _fill(plan, declared, capabilities, parts=0)
-    pool, facts = None if seat is None else seat.layout, None
-    ranks: Ranks | None = declared.ranks
-    if ranks is not None:
-        where = None if ranks.quiet else ranks.on
-        told: dict[str, Any] = {name: getattr(ranks, name) for name in ("rank", "size", "equal", "shards")}
-        facts = RankFacts(**told, on=where, agreed=runner.agreed)
+        eager = _fill(plan, declared, capabilities, parts=0, whole=False)
+    pool, ranks = None if seat is None else seat.layout, declared.ranks
+    where = None if ranks is None or ranks.quiet else ranks.on
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
@@ -219,7 +209,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
         statistics=_as_json(runner.stats()),
         member=seat.name if seat is not None and pool is not None else None,
         pool=pool,
-        ranks=facts,
+        ranks=None if ranks is None else RankFacts.of(ranks, on=where, agreed=runner.agreed),
     )
 
 
@@ -231,30 +221,30 @@ def _as_json(data: Any) -> Any:
 def _bucket(runner: Runner[Any], graphs: GraphSet[Any], rows: int) -> BucketFacts:
     declaration, capabilities = runner.stage.declaration, runner.stage.backend.capabilities
     found = tuple(_graph(runner, graphs, rows, absent) for absent in sorted(runner.patterns, key=sorted))
-    foreign, lowering = graphs.buffers.foreign, graphs.filler.lowering
-    plan = plan_fill(declaration, runner.sizes[rows], capabilities, lowering=lowering, foreign=foreign)
-    launched = max((one.parts for one in found if not one.why), default=1)
-    whole = runner.tally.path == "graph"
-    return BucketFacts(rows, _fill(plan, declaration, capabilities, parts=launched, whole=whole), found)
+    how: Any = {"lowering": graphs.filler.lowering, "foreign": graphs.buffers.foreign}
+    plan = plan_fill(declaration, runner.sizes[rows], capabilities, **how)
+    parts, whole = max(one.parts for one in found) or 1, runner.tally.path == "graph"
+    return BucketFacts(rows, _fill(plan, declaration, capabilities, parts=parts, whole=whole), found)
 
 
 def _graph(runner: Runner[Any], graphs: GraphSet[Any], rows: int, absent: Absent) -> GraphFacts:
     """A bucket's graph for one pattern, or why there is none."""
-    names, captured, report = tuple(sorted(absent)), graphs.captured.get((rows, absent)), graphs.report
+    names, captured = tuple(sorted(absent)), graphs.captured.get((rows, absent))
     if captured is not None:
         graph = captured.graph
         outputs = nbytes_of([graph.outputs], but=graphs.buffers.storages)
         return GraphFacts(absent=names, parts=graph.parts, nbytes=graph.nbytes, outputs=outputs)
-    why = "graphs are switched off, by graphs=False"
-    if runner.config.graphs:
+    if not runner.config.graphs:
+        why = "graphs are switched off, by graphs=False"
+    elif graphs.report is None:
         why = "nothing is captured yet: call capture()"
-        if report is not None:
-            why = report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
+    else:
+        why = graphs.report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
     return GraphFacts(absent=names, why=why)
 
 
 def _fill(  # noqa: C901 - one kind of step after the other
-    plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
+    plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int, whole: bool
 ) -> Fill:
     """A plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
     named, steps = dict(plan.sizes), list[FillStep]()
@@ -266,9 +256,10 @@ def _fill(  # noqa: C901 - one kind of step after the other
     ) -> None:
         names = tuple(slots)
         counted = names if moved is None else moved
-        nbytes = sum(slot_bytes(declaration.slots[name], sizes, capabilities) for name in counted)
-        known = None if kind in ("reset", "graph", "step") else nbytes
-        steps.append(FillStep(kind=kind, label=label, calls=calls, nbytes=known, slots=names, **more))
+        nbytes = None
+        if kind not in ("reset", "graph", "step"):
+            nbytes = sum(slot_bytes(declaration.slots[name], sizes, capabilities) for name in counted)
+        steps.append(FillStep(kind=kind, label=label, calls=calls, nbytes=nbytes, slots=names, **more))
 
     def compute(place: str, *, inside: bool) -> None:
         for one in plan.computed:
@@ -276,40 +267,37 @@ def _fill(  # noqa: C901 - one kind of step after the other
                 rides = inside or one.packed
                 add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
 
+    def copy(*, late: bool) -> None:  # behind an upload, or the others; one call takes all that are mixed
+        together = list[str]()
+        for group in plan.copies:
+            if (group.placement != HOST and bool(plan.packed)) == late and group.how in ("foreach", "single"):
+                if group.how == "foreach" and plan.mixed:
+                    together += group.slots
+                    continue
+                label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
+                add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
+        if together:
+            add("copy", "foreach of all dtypes", together, 1)
+
     for label, always in (("reset tails", True), ("reset dirty tails", False)):
         tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
         zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails if not always)
         if tails:  # those that are found dirty are set to zero in one call
             add("reset", label, (tail.slot for tail in tails), len(tails) - max(zeros - 1, 0), maybe=not always)
-    late = [group for group in plan.copies if plan.packed and group.placement != HOST]  # behind an upload
-    for told in _copies((group for group in plan.copies if group not in late), mixed=plan.mixed):
-        add("copy", *told)
+    copy(late=False)
     compute(HOST, inside=False)
     if slots := plan.fused or plan.packed:
         add("upload", "one packet", slots, 1, plan.packed or [one.slot for one in plan.computed if one.packed])
     if plan.fused:
-        add("kernel", _KERNEL[plan.lowering], slots, int(not is_first), inside=is_first)
-    for told in _copies(late, mixed=plan.mixed):
-        add("copy", *told)
-    compute(DEVICE, inside=whole and parts > 0 and plan.lowering != "slot_by_slot")
+        label = "fused kernel, the graph's first node" if is_first else "fused kernel"
+        add("kernel", label, slots, int(not is_first), inside=is_first)
+    copy(late=True)
+    compute(DEVICE, inside=whole and plan.lowering != "slot_by_slot")
     if parts:
         add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts)
     else:
         add("step", "the step, without a graph", (), 1)
     return Fill(plan, tuple(steps))
-
-
-def _copies(groups: Iterable[CopyGroup], *, mixed: bool) -> Iterator[tuple[str, Sequence[str], int]]:
-    """What copies are called, the slots that they move, and their calls; one call takes all that are mixed."""
-    together = list[str]()
-    for group in groups:
-        label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
-        if group.how == "foreach" and mixed:
-            together += group.slots
-        elif group.how in ("foreach", "single"):
-            yield label, group.slots, 1 if group.how == "foreach" else len(group.slots)
-    if together:
-        yield "foreach of all dtypes", together, 1
 
 
 def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:

@@ -129,11 +129,6 @@ def cell(value: Any) -> str:
     return printable(text) or "-"
 
 
-def printed(shown: RenderableType, width: int = WIDE) -> str:
-    """What a console without colours prints."""
-    return _on_paper(shown, width).export_text()
-
-
 def tables(explanation: Explanation | RunnerExplanation) -> Group:
     """All tables of a declaration or of a runner, for a rich console."""
     made = _of_declaration(explanation) if isinstance(explanation, Explanation) else _of_runner(explanation)
@@ -162,9 +157,8 @@ def _slots(title: str, one: Explanation) -> Table:
 
 def _slot(slot: SlotFacts) -> Row:
     kind = [slot.kind if slot.runs_on is None else f"{slot.kind} on the {slot.runs_on}"]
-    kind += [f"argument {slot.parameter}"] if slot.parameter else []
-    kind += ["optional"] if slot.optional else []
-    kind += [f"when {slot.when}"] if slot.when else []
+    kind += [f"argument {slot.parameter}" if slot.parameter else "", "optional" if slot.optional else ""]
+    kind += [f"when {slot.when}" if slot.when else ""]
     origin = "batch" if slot.source == f"batch.{slot.name}" else slot.source
     if slot.function is not None:
         origin = f"{slot.function}({', '.join(slot.needs)})"
@@ -174,7 +168,7 @@ def _slot(slot: SlotFacts) -> Row:
         origin = f"{origin}, at most {slot.limit}"
     row = {
         "slot": slot.name,
-        "kind": ", ".join(kind),
+        "kind": ", ".join(filter(None, kind)),
         "shape": f"[{', '.join(slot.shape)}]",
         "dtype": f"{slot.dtype} ({slot.role})" if slot.role else slot.dtype,
         "on": slot.placement,
@@ -199,11 +193,9 @@ def _of_runner(one: RunnerExplanation) -> Iterator[Table]:
     yield Table("graphs", [row for one in one.buckets for row in rows_of(one.graphs, bucket=one.rows)])
     yield Table("memory layout", rows_of(one.memory.places))
     yield Table("allocations", rows_of(one.memory.allocations))
-    if one.pool is not None:
-        yield Table("shared memory", text=one.pool)
+    yield Table("shared memory", text=one.pool or "")
     yield Table("statistics", [{"what": what, "": value} for what, value in _counted(one.statistics)])
-    if one.ranks is not None:
-        yield Table("ranks", rows_of([one.ranks]))
+    yield Table("ranks", rows_of([one.ranks] if one.ranks else []))
 
 
 def _counted(counts: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:

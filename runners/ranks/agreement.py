@@ -44,21 +44,18 @@ class Agreement(Coordinator):
         self._told = self._joined = False
 
     def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """What all ranks do, where this one would do `own` with these live sizes; one exchange, or none if quiet.
+        """What all ranks do, by one exchange, or none if quiet. admit: not called for a batch that was agreed on ahead.
 
-        admit: raises what the fill would raise; not called for a batch that was agreed on ahead. RankError if a rank
-        refused its batch, is elsewhere, or does not come, and if ranks that share a batch bring different sizes of it.
+        RankError if a rank refused its batch, is elsewhere, or does not come, or ranks bring different sizes of one.
         """
         if self.quiet:
-            self.bring(live)
+            self._joined, self.ranks.brought = True, self._same(live)
             return own
         if self._ahead is None:
             admit()
         self._told = True
-        begun = self._begun_ahead(own, live) or self._begin(own, live)
-        messages = self._messages(begun, self._step, self.timeout)
-        refused = _first(messages, REFUSED)
-        if refused is not None:
+        messages = self._messages(self._begun_ahead(own, live) or self._begin(own, live), self._step, self.timeout)
+        if (refused := _first(messages, REFUSED)) is not None:
             raise RankError(
                 f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
             )
@@ -76,7 +73,7 @@ class Agreement(Coordinator):
             self._ahead = own, live, self._begin(own, live)
 
     def idle(self, own: Decision, live: Live) -> bool:
-        """Whether all ranks are idle, as this one is, so that none runs a step; else `settle` is asked for it next."""
+        """Whether all ranks are idle, so that none runs a step; else `settle` is asked for it next."""
         if self.quiet:
             return True
         messages = self._begin(own, live, idle=True)(self.timeout)
@@ -129,11 +126,6 @@ class Agreement(Coordinator):
             each = f"each {shards} ranks in a row share a batch, so that no rank runs the step"
             raise RankError(f"{each}: {'; '.join(told)}")
 
-    def bring(self, live: Live) -> None:
-        """A step of quiet ranks begins: all of them bring these sizes."""
-        self._joined = True
-        self.ranks.brought = self._same(live)
-
     def repeated(self, run: Run, live: Live) -> Run:
         """Make a step of quiet ranks that goes as one before it. One that is broken off is told to the others."""
         ranks, brought, told = self.ranks, self._same(live), self.run
@@ -149,10 +141,7 @@ class Agreement(Coordinator):
         return {axis: (rows,) * self.size for axis, rows in zip(self.axes, live, strict=True)}
 
     def refuse(self, error: BaseException) -> None:
-        """This rank's fill ends in an error: tell the others, who wait for it, unless they know. Raises as `settle`.
-
-        If they run the step all the same, or after an interrupt, ranks that wait for this one later are told.
-        """
+        """Tell the others, who wait for this rank's fill, or will if they know already. Raises as `settle`."""
         if self._joined or self.quiet or not isinstance(error, Exception):
             self.ranks.broke_off(error)
         elif not self._told:
@@ -217,8 +206,7 @@ class Agreement(Coordinator):
 
 def agree(own: Decision, messages: Sequence[Message], leading: int) -> tuple[Decision, int]:
     """The path of all ranks, and who forced it: the first that must run eagerly, else that needs the largest bucket."""
-    rank = _first(messages, EAGER)
-    if rank is not None:
+    if (rank := _first(messages, EAGER)) is not None:
         one = messages[rank]
         return Decision("eager", None, _WHYS[one.why], f"rank {rank}: {one.text}", rank), rank
     bucket = max(one.bucket for one in messages)
@@ -241,10 +229,9 @@ def _digest(place: str) -> int:
 def coordinator_of(
     declaration: Declaration, runner: str, config: RunnerConfig, sizes: Mapping[int, Sizes], *leading: Axis
 ) -> Coordinator:
-    """What coordinates a runner's steps with those of its declaration's other ranks, if it has any.
+    """What coordinates a runner's steps with those of its declaration's other ranks, if it has any: ConfigError.
 
     sizes: each bucket's padded sizes. leading: the axis that buckets are chosen by, where there are any.
-    ConfigError where a bucket's tokens do not divide among the shards, or where captures are put off.
     """
     if declaration.ranks is None:
         return Coordinator()

@@ -252,10 +252,9 @@ class Ranks(Unique):
             self._note(_BROKE_OFF, f"{type(error).__name__}: {error}"[:500])
 
     def wait(self, event: Event, device: torch.device, warm_up: str = "") -> None:
-        """Wait until a device is past an event, which it never is where its collectives wait for a lost rank.
+        """Wait until a device is past an event. warm_up: the warm-up before a capture that it ends, if it ends one.
 
-        warm_up: which warm-up before a capture the event ends, if it ends one. RankError after `timeout` seconds,
-        `capture_timeout` in a warm-up. From then on nothing is exchanged, and the group's collectives are aborted.
+        RankError after `timeout` seconds, `capture_timeout` in a warm-up. The group's collectives are aborted then.
         """
         if self.size == 1:
             event.synchronize()
@@ -287,10 +286,7 @@ class Ranks(Unique):
             _passes(event, _ABORTED)
 
     def begin(self, message: Message, told: str) -> Exchange:
-        """Tell all ranks a message. Call what is returned, with a timeout, for what all of them tell.
-
-        told: the place in the program, for errors. RankError if an exchange before failed.
-        """
+        """Tell all ranks a message. told: the place in the program. RankError if an exchange before failed."""
         if self.broken:
             raise RankError(f"{told}: these ranks are lost to each other: {self.broken}")
         self.exchanges += 1
@@ -323,11 +319,11 @@ class Ranks(Unique):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK)
-            whys = [(rank, self._noted(_BROKE_OFF, rank)) for rank in missing]
+            whys = {rank: self._noted(_BROKE_OFF, rank) for rank in missing}
             lost = "; ".join(
                 f"rank {rank} did not come {how}: "
                 + (f"it broke off a step before: {why}" if why else "it is dead, stuck, or does something else")
-                for rank, why in whys
+                for rank, why in whys.items()
             )
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"

@@ -33,10 +33,9 @@ _HEADSTART: Final = 1.0
 
 @attrs.define(eq=False)
 class Neighbour:
-    """The stage before or after.
+    """The stage before or after. host: the group of messages and host tensors, `group`: of tensors on `device`.
 
-    host: the group of messages and tensors on the host, `group`: of those on `device`. rank: the neighbour's, among all
-    processes. me, other: the two ranks in words. patience: seconds to wait. broken: why nothing can be said any more.
+    rank: its rank. me, other: both ranks in words. patience: seconds to wait. broken: why nothing can be said any more.
     """
 
     host: "dist.ProcessGroup"
@@ -114,12 +113,12 @@ class Neighbour:
             raise RankError(self.broken)
         try:
             yield
+        except (RuntimeError, TimeoutError) as error:
+            how = "is gone: its connection was lost" if isinstance(error, RuntimeError) else error
+            self.broken = f"{self.me}: {self.other} {how}"
+            raise RankError(self.broken) from error
         except BaseException as error:
-            how = "is gone: its connection was lost" if isinstance(error, RuntimeError) else str(error)
-            if isinstance(error, RuntimeError | TimeoutError):
-                self.broken = f"{self.me}: {self.other} {how}"
-                raise RankError(self.broken) from error
-            self.broken = f"{self.me}: {self.other} is not talked to any more, since a step was broken off: {how}"
+            self.broken = f"{self.me}: {self.other} is not talked to any more, since a step was broken off: {error}"
             raise
 
 
@@ -275,8 +274,7 @@ class PipelineStage(Unique):
         """Make a group for each neighbour, since gloo gives up all of a group where one message is late.
 
         First those of stages 0 and 1, 2 and 3, ..., then of 1 and 2, ...; a stage without a partner makes one for
-        itself, because torch.distributed names groups by how many a rank has. A stage waits longer for another than
-        the one before takes to find out which rank is lost.
+        itself, because torch.distributed names groups by how many a rank has.
         """
         device, ranks = self.runner.stage.backend.device, self._coordinator
         ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
@@ -315,13 +313,12 @@ def _noting(error: BaseException, *says: Callable[[], None]) -> None:
 
 def proxies_in(outputs: Any) -> Proxies:
     """The tensors that a step returns by key, without what is None. ReplayError for anything else."""
+    odd = [type(outputs).__name__]
     if isinstance(outputs, Mapping):
         found = {key: one for key, one in outputs.items() if one is not None}
         odd = [f"{type(one).__name__} under {key!r}" for key, one in found.items() if not torch.is_tensor(one)]
         if not odd:
             return found
-    else:
-        odd = [type(outputs).__name__]
     raise ReplayError(
         "the step of a stage that is not the last returns a mapping of tensors by key, got something of type "
         f'{odd[0]}: such as {{"hidden_states": ...}}'

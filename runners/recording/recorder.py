@@ -21,8 +21,7 @@ from ..hooks import Watcher
 from ..runner import Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
 
-_LONGEST: Final = 4000
-"""The letters of an error that are kept."""
+_LONGEST: Final = 4000  # letters of an error that are kept
 
 
 def _told(error: Exception) -> str:
@@ -69,8 +68,7 @@ class Recording(Watcher):
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
             step.note(f"nothing was decided: {_told(error)}")
         try:
-            sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
-            slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
+            slots = [(name, source.read(batch, side)) for name, source in self._declaration.sources.items()]
             fields = [(name, look_up(batch, name)) for name in self._declaration.fields]
         except Exception as error:  # noqa: BLE001 - as above
             step.note(f"the batch could not be read: {_told(error)}")
@@ -78,13 +76,9 @@ class Recording(Watcher):
         step.absent = tuple(name for name, value in slots if value is None)
         step.slots, step.fields = self._take(slots), self._take(fields)
 
-    def filled(self, view: Inputs) -> None:
-        """Keep what the ranks agreed on."""
-        del view
-        self._note_ranks()
-
-    def _note_ranks(self) -> None:
+    def filled(self, view: Inputs | None) -> None:
         """Keep what the ranks told each other, and what they agreed on as the step's decision."""
+        del view
         ranks, step = self._declaration.ranks, self._step
         if ranks is not None and step is not None and not (ranks.quiet or step.messages):
             step.messages, step.alone = ranks.said, "" if step.decision is None else step.decision.reason
@@ -112,7 +106,7 @@ class Recording(Watcher):
             return
         step = self.steps[-1]
         if self._runner.agreed is not self._agreed:  # the ranks agreed before it failed
-            self._note_ranks()
+            self.filled(None)
         lines = "".join(traceback.format_tb(error.__traceback__))
         step.raised = Raised(kind=type(error).__name__, message=str(error)[:_LONGEST], traceback=lines[-_LONGEST:])
         try:
@@ -218,7 +212,7 @@ def _checked_place(path: str | os.PathLike[str]) -> pathlib.Path:
     """The path of a file that can be written, as far as can be known now. ConfigError says why it cannot."""
     try:
         file = pathlib.Path(path)
-        need(file.suffix == ".safetensors" and not file.is_dir(), "it is no .safetensors file")
+        need(file.suffix == ".safetensors" and not file.is_dir(), "it is not a .safetensors file")
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
             return file
     except (OSError, TypeError, ValueError) as error:

@@ -7,7 +7,7 @@ import pathlib
 import platform
 import tempfile
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import attrs
 import numpy as np
@@ -17,22 +17,19 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
+from ..config import json_data
 from ..explained.declared import explain_declaration
-from ..ranks.group import Message
+from ..ranks.group import Message, Ranks
 from ..runner import Runner
-from ..serial import from_data, json_data, to_data
+from ..serial import from_data, to_data
 from ..statistics import Decision
 
 FORMAT: Final = 5
 """The number of this format. A file of another number is refused."""
-MOST: Final = 1 << 22
-"""The letters that one piece of plain data may have."""
-MOST_HEADER: Final = 1 << 25
-"""The letters of a file's header."""
-MOST_RANKS: Final = 1 << 20
-"""The ranks that a file may tell of."""
-_WHY: Final = 300
-_LONGEST: Final = 2000
+MOST, MOST_HEADER = 1 << 22, 1 << 25
+"""The letters that one piece of plain data may have, and a file's header."""
+MOST_RANKS: Final = 1 << 20  # that a file may tell of
+_WHY, _LONGEST = 300, 2000
 """The letters of why a value is not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
@@ -116,6 +113,11 @@ class RanksRecord:
     equal: bool
     shards: int
 
+    @classmethod
+    def of(cls, ranks: Ranks, **more: Any) -> Self:
+        """Those of a declaration. more: the fields of a subclass."""
+        return cls(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards, **more)
+
     def __str__(self) -> str:
         """The ranks in a sentence."""
         shards = f", {self.shards} shards" if self.shards > 1 else ""
@@ -181,7 +183,7 @@ class RunnerRecord:
             facts[f"filling of slot {slot.name!r}"] = ", ".join(filter(None, (slot.tail, slot.source, slot.function)))
         record, ranks = None, declaration.ranks
         if ranks is not None:
-            record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
+            record = RanksRecord.of(ranks)
             needed["ranks"] = str(record)
         return cls(needed=needed, facts=facts, ranks=record)
 
@@ -210,12 +212,12 @@ class RecordedFile:
         """Read a file and check it. RecordingError says what is wrong with it."""
         file = pathlib.Path(path)
         try:
-            need(file.is_file() or not file.exists(), "it is no file")  # to open a pipe would wait for its writer
+            need(file.is_file() or not file.exists(), "it is not a file")  # to open a pipe would wait for its writer
             with safe_open(file, framework="pt", device="cpu") as opened:
                 found = cls._of(opened)
         except Exception as error:  # each layer has its own errors for a file that it cannot read
             why = str(error)[:_LONGEST]
-            raise RecordingError(f"{file.name}: it is no recording that can be read: {why}") from error
+            raise RecordingError(f"{file.name}: it is not a recording that can be read: {why}") from error
         found.name = file.name
         return found
 
@@ -292,9 +294,8 @@ def versions() -> dict[str, str]:
         own = importlib.metadata.version("slotgraph")
     except importlib.metadata.PackageNotFoundError:  # copied into another package
         own = "unknown"
-    found = {"slotgraph": own, "python": platform.python_version(), "torch": torch.__version__}
-    found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {name: str(one) for name, one in found.items()} | {"platform": platform.platform()}
+    found = {"slotgraph": own, "python": platform.python_version(), "torch": str(torch.__version__)}
+    return {**found, "cuda": torch.version.cuda or "none", "platform": platform.platform()}
 
 
 def plain_to_text(value: Any) -> str:
@@ -311,8 +312,8 @@ def _number(value: Any) -> Any:
 
 
 def plain_from_text(text: str) -> Any:
-    """What `plain_to_text` was given. RecordingError if it is no JSON."""
+    """What `plain_to_text` was given. RecordingError if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RecordingError(f"plain data is nested too deeply, or is no JSON: {error!s:.200}") from error
+        raise RecordingError(f"plain data is nested too deeply, or is not JSON: {error!s:.200}") from error

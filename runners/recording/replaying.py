@@ -18,6 +18,7 @@ from ...dataflow.inputs import Inputs
 from ..check.replays import COPIES, apart_from_step
 from ..check.trial import Subject, rebuilt, unwatched
 from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
+from ..explained.pages import Table
 from ..ranks.group import HOST, Exchange, Message, Ranks
 from ..runner import Runner
 from ..sampling import Sample
@@ -184,32 +185,35 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
     """What its graph does otherwise than the step, and what it returns otherwise than recorded. Raises as the step."""
-    found = list[str]()
-    produce = functools.partial(_produce, step)
-    one = batch_of(step, runner.stage)  # once more: a step may write what it is given
-    view = runner.fill(one.batch, **one.side)
-    produce(view)
+    found, produce = list[str](), functools.partial(_produce, step)
+
+    def filled() -> Any:
+        one = batch_of(step, runner.stage)  # each time anew: a step may write what it is given
+        view = runner.fill(one.batch, **one.side)
+        produce(view)
+        return view
+
+    view = filled()
     if runner.graphs is not None and graph_of(runner, view) is not None:
         try:
             state = state_on(runner, view)
             state.check_room(COPIES)
         except CheckError as error:
-            lines.append(f"its graph is not held to the step: {error}")
+            lines.append(f"its graph is not compared with the step: {error}")
         else:
             subject = Subject(runner, runner.graphs, state, produce=produce)
             with unwatched(runner.watch):
                 finding = apart_from_step(subject, batch_of(step, runner.stage))
             if finding is not None:
                 found.append(finding.message)
-        view = runner.fill(one.batch, **one.side)
-        produce(view)
+        view = filled()
     here = copies(runner.replay(view), "outputs")
     if step.outputs is not None:
         known = {one.name: one.elements for one in step.outputs if one.elements is not None}
         for lost in (one.name for one in step.outputs if one.why):
             here.pop(lost, None)
-        apart = mismatches(here, known, USUAL, ("here", "recorded"), info_of(view).step)
-        found += filter(None, ["; ".join(map(str, apart))])
+        apart = [*mismatches(here, known, USUAL, ("here", "recorded"), info_of(view).step)]
+        found += ["; ".join(map(str, apart))] if apart else []
     return found
 
 
@@ -223,3 +227,55 @@ def _produce(step: StepRecord, view: Inputs) -> None:
             raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
         with torch.no_grad():
             place.copy_(one.elements)
+
+
+def tables_of(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
+    """What a file holds and its last step, one step, or steps that were run again."""
+    if isinstance(found, StepRecord):
+        yield _shown_step(found, "" if found.raised is None else found.raised.traceback)
+    elif isinstance(found, ReplayReport):
+        notes = [f"note: {note}" for note in found.notes]
+        notes += [f"step {one.number}: {line}" for one in found.steps for line in one.lines]
+        results = [
+            {**_decided(step), "result": step.outcome, "why": step.decision and step.decision.reason}
+            for step in found.steps
+        ]
+        yield Table(f"{found.file} on {found.runner}", results, "\n".join(notes))
+    else:
+        facts, ranks = found.runner.facts, found.runner.ranks
+        rows = [
+            {
+                **_decided(step),
+                "live": dict(step.live),
+                "absent": step.absent,
+                "values": f"{len(step.slots) - len(step.missing())} of {len(step.slots)}",
+                "outputs": None if step.outputs is None else len(step.outputs),
+                "replays": step.replays,
+                "raised": step.raised and step.raised.kind,
+            }
+            for step in found.steps
+        ]
+        title = f"{found.name}: {facts.get('kind')} over {facts.get('inputs')} on {facts.get('backend')}"
+        title += "" if ranks is None else f", rank {ranks.rank} of {ranks.size}"
+        recorded = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        yield Table(title, rows, "\n".join((f"recorded with {recorded}", *found.notes)))
+        for last in found.steps[-1:]:
+            yield _shown_step(last, f"where it was raised: --step {last.number}")
+
+
+def _decided(step: StepRecord | Replayed) -> dict[str, Any]:
+    decision = step.decision
+    return {"step": step.number, "path": decision and decision.path, "bucket": decision and decision.bucket}
+
+
+def _shown_step(step: StepRecord, place: str) -> Table:
+    """One step: what the batch brought. place: where it raised."""
+    rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
+    lines = list(step.notes)
+    if step.messages:
+        brought = "; ".join(", ".join(map(str, one.live[: len(step.live)])) for one in step.messages)
+        lines.append(f"ranks brought {brought}; alone, this one: {step.alone}")
+    if step.raised is not None:
+        lines += [f"it raised {step.raised.kind}: {step.raised.message}", place]
+    decided = "no decision" if step.decision is None else step.decision.reason
+    return Table(f"step {step.number}: {decided}", rows, "\n".join(lines))

@@ -1,6 +1,5 @@
 """Capturing the stack of a step: what of a bucket is captured, on which arguments, and what its graphs may not read."""
 
-import copyreg
 import functools
 import re
 import types
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...backends.operators import OperatorWatch, compiled_eagerly, is_plain, run_under, tensors_in, written
-from ...dataflow.axes import BATCH, TOKENS, Axis, Step
+from ...dataflow.axes import BATCH, Axis, Step
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers, span
 from ...dataflow.computation import initial_value, write
@@ -30,7 +29,7 @@ from ..graphs import Look
 from ..outputs import check_rows, map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage, V
-from ..state import State
+from ..state import State, reached
 from .replay import VALUES, Stack, StackCall, broken, other_object, slots_of
 
 T = TypeVar("T")
@@ -40,34 +39,31 @@ _OWN: Final = str(Path(__file__).parents[1])
 _LIVE: Final = "live"
 _DEPTH: Final = 5
 """How far into an object tensors are looked for."""
-_CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType)
+_CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
 """What is not looked into: it has the same tensors in each step."""
 _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda", "is_cpu", "requires_grad"})
 """What may be asked of a slot over requests in a graph: it is the same in each step."""
 
 
 def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:
-    """Fill a bucket from the declaration's placeholder, tails and computed slots too; returns its fields by name.
-
-    Copied slots that it does not name hold their pad value. ComputeError where a slot cannot hold what it is given.
-    """
+    """Fill a bucket from the declaration's placeholder, or a slot's pad value; returns its fields: ComputeError."""
     declaration, capabilities = stage.declaration, stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also where no slot is over those
     values = dict(stage.inputs.placeholder(request))
     copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
     for name in values.keys() - {*copied, *declaration.fields, *declaration.disabled}:
-        raise CaptureError(f"{declaration.name}.placeholder() names {name!r}, which is no copied slot and no field")
+        raise CaptureError(
+            f"{declaration.name}.placeholder() names {name!r}, which is neither a copied slot nor a field"
+        )
     given = dict[str, torch.Tensor]()
-    for name in copied:
-        if name not in absent:
-            buffer = buffers[name]
-            given[name] = target = torch.empty_like(buffer.view(step.live_sizes))
-            unnamed = name, buffer.slot, buffers.capacity, capabilities
-            first = values[name] if name in values else initial_value(*unnamed)
-            if isinstance(first, bool | int | float) and holds(target.dtype, first):
-                target.fill_(first)
-            else:
-                write(target, first, f"slot {name!r}: its placeholder")
+    for buffer in [buffers[name] for name in copied if name not in absent]:
+        name, slot = buffer.name, buffer.slot
+        given[name] = target = torch.empty_like(buffer.view(step.live_sizes))
+        first = values[name] if name in values else initial_value(name, slot, buffers.capacity, capabilities)
+        if isinstance(first, bool | int | float) and holds(target.dtype, first):
+            target.fill_(first)
+        else:
+            write(target, first, f"slot {name!r}: its placeholder")
     fields = carried(declaration.fields, values)
     buffers.distrust()
     fill_slot_by_slot(declaration, buffers, capabilities, step, fields, given=given)
@@ -103,8 +99,7 @@ def capture_stack(
 ) -> tuple[StackCall, State]:
     """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
 
-    splitter: what marks the breaks of the stack, if not its code. CaptureError where the step raises, does not call the
-    stack once, reads request slots outside of breaks, or returns what no live rows can be cut of.
+    splitter: what marks the breaks of the stack, if not its code. CaptureError where the step cannot be captured so.
     """
     bucket, code = filling.bucket, stack.code(stage)
     sizes = {**bucket.sizes, BATCH: 1}
@@ -140,9 +135,9 @@ def capture_stack(
             if splitter is not None:
                 parts = under_way(call.at_capture(), splitter, code, *call.arguments())
                 call.run = lambda *_, **__: parts()  # which hold their arguments already
-        if output_rows is not None:  # the placeholder is one request
-            by_request = 1, "request of the placeholder"
-            check_rows(outputs, *(by_request if output_rows == BATCH else (sizes[TOKENS], "padded token")))
+        if output_rows is not None:
+            each = "request of the placeholder" if output_rows == BATCH else "padded token"
+            check_rows(outputs, sizes[output_rows], each)
     buffers.distrust()
     return call, state
 
@@ -152,7 +147,18 @@ def _watch(call: StackCall, stage: Stage[Any], buffers: Buffers, breaks: frozens
     forbidden = {name: buffers[name].tensor for name, slot in stage.declaration.slots.items() if BATCH in slot.axes}
     named = {**slots_of(call.view), **slots_of(call.own)}
     fence = Fence({key: name for key, name in named.items() if name in forbidden}, breaks)
-    watch = ReadWatch(forbidden, _tensors_of(call))
+    slots = slots_of(call.view)  # of those a fill takes care, but for what is an argument itself
+    known = (*VALUES, *_CLOSED)
+    rest = [
+        (place, one) for place, one in enumerate(call.leaves) if one is not call.view and not isinstance(one, known)
+    ]
+    given = [
+        (place, one)
+        for place, leaf in rest
+        for *_, one in reached(leaf, _CLOSED, _DEPTH)
+        if one is leaf or id(one) not in slots
+    ]
+    watch = ReadWatch(forbidden, given)
     args, kwargs = call.arguments()
     run = functools.partial(run_under, watch, lambda: call.run(*args, **kwargs))
     try:
@@ -163,16 +169,6 @@ def _watch(call: StackCall, stage: Stage[Any], buffers: Buffers, breaks: frozens
             raise
         raise CaptureError(f"{error} (splits names {', '.join(sorted(breaks))})") from error
     call.read, call.written = watch.read, watch.written
-
-
-def _tensors_of(call: StackCall) -> Iterator[tuple[int, torch.Tensor]]:
-    """Tensors that came with an argument, and its place; those inside of an object that are the view's are not."""
-    slots = slots_of(call.view)  # of those a fill takes care
-    for place, leaf in enumerate(call.leaves):
-        if isinstance(leaf, torch.Tensor):
-            yield place, leaf
-        elif leaf is not call.view and not isinstance(leaf, VALUES):
-            yield from ((place, one) for one in tensors_within(leaf) if id(one) not in slots)
 
 
 class ReadWatch(OperatorWatch):
@@ -240,28 +236,6 @@ class Fence(TorchFunctionMode):
         return func(*args, **given)
 
 
-def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an object holds, a few levels down."""
-    seen, todo = set[int](), [(holder, 0)]
-    while todo:
-        one, depth = todo.pop()
-        if id(one) in seen or isinstance(one, _CLOSED):
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif depth < _DEPTH:
-            todo += [(inner, depth + 1) for inner in parts_of(one)]
-
-
-def parts_of(holder: Any) -> list[Any]:
-    """What an object holds, one level down."""
-    if isinstance(holder, Mapping | list | tuple | set):
-        return [*(holder.values() if isinstance(holder, Mapping) else holder)]
-    names: list[str] = copyreg._slotnames(type(holder))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
-    return [*getattr(holder, "__dict__", {}).values(), *(getattr(holder, name, None) for name in names)]
-
-
 def _reads(what: str, slot: str) -> str:
     return (
         f"{what} reads slot {slot!r}, whose rows are requests, outside of a break: its graph would hold for one number "
@@ -276,8 +250,8 @@ class Splitter:
     """
 
     def __init__(self, operators: Collection[Operator]) -> None:
-        known = is_collection(operators) and [one for one in operators if isinstance(one, str) or callable(one)]
-        if not known or len(known) < len(operators):
+        known = is_collection(operators) and all(isinstance(one, str) or callable(one) for one in operators)
+        if not (known and len(operators)):
             refuse("splits", "names of the operators to cut at, at least one, in a list or tuple", operators)
         self.names = frozenset(one if isinstance(one, str) else operator_name(one) for one in operators)
         self._compiled: Callable[..., Any] | None = None
@@ -296,10 +270,8 @@ class Splitter:
             with warnings.catch_warnings(), values:
                 warnings.simplefilter("ignore")  # the tracer's own remarks
                 outputs = self._compiled(*args, **kwargs)
-        except CaptureError:
-            raise
         except Exception as error:
-            inner = getattr(error, "inner_exception", None)  # what the tracer makes of a refusal by `_cut`
+            inner = getattr(error, "inner_exception", error)  # what the tracer makes of a refusal by `_cut`
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error

@@ -200,10 +200,9 @@ class Stack:
 
 
 class StackCall:
-    """What is captured of one bucket: a function and its arguments.
+    """What is captured of one bucket: a function and its arguments; tensors beside the slots have memory of their own.
 
-    own: the view that the step was called with. view: what the captured part sees in its place. Tensors that are no
-    slots are kept in memory of their own. read, written: the places of arguments that graphs read, and write.
+    own: the step's view. view: what the captured part sees in its place. read, written: places of arguments.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class StackCall:
         args, kwargs = arguments
         leaves, self._structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         given = (*args, *kwargs.values())
-        is_flat = len(leaves) == len(given) and all(one is other for one, other in zip(leaves, given, strict=True))
+        is_flat = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
         self._kinds = (*map(type, given), *kwargs) if is_flat else None
         self._inside = {place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and holds(leaf)}
         self.leaves = [view if leaf is own else self._kept(place, leaf) for place, leaf in enumerate(leaves)]
@@ -326,8 +325,8 @@ def stack_step(
 ) -> Callable[[Any], Any]:
     """A call that runs a step on a batch, whose stack replays graphs in the place of its code; outputs for live rows.
 
-    rows: those that outputs must have; None where they are handed out whole. live: how many of them to return; None for
-    all. show: makes the view of a batch; None where the call gets views, whose graphs are looked at before a replay.
+    rows: those that outputs must have, or None for any. live: how many to return, or None for all. show: makes the view
+    of a batch; None where the call gets views, whose graphs are looked at before a replay.
     """
     stage, hosts, answer = graphs.stage, graphs.filler.hosts, _replayer(graphs, captured, looked=show is None)
     note = hosts.note if hosts.possible else None

@@ -1,6 +1,5 @@
 """What standard declarations are made of: axes of a model's sizes, its dtype, and counts of a step's tokens by rank."""
 
-import types
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -13,6 +12,7 @@ from ...dataflow.errors import ComputeError, ConfigError, DeclarationError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import slot
 from ...dataflow.sources import look_up
+from ..config import checked
 from ..ranks.group import Ranks
 
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
@@ -55,7 +55,8 @@ def model_dtype(dtype: torch.dtype) -> Callable[[type[V]], type[V]]:
         body["__annotations__"] = {one.name: one.type for one in own}
         for one in own:
             body[one.name] = slot(attrs.evolve(slots[one.name], dtype=dtype), init=one.init, default=one.default)
-        made: type[V] = types.new_class(inputs.__name__, (inputs,), {}, lambda namespace: namespace.update(body))
+        kind: Any = type(inputs)
+        made: type[V] = kind(inputs.__name__, (inputs,), body)
         return made
 
     return settle
@@ -76,11 +77,8 @@ class Sharding:
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rank that is none."""
-        if self.attn_tp_size < 1 or not 0 <= self.attn_tp_rank < self.attn_tp_size:
-            raise ConfigError(
-                f"attn_tp_rank is {self.attn_tp_rank} of {self.attn_tp_size}: expected a rank from 0, below "
-                "attn_tp_size, which is at least 1"
-            )
+        size = checked("attn_tp_size", "a number of ranks, at least 1", self.attn_tp_size, int, 1)
+        checked("attn_tp_rank", f"a rank from 0, below attn_tp_size, {size}", self.attn_tp_rank, int, 0, size - 1)
 
     @classmethod
     def of(cls, settings: object) -> "Sharding":
@@ -88,11 +86,10 @@ class Sharding:
         if isinstance(settings, cls):
             return settings
         found = {field.name: look_up(settings, field.name) for field in attrs.fields(cls)}
-        for name, value in found.items():
-            if value is None:
-                raise ConfigError(
-                    f"settings have no {name!r}, which tells how tokens are sharded: give it, or standard.Sharding(...)"
-                )
+        for name in [name for name, value in found.items() if value is None]:
+            raise ConfigError(
+                f"settings have no {name!r}, which tells how tokens are sharded: give it, or standard.Sharding(...)"
+            )
         return cls(**found)
 
 
@@ -108,18 +105,12 @@ def batches_of(ranks: Ranks) -> int:
 
 
 def num_token_non_padded(step: Step, settings: object) -> int:
-    """Live tokens among those that this rank holds, where the runner's settings say which: see `Sharding`.
-
-    ComputeError where the padded tokens do not divide among the ranks; ConfigError where the settings do not say.
-    """
+    """Live tokens among those that this rank holds, where the runner's settings say which: see `Sharding`."""
     return _live_part(step, Sharding.of(settings))
 
 
 def own_tokens(step: Step, ranks: Ranks) -> int:
-    """Live tokens among those that this rank holds, where the runner's `Ranks(shards=)` says which.
-
-    ComputeError where the padded tokens do not divide among the shards; ConfigError where the ranks do not.
-    """
+    """Live tokens among those that this rank holds, where the runner's `Ranks(shards=)` says which."""
     batches_of(ranks)
     shards = ranks.shards
     return _live_part(step, Sharding(attn_tp_size=shards, attn_tp_rank=ranks.rank % shards, scattered=shards > 1))
@@ -151,10 +142,7 @@ def agreed_requests(step: Step, ranks: Ranks) -> list[int]:
 
 
 def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
-    """Live rows that the first rank of each batch told, also in a micro-batch those of the whole step.
-
-    ConfigError where ranks do not divide among batches, DP is another number, or no slot has ranks tell the axis.
-    """
+    """Live rows that the first rank of each batch told, also in a micro-batch those of the whole step: ConfigError."""
     batches, asked = batches_of(ranks), step.padded(DP)
     if asked != batches:
         raise ConfigError(

@@ -15,35 +15,15 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, constant, copied, output, staged
 from ...dataflow.sources import side
 from ...dataflow.tails import keep, once
-from .counts import (
-    CONTEXT,
-    DP,
-    FILL,
-    FRONT,
-    HIDDEN,
-    INDEX_TOPK,
-    MODEL_DTYPE,
-    STEPS,
-    TOPK,
-    VOCAB,
-    agreed_requests,
-    agreed_tokens,
-    even_starts,
-    first_tokens,
-    last_accepted,
-    last_correct,
-    num_token_non_padded,
-    own_tokens,
-    padded_requests,
-    padded_tokens,
-)
+from . import counts
+from .counts import CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, STEPS, TOPK, VOCAB
 
 
 class Requests(Inputs):
     """Where each request's cache is, and how long each is.
 
     req_pool_indices: padded rows look up row 0 of the request table, which no request is given.
-    seq_lens: padded rows run attention over the fewest tokens that the backend's kernels bear.
+    seq_lens: padded rows run attention over the fewest tokens that the backend's kernels can take.
     seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
     """
 
@@ -163,7 +143,7 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
     extend_prefix_lens: Tensor = copied(BATCH, dtype=int32, pad=0, converts=(int64,))
-    extend_start_loc: Tensor = computed(first_tokens, shape=BATCH, dtype=int32)
+    extend_start_loc: Tensor = computed(counts.first_tokens, shape=BATCH, dtype=int32)
     orig_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,))
 
     @classmethod
@@ -245,7 +225,7 @@ class DraftExtendInputs(Requests):
     extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
     num_correct_drafts: Tensor = copied(BATCH, dtype=int32, pad=WIDTH)
     num_accept_tokens: Tensor = copied(BATCH, dtype=int32, pad=WIDTH)
-    select_index: Tensor = computed(last_accepted, shape=BATCH, dtype=int64)
+    select_index: Tensor = computed(counts.last_accepted, shape=BATCH, dtype=int64)
     next_token_logits: Tensor = output(BATCH, VOCAB, dtype=float32)
     capture_hidden_mode: str = "null"
 
@@ -266,9 +246,9 @@ class MultiLayerDraftExtendInputs(DraftExtendInputs):
     hidden_states: Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, rewritten=True)
     num_correct_drafts: Tensor = copied(BATCH, dtype=int32, pad=-1, starts=1)
     num_accept_tokens: Tensor = copied(BATCH, dtype=int32, pad=-1, starts=1)
-    extend_start_loc: Tensor = constant(even_starts, shape=BATCH, dtype=int32)
+    extend_start_loc: Tensor = constant(counts.even_starts, shape=BATCH, dtype=int32)
     front_tokens: Tensor = constant(FRONT, shape=1, dtype=int32)
-    select_index: Tensor = computed(last_correct, shape=BATCH, dtype=int64)
+    select_index: Tensor = computed(counts.last_correct, shape=BATCH, dtype=int64)
 
 
 class SlidingWindow(Inputs):
@@ -385,7 +365,7 @@ class ExpertParallel(Inputs):
     num_token_non_padded: live tokens of this rank's part of the padded bucket; the rest is routed to no expert.
     """
 
-    num_token_non_padded: Tensor = computed(num_token_non_padded, shape=1, dtype=int32)
+    num_token_non_padded: Tensor = computed(counts.num_token_non_padded, shape=1, dtype=int32)
 
 
 class ExpertParallelSharded(Inputs):
@@ -394,7 +374,7 @@ class ExpertParallelSharded(Inputs):
     num_token_non_padded: live tokens of this rank's part, all of them where there is one shard; needs no settings.
     """
 
-    num_token_non_padded: Tensor = computed(own_tokens, shape=1, dtype=int32)
+    num_token_non_padded: Tensor = computed(counts.own_tokens, shape=1, dtype=int32)
 
 
 class DataParallelGathered(Inputs):
@@ -404,8 +384,8 @@ class DataParallelGathered(Inputs):
     global_num_tokens_for_logprob: likewise, a row of logits a token.
     """
 
-    global_num_tokens: Tensor = computed(padded_tokens, shape=DP, dtype=int32)
-    global_num_tokens_for_logprob: Tensor = computed(padded_tokens, shape=DP, dtype=int32)
+    global_num_tokens: Tensor = computed(counts.padded_tokens, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(counts.padded_tokens, shape=DP, dtype=int32)
 
 
 class DataParallelGatheredExtend(DataParallelGathered):
@@ -414,7 +394,7 @@ class DataParallelGatheredExtend(DataParallelGathered):
     global_num_tokens_for_logprob: the padded request count, since select_index leaves one row of each request.
     """
 
-    global_num_tokens_for_logprob: Tensor = computed(padded_requests, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(counts.padded_requests, shape=DP, dtype=int32)
 
 
 class DataParallelAgreed(Inputs):
@@ -424,8 +404,8 @@ class DataParallelAgreed(Inputs):
     global_num_tokens_for_logprob: likewise, a row of logits a token.
     """
 
-    global_num_tokens: Tensor = computed(agreed_tokens, shape=DP, dtype=int32)
-    global_num_tokens_for_logprob: Tensor = computed(agreed_tokens, shape=DP, dtype=int32)
+    global_num_tokens: Tensor = computed(counts.agreed_tokens, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(counts.agreed_tokens, shape=DP, dtype=int32)
 
 
 class DataParallelAgreedExtend(DataParallelAgreed):
@@ -434,7 +414,7 @@ class DataParallelAgreedExtend(DataParallelAgreed):
     global_num_tokens_for_logprob: live requests of each batch, since select_index leaves one row of each.
     """
 
-    global_num_tokens_for_logprob: Tensor = computed(agreed_requests, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(counts.agreed_requests, shape=DP, dtype=int32)
 
 
 class DataParallelCarried(Inputs):

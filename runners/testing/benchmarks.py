@@ -1,10 +1,10 @@
-"""Benchmarks: fills by this library and by hand, as engines write them, held to the oracle and timed in turn."""
+"""Benchmarks: fills by this library and by hand, as engines write them, compared with the oracle and timed in turn."""
 
 import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import attrs
 import numpy as np
@@ -21,9 +21,10 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output, Staged
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
-from ..sampling import NO_VALUES, Sample, Values, sample_batch
+from ..bits import first_unequal
+from ..sampling import NO_VALUES, Sample, Values
 from ..stage import NO_SIZES
-from .ground import NO_RELATIONS, Ground, Lowered, Relations, difference, differences, memory_of
+from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, memory_of
 from .timing import Run, Spread, measure
 
 SETS: Final = 4
@@ -31,13 +32,9 @@ SETS: Final = 4
 could spare itself the upload."""
 PER_SLOT: Final = "per_slot"
 REGROUPED: Final = "regrouped"
-PADDED: Final = 256
-LIVE: Final = 0.75
-"""A bucket's rows, and the part of them that is live, by default."""
-ATTEMPTS: Final = 3
-"""How often a ratio is measured before it counts as too high: another program may have had the core."""
-KEY: Final = "slotgraph"
-"""The name of the figures in pytest-benchmark's `extra_info`."""
+PADDED, LIVE = 256, 0.75  # a bucket's rows, and the part of them that is live, by default
+ATTEMPTS: Final = 3  # measurements of a ratio before it counts as too high: another program may have had the core
+KEY: Final = "slotgraph"  # the name of the figures in pytest-benchmark's `extra_info`
 _UNTIMED: Final[frozenset[Lowering]] = frozenset({"slot_by_slot", "in_graph"})
 """Lowerings that no race of fills shows: the oracle, which is not there for speed, and the fused kernel under another
 name: what is spared by launching it in the step's graph, only whole steps show."""
@@ -49,13 +46,9 @@ TakesBatch = Callable[[Any], Any]
 ByHand = Callable[..., None]
 """Fills from a batch, its live rows on each varying axis, and its side arguments."""
 Box = slice | tuple[slice, ...]
-
-
-class _Plan(NamedTuple):
-    """What a step of given sizes does, in lists of tuples."""
-
-    copied: list[Any]  # name or None, source or None, buffer, live rows, tails, and what these hold
-    computed: list[Any]  # target, function, fields of the batch
+_Plan = tuple[list[Any], list[Any]]
+"""What a step of given sizes does. Copies: name or None, source or None, buffer, live rows, tails, and what these hold.
+Computed slots: target, function, and fields of the batch."""
 
 
 def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
@@ -72,10 +65,10 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     def fill(batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
         if live not in plans:
             plans[live] = _planned(declaration, backend, declaration.step(live, padded), slots)
-        plan = plans[live]
+        copied, computed = plans[live]
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
         zeros, copies = list[torch.Tensor](), dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]()  # of foreach
-        for name, source, buffer, box, tails, pad in plan.copied:
+        for name, source, buffer, box, tails, pad in copied:
             value = None
             if source is not None:
                 value = get(name, None) if name else source.read(batch, side)
@@ -101,7 +94,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
             _FOREACH_ZERO(zeros)
         for targets, sources in copies.values():
             _FOREACH_COPY(targets, sources, non_blocking=True)
-        for target, function, fields in plan.computed:
+        for target, function, fields in computed:
             value = function(**{need: field_of(batch, need, default) for need, default in fields.items()})
             if isinstance(value, int | float):
                 target.fill_(value)
@@ -113,7 +106,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
 
 def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapping[str, torch.Tensor]) -> _Plan:
     """Slices and functions for a step of given sizes: made once, as constants of code by hand are."""
-    plan, known = _Plan([], []), dict[str, Any]()
+    copied, computed, known = list[Any](), list[Any](), dict[str, Any]()
     for name, slot in declaration.slots.items():
         source, buffer, rule, tails, pad = slot.reads(name), slots[name], slot.rule(), list[Box](), None
         sizes, padded = (extent(slot.shape, one) for one in (step.live_sizes, step.padded_sizes))
@@ -125,17 +118,15 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
             ends = [(dim, slice(sizes[dim], padded[dim])) for dim in slot.varying if sizes[dim] < padded[dim]]
             tails = [_box(*map(slice, padded[:dim]), end) for dim, end in ends]
         if source is not None or slot.rewritten:
-            plan.copied.append((plain_name(source), source, buffer, rows, tails, pad))
-    for name in declaration.order:
-        if (compute := declaration.slots[name].computes()) is not None:
-            given = {**known, **declaration.given(step)}
-            bound = Computation.bind(name, compute, given, declaration.fields, known[name])
-            plan.computed.append((known[name], bound.function, bound.fields))
-    return plan
+            copied.append((plain_name(source), source, buffer, rows, tails, pad))
+    for name in declaration.functions:
+        bound = Computation.bind(name, declaration, {**declaration.given(step), **known}, known[name])
+        computed.append((known[name], bound.function, bound.fields))
+    return copied, computed
 
 
 def _box(*ranges: slice) -> Box:
-    """An index: a single slice is no tuple, which takes longer."""
+    """An index: a single slice is not a tuple, which takes longer."""
     return ranges[0] if len(ranges) == 1 else ranges
 
 
@@ -172,15 +163,14 @@ def verify(
 
     for live, batch in batches:
         given = (batch.batch, batch.side) if isinstance(batch, Sample) else (batch, NO_SIDE)
-        read = {name: slot.reads(name) for name, slot in slots.items() if slot.optional}
-        absent = {name for name, source in read.items() if source is not None and source.read(*given) is None}
+        absent = {name for name, source in declaration.optional if source.read(*given) is None}
         right, wanted = run(oracle, batch)
         right = right.clone() if isinstance(right, torch.Tensor) else right
         for name, contestant in others.items():
             returned, held = run(contestant, batch)
             faults = list(differences(held, wanted, slots, live))
             if isinstance(right, torch.Tensor) and isinstance(returned, torch.Tensor):
-                is_alike = returned.shape == right.shape and difference(returned, right) is None
+                is_alike = returned.shape == right.shape and first_unequal(returned, right) is None
                 faults += [] if is_alike else ["it returned other outputs"]
             if faults:
                 raise WrongBytesError(f"{title} by {name!r}: {faults[0]}")
@@ -209,8 +199,7 @@ def ways_to_fill(
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
     """The fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
     stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
-    capabilities = ground.backend.capabilities
-    had = capabilities.lowerings
+    had = ground.backend.capabilities.lowerings
     timed = tuple(lowerings) or tuple(one for one in had if one not in _UNTIMED) or had
     right = stage.allocate(padded)
 
@@ -228,9 +217,7 @@ def ways_to_fill(
     ways |= {name: lowered(name) for name in timed}
     ways[REGROUPED] = by_hand(REGROUPED)
     oracle = Contestant(lambda one: ground.oracle(right, one.batch, one.side, live, padded), memory_of(right))
-    drawn: dict[str, Any] = {"absent": absent, "values": values, "device": ground.backend.device}
-    seeded = (torch.Generator().manual_seed(seed) for seed in range(SETS))
-    samples = [sample_batch(ground.declaration, capabilities, live, one, **drawn) for one in seeded]
+    samples = [ground.sample(live, seed, absent, values) for seed in range(SETS)]
     sized = ((live, one) for one in samples)
     verify(f"{ground.declaration.name} filled", ground.declaration, ground.backend, oracle, ways, sized)
     return {name: way.call for name, way in ways.items()}, samples
@@ -257,7 +244,7 @@ class Timer:
         lowerings: Sequence[Lowering] = (),
         **options: Any,
     ) -> Figures:
-        """Time the fill of one bucket by each lowering, against two by hand, all held to the oracle first.
+        """Time the fill of one bucket by each lowering, against two by hand, all compared with the oracle first.
 
         Args:
             backend: Where it is filled; the fixture gives it.
@@ -320,9 +307,7 @@ class Timer:
             RegressionError: The ratio is over `most` each time that it is measured.
         """
         if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio is of two
-            raise ConfigError(
-                f"ways to time: at least two, the one that others are held to first, and batches; got {list(ways)}"
-            )
+            raise ConfigError(f"ways: expected at least two, the right one first, and batches, got {list(ways)}")
         base, ours, *_ = ways
         benchmark, title = self.benchmark, f"{backend.name}: {title}"
         limit = math.inf if most is None or benchmark.disabled else most

@@ -1,6 +1,6 @@
 """Fills against the oracle, on random steps that Hypothesis draws: its strategies, and the assertion."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 try:
@@ -20,11 +20,12 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
-from ..sampling import NO_VALUES, Sample, Values, path_of, sample_batch, sampled_slots
+from ..sampling import NO_VALUES, Sample, Values, path_of, sampled_slots
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
 
 _SPREAD: Final = 100
+_SEEDS: Final = st.integers(0, (1 << 32) - 1)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -75,7 +76,8 @@ def batches(
     @st.composite
     def drawn(draw: st.DrawFn) -> Sample:
         ground = Ground.of(inputs, backend, max_sizes, settings, relations)
-        return _sample(draw, ground, draw(_sizes(ground, least, ground.most)), draw(_absences(ground)), values)
+        live, absent = draw(_sizes(ground, least, ground.most)), draw(_absences(ground))
+        return ground.sample(live, draw(_SEEDS), absent, values)
 
     return drawn()
 
@@ -96,13 +98,6 @@ def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
     return sources.map(lambda gone: frozenset(name for name in optional if paths[name] in gone))
 
 
-def _sample(draw: st.DrawFn, ground: Ground, live: Sizes, absent: Collection[str], values: Values) -> Sample:
-    """A batch of given sizes."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, (1 << 32) - 1)))
-    given = ground.declaration, ground.backend.capabilities, live, generator
-    return sample_batch(*given, absent=absent, values=values, device=ground.backend.device)
-
-
 @st.composite
 def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> list[Turn]:
     """Steps over at most three buckets, so that each is filled several times; no bucket is empty."""
@@ -111,7 +106,7 @@ def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> l
     for _ in range(draw(st.integers(1, 5))):
         padded = draw(st.sampled_from(buckets))
         live, absent = draw(_sizes(ground, least, padded)), draw(_absences(ground))
-        sample = _sample(draw, ground, live, absent, values)
+        sample = ground.sample(live, draw(_SEEDS), absent, values)
         flat = [
             name
             for name, slot in sampled_slots(ground.declaration)

@@ -1,6 +1,6 @@
 """Ground: a declaration on a backend, with the largest size of each axis, and its fills by any lowering."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, final
 
 import attrs
@@ -22,12 +22,9 @@ from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
 from ..bits import first_unequal, garbage
 from ..graphs import Filler
+from ..sampling import Sample, Values, sample_batch
 from ..stage import NO_SIZES, Stage
 
-VARYING: Final = 8
-"""The size of a varying axis by default."""
-FIXED: Final = 3
-"""The size of a fixed axis by default."""
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
@@ -74,7 +71,7 @@ class Ground:
             if axis not in known or axis in relations:
                 why = "which follows from others by relations=" if axis in known else "an axis that no slot has"
                 raise ConfigError(f"max_sizes names {axis!r}, {why}: leave it out")
-        most = {axis: FIXED if axis.fixed else VARYING for axis in known} | dict(max_sizes)
+        most = {axis: 3 if axis.fixed else 8 for axis in known} | dict(max_sizes)
         fixed = {axis: size for axis, size in most.items() if axis.fixed}
         stage = Stage.of(inputs, no_step, backend, fixed, settings, relations)
         return cls(stage, _followed(most, relations), tuple(sorted(leads)))
@@ -96,6 +93,11 @@ class Ground:
     def live(self, sizes: Sizes) -> tuple[int, ...]:
         """Sizes as a fill takes them: one for each varying axis."""
         return tuple(sizes[axis] for axis in self.declaration.varying)
+
+    def sample(self, live: Sizes, seed: int, absent: Collection[str], values: Values) -> Sample:
+        """A batch of given sizes, without some optional slots."""
+        given = self.declaration, self.backend.capabilities, live, torch.Generator().manual_seed(seed)
+        return sample_batch(*given, absent=absent, values=values, device=self.backend.device)
 
     def oracle(self, buffers: Buffers, batch: Any, side: Side, live: Sizes, padded: Sizes) -> Views:
         """Fill slot by slot in the plainest code."""
@@ -171,7 +173,7 @@ def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
         elif (got.dtype, got.shape) != (expected.dtype, expected.shape):
             facts = [f"{one.dtype} of shape {list(one.shape)}" for one in (got, expected)]
             yield f"slot {name!r} is {facts[0]}, and the oracle's {facts[1]}"
-        elif (where := difference(got, expected)) is not None:
+        elif (where := first_unequal(got, expected)) is not None:
             rows = extent(slots[name].shape, live)
             part = "a live row" if all(i < size for i, size in zip(where, rows, strict=True)) else "its tail"
             held = f"it holds {got[where].item()}, and the oracle's {expected[where].item()}"
@@ -182,14 +184,9 @@ def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
     """Slots of which rows were written that no rule lets a fill write: kept tails, constants, other buckets' rows."""
     for buffer in mine:
         if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
-            where = difference(buffer.tensor, right[buffer.name].tensor)
+            where = first_unequal(buffer.tensor, right[buffer.name].tensor)
             if where is not None:
                 yield f"slot {buffer.name!r}, row {_row(where)}: written, though no rule has a fill write it"
-
-
-def difference(mine: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | None:
-    """Where two tensors of one shape and dtype first differ in a byte, on whatever device. None if they do not."""
-    return first_unequal(mine.detach().cpu(), right.detach().cpu())
 
 
 def _row(where: tuple[int, ...]) -> str:

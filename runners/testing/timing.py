@@ -23,8 +23,7 @@ from ...backends.base import Backend
 QUEUED: Final = 20
 """Steps that the host may be ahead by. An upload's ring has 32 entries, of which one event guards 8: at 25 steps the
 host would wait for the device."""
-THREADS: Final = 1
-"""Threads that copies in host memory are spread over."""
+THREADS: Final = 1  # that copies in host memory are spread over
 _ATTEMPTS: Final = 5
 _MARGIN_US: Final = 300.0
 _BUSY_SIZE: Final = 2048

@@ -2,9 +2,7 @@
 
     python -m tests.backends.test_cuda_neighbours KIND ORDER
 
-As a program: captured steps beside others in the same process who clear what libraries keep. KIND: what the captured
-step calls. ORDER: whether the runner or the compiled model is made first. It ends with an error where an output
-differs, or the device refuses to go on.
+As a program: KIND of step beside a compiled model; ORDER: which is made first. It fails where an output differs.
 """
 
 import os
@@ -32,8 +30,6 @@ pytestmark = [
 
 
 class Rows(Inputs):
-    """Ids alone."""
-
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
 
@@ -64,35 +60,22 @@ def attention(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
     return functional.scaled_dot_product_attention(heads, heads, heads).reshape(hidden.shape) @ weights[1]
 
 
-def convolution(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """A convolution by cuDNN."""
-    rows = hidden.shape[0]
-    return functional.conv1d(hidden[None], weights[0][:rows, None, :4].contiguous(), groups=rows)[0]
-
-
-def transform(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """A Fourier transform by cuFFT, whose plans torch caches."""
-    spectrum: torch.Tensor = torch.fft.rfft(hidden.float() + weights[0][0, 0].float())
-    return spectrum.abs()
-
-
-def noise(hidden: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Products behind dropout: random numbers are drawn, and thrown away."""
-    return matrices(hidden, weights) + 0 * torch.rand_like(hidden)
-
-
 KINDS: Final[dict[str, Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]]] = {
-    one.__name__: one for one in (matrices, side_stream, attention, convolution, transform, noise)
+    "matrices": matrices,
+    "side_stream": side_stream,
+    "attention": attention,
+    "convolution": lambda hidden, weights: functional.conv1d(
+        hidden[None], weights[0][: len(hidden), None, :4].contiguous(), groups=len(hidden)
+    )[0],
+    "transform": lambda hidden, weights: torch.fft.rfft(hidden.float() + weights[0][0, 0].float()).abs(),
+    "noise": lambda hidden, weights: matrices(hidden, weights) + 0 * torch.rand_like(hidden),
 }
 
 
 def runner_of(kind: str) -> tuple[DecodeRunner[Any], Callable[[torch.Tensor], torch.Tensor]]:
     """A captured runner, and its step on ids alone."""
-    draw = torch.Generator(device="cuda").manual_seed(1)
-    table = torch.randn(64, WIDE, generator=draw, device="cuda", dtype=torch.bfloat16)
-    weights = [
-        torch.randn(WIDE, WIDE, generator=draw, device="cuda", dtype=torch.bfloat16) / WIDE**0.5 for _ in range(3)
-    ]
+    here: Any = {"generator": torch.Generator(device="cuda").manual_seed(1), "device": "cuda", "dtype": torch.bfloat16}
+    table, weights = torch.randn(64, WIDE, **here), [torch.randn(WIDE, WIDE, **here) / WIDE**0.5 for _ in range(3)]
 
     def run(ids: torch.Tensor) -> torch.Tensor:
         return KINDS[kind](table[ids], weights)

@@ -1,6 +1,5 @@
 """Steps in flight, on several streams and from several threads; the same on the CPU, where nothing is in flight."""
 
-import functools
 import gc
 import resource
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from slotgraph import BATCH, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend, load
 from slotgraph.backends.ring import ENTRIES
 from slotgraph.pool import InputPool
+from tests.strategies import draw
 
 BUCKETS: Final = (2, 8, 32)
 PAD, WEIGHT = -3, 2.0
@@ -29,16 +29,12 @@ DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] if load("cuda").is_avai
 
 
 class Flow(Inputs):
-    """Two slots that are copied, and one number that the host computes."""
-
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=PAD)
     weights: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=WEIGHT, strided=True)
     live: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
 
 
-class Wide(Flow):
-    """The same with a slot whose rows are too many bytes to go along in a command."""
-
+class Wide(Flow):  # with rows of too many bytes to go along in a command
     table: torch.Tensor = copied(BATCH, 2048, dtype=torch.int32, pad=1)
 
 
@@ -58,13 +54,9 @@ class Drawn:
     @classmethod
     def of(cls, backend: Backend, kind: type[Flow], rows: int, seed: int) -> "Drawn":
         """Random whole numbers, none of which is a tail's."""
-        draw = torch.Generator().manual_seed(seed)
-        host = {
-            "ids": torch.randint(1, 1000, (rows,), generator=draw),
-            "weights": torch.randint(3, 99, (rows, 2), generator=draw).float(),
-        }
+        host = {"ids": draw(1, 999, (rows,), seed), "weights": draw(3, 98, (rows, 2), seed + 1, torch.float32)}
         if kind is Wide:
-            host["table"] = torch.randint(2, 99, (rows, 2048), generator=draw, dtype=torch.int32)
+            host["table"] = draw(2, 98, (rows, 2048), seed + 2, torch.int32)
         return cls(host, {name: one.to(backend.device) for name, one in host.items()})
 
     def fresh(self) -> dict[str, torch.Tensor]:
@@ -83,8 +75,6 @@ class Drawn:
 
 @attrs.frozen
 class Place:
-    """A backend, with streams where it has them."""
-
     backend: Backend
 
     @property
@@ -107,28 +97,24 @@ class Place:
             torch.cuda.current_stream(self.backend.device).wait_stream(stream)
 
     def busy(self, cycles: int = LONG) -> None:
-        """Keep the current stream from going on for a while."""
         if self.has_streams:
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     def runner(self, kind: type[Flow], lowering: str, **options: Any) -> DecodeRunner[Any]:
         return DecodeRunner(kind, flow_step, buckets=BUCKETS, backend=self.backend, lowering=lowering, **options)
 
-    def captured(self, kind: type[Flow], lowering: str, **options: Any) -> DecodeRunner[Any]:
-        runner = self.runner(kind, lowering, **options)
+    def captured(self, kind: type[Flow], lowering: str) -> DecodeRunner[Any]:
+        runner = self.runner(kind, lowering)
         runner.capture()
         return runner
 
     def pool(self, kind: type[Flow], count: int, seed: int) -> list[Drawn]:
-        """Batches of every size, on the device already."""
-        draw = torch.Generator().manual_seed(seed)
-        sizes = torch.randint(0, BUCKETS[-1] + 1, (count,), generator=draw).tolist()
+        sizes = draw(0, BUCKETS[-1], (count,), seed).tolist()
         pool = [Drawn.of(self.backend, kind, rows, seed + index) for index, rows in enumerate(sizes)]
         self.backend.synchronize()
         return pool
 
     def assert_answers(self, got: list[torch.Tensor], drawn: list[Drawn], *, padded: bool = True) -> None:
-        """Each step gave its answer; padded: by a graph."""
         self.backend.synchronize()
         assert len(got) == len(drawn)
         for index, (outputs, one) in enumerate(zip(got, drawn, strict=True)):
@@ -172,10 +158,10 @@ def garbage(batch: dict[str, torch.Tensor]) -> None:
     del kept
 
 
-def in_a_thread(work: Callable[[], Any]) -> Any:
+def in_a_thread(work: Callable[..., Any], *args: Any) -> Any:
     """Do something in a new thread, and hand on what it returns or raises."""
     with ThreadPoolExecutor(1) as other:
-        return other.submit(work).result()
+        return other.submit(work, *args).result()
 
 
 def step(run: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
@@ -185,11 +171,7 @@ def step(run: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
 
 @attrs.frozen
 class Turn:
-    """One step of a schedule.
-
-    runner: which of two. here, there: the streams of its fill and of its replay. busy: what part of `LONG` the stream
-    sleeps first. way: where its sources are. after: what becomes of them when the call returns.
-    """
+    """One step: which runner; streams of fill and replay; part of `LONG` to sleep first; where sources are, and go."""
 
     runner: int
     here: int
@@ -201,7 +183,6 @@ class Turn:
     def play(
         self, place: Place, runner: DecodeRunner[Any], drawn: Drawn, streams: list[Any], *, whole: bool
     ) -> torch.Tensor:
-        """Take the step, in one call or by a fill and a replay; a copy of its outputs."""
         held, whole = dict[str, torch.Tensor](), whole or self.here == self.there
         with place.on(streams[self.here]):
             if self.busy:
@@ -239,15 +220,12 @@ turns = st.builds(
 @settings(max_examples=15)
 @given(data=st.data())
 def test_steps_on_many_streams(place: Place, data: st.DataObject, *, graphs: bool, pooled: bool) -> None:
-    """Two runners over the same graph memory take turns, on streams that are busy, whatever becomes of the sources.
+    """Two runners over one graph memory take turns on busy streams, whatever becomes of the sources.
 
-    Each step finds the buffers as the step before left them, wherever it was filled and replayed. With a pool the
-    runners share their input memory too, so that each fills and replays in one call.
+    With a pool the runners share their input memory too, so that each fills and replays in one call.
     """
-    kind = Wide if data.draw(st.booleans()) else Flow
-    lowering = data.draw(
-        st.sampled_from([one for one in place.backend.capabilities.lowerings if one != "slot_by_slot"])
-    )
+    kind, lowerings = Wide if data.draw(st.booleans()) else Flow, {*place.backend.capabilities.lowerings}
+    lowering = data.draw(st.sampled_from(sorted(lowerings - {"slot_by_slot"})))
     schedule = data.draw(st.lists(turns, min_size=4, max_size=40))
     shared = InputPool("first", "then")
     phases: list[dict[str, Any]] = [{"phase": shared[one]} if pooled else {} for one in ("first", "then")]
@@ -297,20 +275,16 @@ def test_the_same_sources_again_and_again(place: Place, lowering: str) -> None:
 
 @pytest.mark.parametrize("kind", [Flow, Wide])
 def test_many_steps_behind_a_slow_kernel(place: Place, lowering: str, kind: type[Flow]) -> None:
-    """Far more steps than the ring has entries, each with fresh sources that go at once, wait for one slow kernel.
-
-    Steps and fills come from the main thread, and from threads that are new to the device.
-    """
+    """Far more steps than the ring has entries, some of new threads, wait for a slow kernel; their sources are gone."""
     runner, pool, got = place.captured(kind, lowering), place.pool(kind, 300, 8), list[torch.Tensor]()
     place.busy(10 * LONG)
     for index, drawn in enumerate(pool):
         held = dict[str, torch.Tensor]()
         batch = brought(WAYS[index % len(WAYS)], held, drawn)
         if index % 9 == 1:
-            got.append(in_a_thread(functools.partial(step, runner, batch)))
+            got.append(in_a_thread(step, runner, batch))
         elif index % 9 == 2:
-            view = in_a_thread(functools.partial(runner.fill, batch))
-            got.append(in_a_thread(functools.partial(step, runner.replay, view)))
+            got.append(in_a_thread(step, runner.replay, in_a_thread(runner.fill, batch)))
         else:
             got.append(step(runner, batch))
         for one in held.values():

@@ -5,8 +5,7 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,41 +33,23 @@ MARGIN = 64
 """Bytes around each buffer that must stay as they are."""
 
 
-@attrs.frozen
-class Launch:
-    """What one launch is given: the table and the packet, the buffers and the sources that these point to."""
-
-    table: torch.Tensor
-    packet: torch.Tensor
-    buffers: Sequence[torch.Tensor]
-    sources: Sequence[torch.Tensor]
-    block: int
+Run = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], int], None]
+"""A launch, by the table, the packet, the buffers and the sources that these point to, and the words of a block."""
 
 
 @attrs.frozen
 class Way:
     """One way to run the kernel.
 
-    blocks: elements for each table row that are tried. exact: whether a converted NaN must have the reference's very
-    bits. Torch has no one answer on the CPU: they hang on how many elements there are, and so on its vector code.
-    programs: about how many one launch may have at most; the interpreter takes a millisecond for each.
+    blocks: elements for each table row that are tried. exact: whether a converted NaN has the reference's very bits,
+    which on the CPU hang on torch's vector code. programs: about how many one launch may have at most.
     """
 
     device: torch.device
     blocks: tuple[int, int, int]
     exact: bool
-    run: Callable[[Launch], None]
+    run: Run
     programs: int = 1 << 30
-
-
-def way(name: str) -> Way:
-    """A way by its name; skips with the reason where it cannot be gone."""
-    if name == "cuda":
-        return on_device()
-    here = torch.device("cpu")
-    if name == "interpreter":
-        return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
-    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=by_host)
 
 
 def need_triton() -> None:
@@ -77,15 +58,9 @@ def need_triton() -> None:
         pytest.skip("triton is not installed, or not made for this system: it is for Linux")
 
 
-def by_host(launch: Launch) -> None:
-    """The same in plain code."""
-    HOST_FUSION.kernel(launch.table, launch.packet, launch.buffers)()
-
-
-def by_triton(module: Any, launch: Launch) -> None:
+def by_triton(module: Any, table: torch.Tensor, packet: torch.Tensor, block: int) -> None:
     """The kernel of a module, compiled or interpreted."""
-    kernel = module.fill_lanes[(len(launch.table),)]
-    kernel(launch.table, launch.packet, BLOCK=launch.block, num_warps=module.WARPS)
+    module.fill_lanes[(len(table),)](table, packet, BLOCK=block, num_warps=module.WARPS)
 
 
 def on_device() -> Way:
@@ -97,7 +72,8 @@ def on_device() -> Way:
     module = importlib.import_module(KERNEL)
     device = torch.device("cuda", torch.cuda.current_device())
     exact = torch.cuda.get_device_capability(device) >= (8, 0)  # before, torch rounds to bfloat16 in code of its own
-    return Way(device, (8, 64, module.BLOCK), exact=exact, run=lambda launch: by_triton(module, launch))
+    run: Run = lambda table, packet, _buffers, _sources, block: by_triton(module, table, packet, block)  # noqa: E731
+    return Way(device, (8, 64, module.BLOCK), exact=exact, run=run)
 
 
 def interpreted() -> ModuleType:
@@ -105,63 +81,59 @@ def interpreted() -> ModuleType:
     need_triton()
     triton = importlib.import_module("triton")  # as it is: only our module is to be interpreted
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(
-            f"triton {triton.__version__}: its interpreter leaves the language changed, for compiled kernels too"
-        )
+        pytest.skip(f"triton {triton.__version__}: its interpreter leaves the language changed for compiled kernels")
     found = importlib.util.find_spec(KERNEL)
     assert found is not None
-    spec = importlib.util.spec_from_file_location(KERNEL + "_interpreted", found.origin)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    spec: Any = importlib.util.spec_from_file_location(KERNEL + "_interpreted", found.origin)
+    module: ModuleType = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
     return module
 
 
-def watched(module: ModuleType) -> Callable[[Launch], None]:
-    """A module's kernel in the interpreter, every access of which is held to what a device would take."""
+def watched(module: ModuleType) -> Run:
+    """A module's kernel in the interpreter: it may access only what it is given, and as a device would."""
+    builder: Any = importlib.import_module("triton.runtime.interpreter").interpreter_builder
 
-    def run(launch: Launch) -> None:
-        tensors = (launch.table, launch.packet, *launch.buffers, *launch.sources)
-        with watch([span(tensor) for tensor in tensors]), np.errstate(all="ignore"):  # float16 overflows as it should
-            by_triton(module, launch)
+    def run(
+        table: torch.Tensor,
+        packet: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        block: int,
+    ) -> None:
+        spans = [span(tensor) for tensor in (table, packet, *buffers, *sources)]
+        lows, highs = (np.array(ends, np.uint64) for ends in zip(*spans, strict=True))
+
+        def checked(access: Callable[..., Any], mask: int) -> Callable[..., Any]:
+            def call(pointers: Any, *rest: Any) -> Any:
+                size = pointers.get_element_ty().primitive_bitwidth // 8
+                used = pointers.data[np.broadcast_to(rest[mask].data, pointers.data.shape)]
+                inside = (used[:, None] >= lows) & (used[:, None] + np.uint64(size) <= highs)
+                assert inside.any(axis=1).all(), "out of bounds"
+                assert not (used % size).any(), "misaligned"
+                return access(pointers, *rest)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):  # float16 overflows as it should
+            for name, mask in (("create_masked_load", 0), ("create_masked_store", 1)):
+                patch.setattr(builder, name, checked(getattr(builder, name), mask))
+            by_triton(module, table, packet, block)
 
     return run
-
-
-@contextmanager
-def watch(spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Refuse accesses of the interpreter's outside some spans, and at addresses that only a host forgives."""
-    builder: Any = importlib.import_module("triton.runtime.interpreter").interpreter_builder
-    load, store = builder.create_masked_load, builder.create_masked_store
-    lows, highs = (np.array(ends, np.uint64) for ends in zip(*spans, strict=True))
-
-    def check(pointers: Any, mask: Any) -> None:
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        used = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
-        assert ((used[:, None] >= lows) & (used[:, None] + np.uint64(size) <= highs)).any(axis=1).all(), "out of bounds"
-        assert not (used % size).any(), "misaligned"
-
-    def checked_load(pointers: Any, mask: Any, *rest: Any) -> Any:
-        check(pointers, mask)
-        return load(pointers, mask, *rest)
-
-    def checked_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        check(pointers, mask)
-        return store(pointers, value, mask, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "create_masked_load", checked_load)
-        patch.setattr(builder, "create_masked_store", checked_store)
-        yield
 
 
 @pytest.fixture(scope="module", params=["host", "interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])
 def kernel(request: pytest.FixtureRequest) -> Way:
     """Each way that can be gone here."""
-    return way(str(request.param))
+    if request.param == "cuda":
+        return on_device()
+    here = torch.device("cpu")
+    if request.param == "interpreter":  # which takes a millisecond for each program
+        return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
+    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=lambda *given: HOST_FUSION.kernel(*given[:3])())
 
 
 @attrs.frozen
@@ -178,15 +150,15 @@ class Case:
     shape: tuple[int, ...]
     dim: int | None
     live: int
-    room: int
-    pad: Number | None
-    action: str
-    before: int
-    ahead: int
-    turned: bool
     seed: int
-    apart: int = attrs.field(default=0, kw_only=True)
-    bits: torch.Tensor | None = attrs.field(default=None, kw_only=True)
+    room: int = 0
+    pad: Number | None = None
+    action: str = "copy"
+    before: int = 0
+    ahead: int = 0
+    turned: bool = False
+    apart: int = 0
+    bits: torch.Tensor | None = None
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
         whole = self.whole
@@ -303,10 +275,7 @@ def noise(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, meant_for: int | None = None) -> None:
-    """Run the kernel over lanes, and compare every byte of every buffer with what torch makes of it.
-
-    owner: the table's number. meant_for: the packet's, where that is another.
-    """
+    """Run it, and compare every byte of every buffer with torch's; meant_for: the packet's owner, where not ours."""
     raws = [case.buffer(kernel.device) for case in cases]
     wanted = [raw.clone() for raw in raws]
     values = [case.values(kernel.device) for case in cases]
@@ -319,7 +288,7 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
     packet = torch.tensor([owner if meant_for is None else meant_for, *words, *paces, *sources], device=kernel.device)
     assert packet.nbytes == head_bytes(len(lanes))
     if len(table):
-        kernel.run(Launch(table, packet, raws, values, block))
+        kernel.run(table, packet, raws, values, block)
     for case, got, want, source in zip(cases, raws, wanted, values, strict=True):
         if meant_for is None:
             case.refer(want, source)
@@ -346,7 +315,7 @@ def test_every_alignment(kernel: Way) -> None:
     """Every mix of places that are multiples of four, eight and sixteen bytes, and that are not."""
     mixes = itertools.product((16, 20, 24), (0, 4, 8, 13), (0, 1, 4, 8), (0, 4, 8))
     lanes = [
-        Case(torch.uint8, torch.uint8, (rows,), 0, live, 5, 7, "copy", before, ahead, turned=False, seed=number)
+        Case(torch.uint8, torch.uint8, (rows,), 0, live, number, room=5, pad=7, before=before, ahead=ahead)
         for number, (rows, live, before, ahead) in enumerate(mixes)
     ]
     fill(kernel, lanes, kernel.blocks[1])
@@ -356,22 +325,17 @@ def test_every_alignment(kernel: Way) -> None:
 @settings(max_examples=5)
 def test_every_conversion(kernel: Way, live: int, seed: int, block: int) -> None:
     """Every pair of dtypes that may be converted is, whole numbers by wrapping."""
-    pads = [True if target == torch.bool else 1 for _, target in PAIRS]
     lanes = [
-        Case(target, source, (96,), 0, live, 1, pad, "copy", 0, 1, turned=False, seed=seed + number)
-        for number, ((source, target), pad) in enumerate(zip(PAIRS, pads, strict=True))
+        Case(target, source, (96,), 0, live, seed + number, room=1, pad=target == torch.bool or 1, ahead=1)
+        for number, (source, target) in enumerate(PAIRS)
     ]
     fill(kernel, lanes, kernel.blocks[block])
 
 
 def test_every_float(kernel: Way) -> None:
     """Floats are rounded to the nearest, ties to even: denormals, infinities and NaNs too."""
-    lanes = []
-    for source, target in itertools.product(FLOATS, repeat=2):
-        bits = float_bits(source)
-        count = bits.numel()
-        case = Case(target, source, (count,), 0, count, 0, None, "copy", 0, 0, turned=False, seed=1, bits=bits)
-        lanes.append(case)
+    pairs = [(float_bits(source), source, target) for source, target in itertools.product(FLOATS, repeat=2)]
+    lanes = [Case(target, source, (len(bits),), 0, len(bits), 1, bits=bits) for bits, source, target in pairs]
     fill(kernel, lanes, kernel.blocks[-1])
 
 
@@ -388,6 +352,4 @@ def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     options = {"num_warps": module.WARPS, "enable_fp_fusion": True}  # whose default differs by version
     made = compiler.compile(source, target=target, options=options)
     assert made.metadata.shared == 0
-    assert "ld.global.b64" in made.asm["ptx"]
-    assert "st.global.b64" in made.asm["ptx"]
-    assert "ld.local" not in made.asm["ptx"]
+    assert [one in made.asm["ptx"] for one in ("ld.global.b64", "st.global.b64", "ld.local")] == [True, True, False]

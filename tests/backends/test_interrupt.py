@@ -1,10 +1,10 @@
 """What `Backend.interrupt` promises: a call between two graphs, which finds the work so far done, in each replay."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
-import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slotgraph.backends import DEVICE, Backend
+from slotgraph.backends import DEVICE, Backend, Graph
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from tests.backends.test_contract import captured, has_true_graphs, random_on
@@ -21,26 +21,25 @@ pytestmark = pytest.mark.slotgraph_backends("every")
 Body = Callable[[], Any]
 
 
-@attrs.define(eq=False)
-class Call:
-    """An interruption as a runner makes one: it answers, or writes its answer to the places that it is given."""
+def between(backend: Backend, body: Body) -> Any:
+    """An interruption as a runner makes one: the body answers, or its answer goes to the places that are given."""
 
-    body: Body
-    asked: list[bool] = attrs.field(factory=list)
-
-    def __call__(self, places: Sequence[Any] | None) -> Any:
-        """Call the body; note whether there were places."""
-        self.asked.append(places is not None)
-        answer = self.body()
+    def run(places: Sequence[Any] | None) -> Any:
+        answer = body()
         for place, leaf in zip(places or (), pytree.tree_leaves(answer) if places else (), strict=True):
             if isinstance(place, torch.Tensor):
                 place.copy_(leaf)
         return answer
 
+    return backend.interrupt(run)
 
-def between(backend: Backend, body: Body) -> Any:
-    """A call of the body between two graphs."""
-    return backend.interrupt(Call(body))
+
+def replayed(backend: Backend, step: Body, changed: torch.Tensor) -> Graph:
+    """A captured step, replayed on other numbers."""
+    graph = captured(backend, step)
+    changed.copy_(random_on(backend, len(changed), seed=9))
+    graph.replay()
+    return graph
 
 
 @pytest.fixture
@@ -53,10 +52,9 @@ def interrupting(backend: Backend) -> Backend:
 
 def test_outside_of_a_capture(interrupting: Backend) -> None:
     """Where nothing is captured it is called once, for its answer, which comes back as it is."""
-    call = Call(lambda: (x, 3))
-    x = random_on(interrupting, 2, seed=1)
-    assert interrupting.interrupt(call) == (x, 3)
-    assert call.asked == [False]
+    times = itertools.count()
+    assert interrupting.interrupt(lambda places: (places, next(times))) == (None, 0)
+    assert next(times) == 1
 
 
 @settings(max_examples=12)
@@ -91,7 +89,7 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
 
 
 def test_answers_in_structures(interrupting: Backend) -> None:
-    """An answer may be nested, with no tensor or several; what is no tensor comes back as it was at capture."""
+    """An answer may be nested, with no tensor or several; what is not a tensor comes back as it was at capture."""
     x = random_on(interrupting, 2, seed=8)
 
     def step() -> Any:
@@ -99,10 +97,7 @@ def test_answers_in_structures(interrupting: Backend) -> None:
         parts = between(interrupting, lambda: {"sum": (x.sum(0), [x * float(x[0, 0])]), "name": "both", "n": 3})
         return nothing, parts["sum"][0] * parts["n"], parts["sum"][1][0] + 1, parts["name"]
 
-    graph = captured(interrupting, step)
-    x.copy_(random_on(interrupting, 2, seed=9))
-    graph.replay()
-    nothing, total, scaled, name = graph.outputs
+    nothing, total, scaled, name = replayed(interrupting, step, x).outputs
     assert (nothing, name) == (None, "both")
     torch.testing.assert_close(total, x.sum(0) * 3)
     torch.testing.assert_close(scaled, x * x[0, 0] + 1)
@@ -116,10 +111,9 @@ def test_raises_at_capture(interrupting: Backend) -> None:
     def raising() -> Any:
         raise OSError("no kernel for this")
 
-    with pytest.raises(CaptureError, match="no kernel for this"):
-        interrupting.capture(lambda: between(interrupting, raising) + 1)
-    with pytest.raises(CaptureError, match="no kernel for this"):
-        interrupting.capture(lambda: between(interrupting, lambda: x * 2) + between(interrupting, raising))
+    for bodies in ([raising], [lambda: x * 2, raising]):
+        with pytest.raises(CaptureError, match="no kernel for this"):
+            interrupting.capture(lambda: [between(interrupting, body) for body in bodies])  # noqa: B023 - called here
     newer = captured(interrupting, lambda: between(interrupting, lambda: x * 3) + 1)
     for graph, times in ((older, 2), (newer, 3)):
         graph.replay()
@@ -149,14 +143,8 @@ def test_host_reads_are_refused_after_it(interrupting: Backend) -> None:
     if not has_true_graphs(interrupting):
         pytest.skip(f"{interrupting.name} runs steps again, host reads and all")
     x = random_on(interrupting, 2, seed=14)
-
-    def step() -> torch.Tensor:
-        doubled = between(interrupting, lambda: x * float(x[0, 0]))
-        result: torch.Tensor = doubled * float(doubled[0, 0])
-        return result
-
     with pytest.raises(CaptureError):
-        interrupting.capture(step)
+        interrupting.capture(lambda: float(between(interrupting, lambda: x * float(x[0, 0]))[0, 0]))
 
 
 def test_other_graphs_within(interrupting: Backend) -> None:
@@ -174,10 +162,7 @@ def test_other_graphs_within(interrupting: Backend) -> None:
         between(interrupting, lambda: later.append(float(x[0, 0])))
         return first * 2
 
-    graph = captured(interrupting, step)
-    x.copy_(random_on(interrupting, 2, seed=16))
-    graph.replay()
-    torch.testing.assert_close(graph.outputs, (x * 3 + 1) * 2)
+    torch.testing.assert_close(replayed(interrupting, step, x).outputs, (x * 3 + 1) * 2)
     assert (later[-1], len(later) > 1) == (float(x[0, 0]), True)
 
 
@@ -207,10 +192,7 @@ def test_a_part_that_only_allocates(interrupting: Backend) -> None:
         between(interrupting, lambda: None)
         return room + 1
 
-    graph = captured(interrupting, step)
-    x.copy_(random_on(interrupting, 3, seed=24))
-    graph.replay()
-    torch.testing.assert_close(graph.outputs, x + 1)
+    torch.testing.assert_close(replayed(interrupting, step, x).outputs, x + 1)
 
 
 def test_graphs_in_turns(interrupting: Backend) -> None:
@@ -248,8 +230,6 @@ def test_borrowed_memory(interrupting: Backend) -> None:
 
 @final
 class Plain(HostBackend):
-    """A backend that does not say how."""
-
     name = "plain"
 
     def capture(self, step: Callable[[], Any], **options: Any) -> Any:
@@ -259,14 +239,12 @@ class Plain(HostBackend):
 def test_backend_that_cannot() -> None:
     """It is asked in vain: CaptureError names it."""
     with pytest.raises(CaptureError, match="backend 'plain' cannot interrupt a capture, which a break in a step needs"):
-        Plain().interrupt(Call(lambda: None))
+        Plain().interrupt(id)
     tensor = Plain().empty((2,), torch.float32, DEVICE)
     assert Plain().borrow(tensor) is tensor
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Counts operators."""
-
     seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

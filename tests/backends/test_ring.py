@@ -5,6 +5,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Final
 
 import attrs
@@ -35,8 +36,8 @@ class Source:
 class LazyDevice:
     """A device of several streams, each a queue that is worked off when the test says so.
 
-    Copies and launches read the host's memory and the packet when their turn comes, not before. faults: what was wrong
-    then. sent: copies asked for.
+    Copies and launches read the host's memory and the packet in their turn. faults: what was wrong then. sent: copies
+    asked for. sources: of all launches.
     """
 
     def __init__(self) -> None:
@@ -45,10 +46,10 @@ class LazyDevice:
         self.stream = 0
         self.faults: list[str] = []
         self.hosts: list[tuple[int, int, weakref.ref[torch.Tensor]]] = []
+        self.sources: list[weakref.ref[object]] = []
         self.ran = self.sent = 0
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory; the device faults where it reads it when it is gone."""
         memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         self.hosts.append((memory.data_ptr(), nbytes, weakref.ref(memory)))
         return memory
@@ -59,14 +60,13 @@ class LazyDevice:
         self.queues[self.stream].append(lambda: self._copy(address, nbytes))
 
     def inline(self, data: bytes, nbytes: int) -> None:
-        """Queue a copy of what the bytes are now."""
         self.sent += 1
         held = bytes(data[:nbytes])
         self.queues[self.stream].append(lambda: self._write(held))
 
     def launch(self, data: bytes, kept: object) -> None:
         """Queue a step, which reads its packet and all that this points to."""
-        alive = weakref.ref(kept)
+        self.sources.append(alive := weakref.ref(kept))
         self.queues[self.stream].append(lambda: self._check(data, alive))
 
     def mark(self) -> "LazyMark":
@@ -105,8 +105,6 @@ class LazyDevice:
 
 @attrs.define(eq=False)
 class LazyMark:
-    """A point in a stream's work."""
-
     device: LazyDevice
     stream: int
     passed: bool = False
@@ -137,10 +135,7 @@ bounds = st.sampled_from([(1, SMALL), (SMALL + 1, LARGE), (1, LARGE)])
 
 @given(seed=st.integers(0, 1 << 32), sizes=bounds, lag=st.integers(0, 6), steps=st.integers(1, 5 * ENTRIES))
 def test_nothing_is_overwritten_in_flight(seed: int, sizes: tuple[int, int], lag: int, steps: int) -> None:
-    """However far the host runs ahead, each step finds its own packet and its sources alive; the account is right.
-
-    What goes inline takes no memory; larger packets take larger memory, once what is in flight was read.
-    """
+    """However far the host runs ahead, each step finds its packet and its sources; only larger packets take memory."""
     device, draw = LazyDevice(), chance(seed)
     ring = device.ring(SMALL)
     play(device, ring, draw, sizes, lag, steps)
@@ -155,16 +150,12 @@ def test_nothing_is_overwritten_in_flight(seed: int, sizes: tuple[int, int], lag
 @given(seed=st.integers(0, 1 << 32), sizes=bounds)
 def test_sources_are_let_go(seed: int, sizes: tuple[int, int]) -> None:
     """Once the device is past them sources go, but for those of the last two segments."""
-    device, draw, held = LazyDevice(), chance(seed), list[weakref.ref[Source]]()
+    device, draw = LazyDevice(), chance(seed)
     ring = device.ring(SMALL)
     for _ in range(3 * ENTRIES):
-        data, kept = draw.randbytes(draw.randint(*sizes)), Source()
-        ring.send(data, kept)
-        device.launch(data, kept)
-        held.append(weakref.ref(kept))
-        del kept
+        play(device, ring, draw, sizes, 0, 1)
         device.drain()
-        assert sum(one() is not None for one in held) <= 2 * SEGMENT
+        assert sum(one() is not None for one in device.sources) <= 2 * SEGMENT
     assert device.faults == []
 
 
@@ -189,10 +180,9 @@ def test_a_feed_sends_what_changed(seed: int, lag: int) -> None:
     ring = device.ring(SMALL)
     feed = Feed(lambda _: ring, SMALL)
     sources = [(draw.randbytes(draw.randint(WORD + 1, LARGE)), Source()) for _ in range(3)]
-    before: int | None = None
+    before: bytes | None = None
     for _ in range(2 * ENTRIES):
-        which = draw.randrange(3)
-        data, kept = sources[which]
+        data, kept = draw.choice(sources)
         if draw.random() < 0.2:
             feed.disarm()
             device.launch(bytes(WORD), kept)
@@ -200,8 +190,8 @@ def test_a_feed_sends_what_changed(seed: int, lag: int) -> None:
             before = None
         feed.send(data, kept)
         device.launch(data, kept)
-        sent += before != which
-        before = which
+        sent += before is not data
+        before = data
         device.advance(draw.randint(0, lag))
     device.drain()
     assert device.faults == []
@@ -237,16 +227,11 @@ def test_each_packet_arrives(*, inference: bool) -> None:
 @pytest.mark.parametrize("capturing", [None, False, True])
 def test_the_end_waits_but_for_captures(capturing: bool | None) -> None:  # noqa: FBT001 - a parameter
     """A device is waited for, unless that would break off a capture; not every one has captures to ask for."""
-    waited = []
-
-    class Module(Streams):
-        @staticmethod
-        def synchronize(device: torch.device) -> None:
-            waited.append(device)
-
+    waited = list[torch.device]()
+    module = SimpleNamespace(synchronize=waited.append)
     if capturing is not None:
-        Module.is_current_stream_capturing = staticmethod(lambda: capturing)  # type: ignore[attr-defined]
-    ring = ring_on(HERE, 64, Module, host_memory)
+        module.is_current_stream_capturing = lambda: capturing
+    ring = ring_on(HERE, 64, module, host_memory)
     del ring
     gc.collect()
     assert waited == ([] if capturing else [HERE])

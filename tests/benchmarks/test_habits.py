@@ -1,4 +1,4 @@
-"""A whole step under each habit of serving loops, beside the same step without it: held to the oracle, and timed.
+"""A whole step under each habit of serving loops, beside the same step without it: compared with the oracle, and timed.
 
 Each habit is one step of nine slots on the device with one peculiarity, such as a slot whose source is converted, a
 list, or another stream. None may slow down a whole step, nor leave its runner's lowering.
@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
-from slotgraph.backends import Backend, load
+from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, check_bytes, declare_decode, draw
-from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch
+from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw
+from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch, verify
 from slotgraph.runners.testing.ground import memory_of
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
@@ -63,33 +63,29 @@ def habits(backend: Backend) -> list[Habit]:
     return found if backend.device.type == "cpu" else [*found, *_streamed(made, backend)]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) -> None:
+@pytest.mark.slotgraph_backends("cpu", "cpu-capture", "cuda")
+def test_no_habit_leaves_its_lowering(backend: Backend, pytestconfig: pytest.Config) -> None:
     """All habits by all lowerings but the oracle, round by round in turn."""
-    available = load(name).is_available()
-    if not available:
-        pytest.skip(f"{name}: {available.reason}")
-    backend, found = load(name)(), dict[tuple[str, str], tuple[Run, DecodeRunner[Any]]]()
+    found = dict[tuple[str, str], Run]()
     for habit in habits(backend):
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [captured_runner(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
         ways: dict[str, Contestant] = {
-            name: Contestant(habit.call(one), memory_of(one.graphs.buffers))
-            for name, one in zip(names, made, strict=True)
+            one: Contestant(habit.call(it), memory_of(it.graphs.buffers)) for one, it in zip(names, made, strict=True)
         }
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]
         with habit.around():
-            drawn = ((rows, habit.draw(rows, at)) for at, rows in enumerate(sizes))
-            check_bytes(habit.name, habit.inputs, backend, ways, drawn)
+            drawn = (({BATCH: rows, TOKENS: rows}, habit.draw(rows, at)) for at, rows in enumerate(sizes))
+            verify(habit.name, habit.inputs.slotgraph, backend, ways[ORACLE], ways, drawn)
         batches = [habit.draw(rows, number) for number, rows in enumerate(habit.sizes)]
-        for one, runner in zip(names[1:], made[1:], strict=True):
-            found[habit.name, one] = Run(ways[one].call, batches, habit.around, habit.before), runner
+        for one in names[1:]:
+            found[habit.name, one] = Run(ways[one].call, batches, habit.around, habit.before)
     shown = pytestconfig.getoption("capture") == "no"
-    measure([run for run, _ in found.values()], backend, *((50, 20, 9) if shown else (1, 2, 0)))
+    measure([*found.values()], backend, *((50, 20, 9) if shown else (1, 2, 0)))
     for lowering in {lowering for _, lowering in found}:
-        times = {habit: run for (habit, one), (run, _) in found.items() if one == lowering}
-        show(f"{name}, {lowering}: host", {habit: run.host for habit, run in times.items()})
-        show(f"{name}, {lowering}: device", {habit: run.device for habit, run in times.items() if run.device})
+        times = {habit: run for (habit, one), run in found.items() if one == lowering}
+        show(f"{backend.name}, {lowering}: host", {habit: run.host for habit, run in times.items()})
+        show(f"{backend.name}, {lowering}: device", {habit: run.device for habit, run in times.items() if run.device})
 
 
 def _habit(

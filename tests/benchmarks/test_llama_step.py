@@ -7,9 +7,8 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
-import attrs
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,7 +21,6 @@ from serving.request import Request
 from serving.steps import Steps
 from slotgraph import DecodeRunner
 from slotgraph.backends import Backend, choose
-from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.capabilities import AUTO
 from tests.benchmarks.shown import race
 
@@ -30,55 +28,35 @@ from tests.benchmarks.shown import race
 pytestmark = pytest.mark.filterwarnings("default")
 LIVE, BUCKET = 7, 8
 BUCKETS = [8 * (1 + index) for index in range(20)]
-
-
-PAGE_SIZE = 16
+PAGE_SIZE, SETS = 16, 4
 CONTEXT = 256
 """Tokens that each request's attention reaches over."""
-SETS = 4
 REACH = CONTEXT // PAGE_SIZE
+SHAPES: Final[dict[str, tuple[int, ...]]] = {
+    "4 layers, 1024 wide": (4, 1024, 16, 4, 2816, 32000),
+    "24 layers, 0.5B": (24, 896, 14, 2, 4864, 151936),
+    "tiny": (2, 32, 2, 1, 32, 64),
+}
+"""By name layers, width, heads, heads of the cache, width of the MLP, and words."""
 
 
-@attrs.frozen(kw_only=True)
-class Shape:
-    """A model's sizes."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int
-
-    def model(self, device: torch.device, dtype: torch.dtype, room: int) -> Any:
-        """A model for contexts of so many tokens."""
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            max_position_embeddings=room,
-            tie_word_embeddings=True,
-        )
-        with torch.device(device):
-            model: Any = LlamaForCausalLM(config)
-        return model.to(dtype=dtype).eval()
-
-
-FOUR = Shape(
-    name="4 layers, 1024 wide", layers=4, hidden=1024, heads=16, kv_heads=4, intermediate=2816, vocabulary=32000
-)
-HALF = Shape(name="24 layers, 0.5B", layers=24, hidden=896, heads=14, kv_heads=2, intermediate=4864, vocabulary=151936)
-TINY = Shape(name="tiny", layers=2, hidden=32, heads=2, kv_heads=1, intermediate=32, vocabulary=64)
-
-
-def steps_of(shape: Shape, device: torch.device, dtype: torch.dtype, requests: int) -> Steps:
-    """A model over a cache that holds so many requests."""
-    model = shape.model(device, dtype, CONTEXT)
-    return Steps.over(model, PagedCache.empty(model, 1 + requests * REACH, PAGE_SIZE))
+def steps_of(shape: str, device: torch.device, dtype: torch.dtype) -> Steps:
+    """A model over a cache that holds the live requests."""
+    layers, hidden, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+    )
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(dtype=dtype).eval()
+    return Steps.over(model, PagedCache.empty(model, 1 + LIVE * REACH, PAGE_SIZE))
 
 
 def runner_of(
@@ -153,32 +131,29 @@ def capture_by_hand(steps: Steps, device: torch.device, buckets: Sequence[int]) 
     return kept
 
 
-@pytest.mark.cuda
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "goal"), [pytest.param(FOUR, "3 %", id="4-layers"), pytest.param(HALF, "1.5 %", id="24-layers")]
-)
-def test_step_over_bare_replay(shape: Shape, goal: str, cuda: CudaBackend) -> None:
+@pytest.mark.slotgraph_backends("cuda")
+@pytest.mark.parametrize(("shape", "goal"), [("4 layers, 1024 wide", "3 %"), ("24 layers, 0.5B", "1.5 %")])
+def test_step_over_bare_replay(shape: str, goal: str, slotgraph_backend: Backend) -> None:
     """What `runner(batch)` takes beyond its graph's replay."""
-    steps = steps_of(shape, cuda.device, torch.bfloat16, LIVE)
-    title = f"{shape.name}, bfloat16, {LIVE} of {BUCKET} rows: a step; goal: at most {goal} over the bare replay"
-    race_steps(title, steps, cuda, 21, 100)
+    steps = steps_of(shape, slotgraph_backend.device, torch.bfloat16)
+    title = f"{shape}, bfloat16, {LIVE} of {BUCKET} rows: a step; goal: at most {goal} over the bare replay"
+    race_steps(title, steps, slotgraph_backend, 21, 100)
 
 
-@pytest.mark.cuda
-@pytest.mark.slow
-def test_capture_beside_a_bare_loop(cuda: CudaBackend) -> None:
+@pytest.mark.slotgraph_backends("cuda")
+def test_capture_beside_a_bare_loop(slotgraph_backend: Backend) -> None:
     """Twenty buckets of the larger model, a warm-up and a capture each."""
-    steps = steps_of(HALF, cuda.device, torch.bfloat16, LIVE)
+    shape, backend = "24 layers, 0.5B", slotgraph_backend
+    steps = steps_of(shape, backend.device, torch.bfloat16)
     ways = {
-        "bare loop": lambda buckets: capture_by_hand(steps, cuda.device, buckets),
-        "runner.capture()": lambda buckets: runner_of(steps, cuda, buckets),
+        "bare loop": lambda buckets: capture_by_hand(steps, backend.device, buckets),
+        "runner.capture()": lambda buckets: runner_of(steps, backend, buckets),
     }
-    title, around = f"{HALF.name}, bfloat16: capture of 20 buckets; goal: within 1.2", functools.partial(served, steps)
-    race(title, ways, [BUCKETS], cuda, rounds=5, steps=1, around=around)
+    title, around = f"{shape}, bfloat16: capture of 20 buckets; goal: within 1.2", functools.partial(served, steps)
+    race(title, ways, [BUCKETS], backend, rounds=5, steps=1, around=around)
 
 
 def test_a_tiny_step_on_a_cpu() -> None:
     """The same on a CPU, where the figures mean nothing: what is measured is right."""
     backend = choose("cpu-capture")
-    race_steps("tiny", steps_of(TINY, backend.device, torch.float32, LIVE), backend, 2, 2)
+    race_steps("tiny", steps_of("tiny", backend.device, torch.float32), backend, 2, 2)

@@ -1,7 +1,5 @@
 """What agreeing costs of a tensor-parallel decode step: known to be equal, agreed before each step, and a step ahead.
 
-And what ranks that exchange nothing cost a step on the host, beside one without ranks.
-
 pytest tests/benchmarks/test_ranks.py -s
 """
 
@@ -113,36 +111,3 @@ def test_share_of_a_step(
     times = {way: [max(pair) for pair in zip(first[way], second[way], strict=True)] for way in first}
     show(f"{backend}: a decode step of {layers} layers over 2 ranks, {LIVE} of {BUCKET} rows", times)
     assert {len(one) for one in times.values()} == {rounds * steps}
-
-
-QUIET: Final[tuple[str, ...]] = ("without ranks", "quiet ranks", "the same by the general way")
-
-
-def hosted(rank: int, backend: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Microseconds of each step on the host, by way, of which only the last is not by shortcut."""
-    del rank
-    on, runs, runners = choose(backend), {}, {}
-    batches = batches_of(on.device)
-    given: dict[str, Any] = {"backend": on, "lowering": "in_graph", "buckets": [BUCKET], "progress": False}
-    for way in QUIET:
-        told = None if way == QUIET[0] else Ranks()
-        runners[way] = DecodeRunner(Decode, lambda view: view.input_ids * 2, ranks=told, **given)
-        runners[way].capture()
-        runs[way] = Run(runners[way], batches)
-    runners[QUIET[2]]._bound = None  # so that each step goes the long way
-    measure(list(runs.values()), on, rounds, steps)
-    assert all(torch.equal(runner(batches[1]), batches[1].input_ids * 2) for runner in runners.values())
-    assert [runner.tally.by_shortcut() > 0 for runner in runners.values()] == [True, True, False]
-    return {way: run.host for way, run in runs.items()}
-
-
-@pytest.mark.parametrize(
-    ("backend", "steps"), [("cpu-capture", 100), pytest.param("cuda", 400, marks=pytest.mark.cuda)]
-)
-def test_quiet_ranks(tmp_path: pathlib.Path, backend: str, steps: int) -> None:
-    """Shortcuts are taken where they should be."""
-    if backend == "cuda" and not torch.cuda.is_available():
-        pytest.skip("cuda: there is no GPU")
-    with ranks(1, tmp_path) as made:
-        (times,) = made.run(hosted, backend, 25, steps)
-    show(f"{backend}: the host's part of a step, {LIVE} of {BUCKET} rows", times)

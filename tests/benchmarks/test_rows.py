@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 
+from slotgraph import BATCH, TOKENS
 from slotgraph.backends import load
-from slotgraph.runners.commands.bench import SIZES, check_bytes, contestants, declare_decode, draw
-from slotgraph.runners.testing.benchmarks import SETS
+from slotgraph.runners.commands.bench import ORACLE, SIZES, contestants, declare_decode, draw
+from slotgraph.runners.testing.benchmarks import SETS, verify
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 
 
 @functools.cache
 def held(backend: str, slots: int, live: int, padded: int) -> tuple[list[Any], dict[str, Any]]:
-    """Batches and contestants, held to the oracle; the one that counts is second."""
+    """Batches and contestants, compared with the oracle; the one that counts is second."""
     on, inputs = load(backend)(), declare_decode(slots)
     batches = [draw(inputs, on, live, number) for number in range(SETS)]
     found = contestants(inputs, on, padded)
-    check_bytes(f"{slots} slots", inputs, on, found, [(live, batch) for batch in batches])
+    sizes = {BATCH: live, TOKENS: live}
+    verify(f"{slots} slots", inputs.slotgraph, on, found[ORACLE], found, [(sizes, batch) for batch in batches])
     first = ["per_slot", on.capabilities.lowerings[0]]
     return batches, {name: found[name].call for name in [*first, *(found.keys() - {*first})]}
 

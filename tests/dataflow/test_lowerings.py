@@ -1,6 +1,7 @@
 """Every lowering against the oracle: over one set of buffers, the same bytes, whichever lowering filled each step."""
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, Step, computed, copied, keep
+from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, Step, computed, copied, keep
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow import packet
 from slotgraph.dataflow import plan as plans
@@ -18,12 +19,13 @@ from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.declaration import declare
-from slotgraph.dataflow.errors import ComputeError
+from slotgraph.dataflow.errors import ComputeError, DeclarationError
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.packet import MOST_OUTER, WORD
 from slotgraph.dataflow.plan import LARGE_BYTES, LARGE_LANE_BYTES, plan_fill
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.slots import Copied, Slot
+from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
 from slotgraph.runners.testing.ground import differences, scribble, untouched
 from tests.fused import Kernel, feed_for, kernel_of
@@ -325,6 +327,58 @@ def test_the_oracle_by_hand() -> None:
         views = fill_slot_by_slot(slots, buffers, Capabilities(), Step({BATCH: len(batch)}, {BATCH: 4}), values)
         shown = {name: tensor.tolist() for name, tensor in views.items() if tensor is not None}
     assert shown == {"seq_lens": [8, 1, 1, 1], "kept": [8, 6, 7, 0], "count": [1], "ends": [8, 9, 10, 11]}
+
+
+class Ranked(Inputs):
+    """Settings wherever a function may ask for them, and a slot that follows from such slots."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-5)
+    after: torch.Tensor = computed(lambda moved, of_rank: moved + of_rank, shape=TOKENS, dtype=torch.int64)
+    moved: torch.Tensor = computed(
+        lambda ids, settings: ids * 3 + look_up(settings, "rank"), shape=TOKENS, dtype=torch.int64
+    )
+    wide: torch.Tensor = computed(
+        lambda settings, ids, out: torch.mul(ids, look_up(settings, "scale"), out=out), shape=TOKENS, dtype=torch.int64
+    )
+    of_rank: torch.Tensor = computed(
+        lambda step, settings: step.live(TOKENS) * 100 + step.padded(TOKENS) * 10 + look_up(settings, "rank"),
+        shape=1,
+        dtype=torch.int64,
+    )
+    here: torch.Tensor = computed(
+        lambda settings: [look_up(settings, "scale")], shape=1, dtype=torch.int32, placement="host"
+    )
+
+
+@given(rank=st.integers(-9, 9), scale=st.integers(-9, 9), tokens=st.integers(0, 9), data=st.data())
+def test_every_way_to_fill_knows_settings(*, rank: int, scale: int, tokens: int, data: st.DataObject) -> None:
+    """Grouped, exact and handed over, and by the oracle: functions get the runner's settings, on either side."""
+    kind, padded = data.draw(st.sampled_from([dict, SimpleNamespace])), data.draw(st.integers(tokens, 9))
+    slots, capabilities = Ranked.slotgraph.under(kind(rank=rank, scale=scale)), Capabilities()
+    batch, step = {"ids": noise((tokens,), torch.int64, rank)}, Step({TOKENS: tokens}, {TOKENS: padded})
+    buffers = [poisoned(Ranked, capabilities, {TOKENS: 9}, seed) for seed in range(3)]
+    exact = Bucket(slots, {TOKENS: 9}, capabilities, buffers[0], exact=True)
+    grouped = Bucket(slots, {TOKENS: padded}, capabilities, buffers[1]).fill(batch, (tokens,))
+    ways = ((grouped, padded), (exact.fill(batch, (tokens,)), tokens), (hand_over(exact, batch, (tokens,)), tokens))
+    for ready, _ in ways:
+        ready.compute_on_device()
+    by_hand = fill_slot_by_slot(slots, buffers[2], capabilities, step, batch)
+    for views, held in ((by_hand, padded), *((ready.views, held) for ready, held in ways)):
+        ids, of_rank = [*batch["ids"].tolist(), *[-5] * (held - tokens)], tokens * 100 + held * 10 + rank
+        moved = [one * 3 + rank for one in ids]
+        right = {"ids": ids, "moved": moved, "wide": [one * scale for one in ids], "of_rank": [of_rank]}
+        shown = {name: None if tensor is None else tensor.tolist() for name, tensor in views.items()}
+        assert shown == {**right, "after": [one + of_rank for one in moved], "here": [scale]}
+
+
+def test_missing_settings_are_refused_when_a_runner_is_made() -> None:
+    """A slot that asks for settings where none are given is named; one that is off asks for none."""
+    with pytest.raises(DeclarationError, match=r"slot '\w+': its function asks for `settings`: give the runner"):
+        EagerRunner(Ranked, lambda view: view, backend="cpu")
+    count = computed(lambda settings: settings.count, dtype=torch.int64, when=lambda _: False)
+    switched = declaration_of({"ids": copied(TOKENS, dtype=torch.int64, pad=0), "count": count})
+    runner: Any = EagerRunner(switched, lambda view: vars(view)["count"], backend="cpu")
+    assert runner({"ids": torch.tensor([4, 5])}) is None
 
 
 class Small(Inputs):

@@ -1,5 +1,6 @@
-"""Axes, slots, the words that declare them, and kinds of one's own."""
+"""Axes, slots, the words that declare them, kinds of one's own, and every fault of a slot, said when it is declared."""
 
+import functools
 from typing import Any
 
 import attrs
@@ -20,14 +21,15 @@ from slotgraph import (
     constant,
     copied,
     keep,
+    output,
     staged,
 )
 from slotgraph.dataflow.axes import Dim, shape_of
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.errors import BatchError, ComputeError
-from slotgraph.dataflow.slots import Constant
+from slotgraph.dataflow.errors import BatchError, ComputeError, DeclarationErrors
+from slotgraph.dataflow.slots import Constant, Copied, Output
 from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
@@ -272,3 +274,91 @@ def test_parameters_by_argument() -> None:
 
     assert Renamed.slotgraph.parameters["actual_seq_kvlen"] == "kv_lens"
     assert "actual_seq_lengths_kv" not in Renamed.slotgraph.parameters
+
+
+@attrs.frozen(kw_only=True)
+class Recomputed(Copied):
+    """A kind that is copied, and computed too: which of the two comes last would hang on the lowering."""
+
+    def computes(self) -> Compute:
+        return compute_of(lambda out: out.add_(1))
+
+
+def on_both_sides(ids: torch.Tensor, settings: Any, step: Step) -> torch.Tensor:
+    """On the device settings may stand beside a slot; the step's sizes may not."""
+    return ids + int(settings.rank) + step.live(TOKENS)
+
+
+INT32: Any = {"dtype": torch.int32}
+INT64: Any = {"dtype": torch.int64}
+HOSTED: Any = functools.partial(copied, BATCH, placement="host", argument="lens")
+STAGED = attrs.evolve(staged(BATCH, **INT32, pad=0, placement=HOST).metadata["slotgraph.slot"], argument="staged")
+READ_BEFORE = "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
+NO_NAME = "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
+FAULTS: list[tuple[Any, str]] = [
+    (copied(BATCH, **INT64, pad=0, limit=TOKENS), "its limit TOKENS varies by step: give a number or a fixed axis"),
+    (copied(BATCH, dtype=torch.float32, pad=0, limit=4), "it has a limit, but float32 is not a whole number"),
+    (copied(BATCH, dtype=torch.bool, pad=False, limit=4), "it has a limit, but bool is not a whole number"),
+    (copied(BATCH, **INT64, pad=0, limit=1.5), "limit=1.5: a size is an axis"),  # type: ignore[arg-type]
+    (copied(BATCH, **INT64, pad=0, limit=-1), "limit=-1: a size is at least 0"),
+    (copied(BATCH, **INT32, pad=0, starts=0.5), "0.5 does not fit int32"),
+    (copied(BATCH, **INT32, pad=0, starts=BATCH), "its value BATCH varies by step"),
+    (copied(BATCH, **INT32, pad=once(1), starts=2), "starts=2 and pad=once(...) both say what it holds at first"),
+    (copied(BATCH, dtype=torch.uint8, pad=-1, starts=2), "-1 does not fit uint8"),
+    (
+        computed(lambda step: step.live(BATCH), **INT32, argument="rows"),
+        "it is a host parameter but placed on the device: say placement='host', or leave argument= out",
+    ),
+    (
+        HOSTED(dtype=torch.float32, pad=0, argument="float"),
+        "it is a host parameter of float32: operators take whole numbers, torch.int32 or torch.int64",
+    ),
+    (HOSTED(dtype=torch.int16, pad=0, argument="short"), "it is a host parameter of int16: operators take whole"),
+    (
+        HOSTED(2, **INT32, pad=0, argument="wide"),
+        "a host parameter of 2 dims: an operator takes one number, or one row",
+    ),
+    (HOSTED(**INT32, pad=0, argument="seq lens"), f"argument='seq lens': {NO_NAME}"),
+    (HOSTED(**INT32, pad=0, argument=""), f"argument='': {NO_NAME}"),
+    (HOSTED(**INT32, pad=0, restored=True, argument="kept"), READ_BEFORE),
+    (slot(STAGED, init=False), READ_BEFORE),
+    (slot(Output(shape=BATCH, **INT32, placement=HOST, argument="out"), init=False), READ_BEFORE),
+    (HOSTED(**INT32, argument="ruleless"), "no tail rule: say pad=value"),
+    (
+        computed(lambda ids: ids + 1, shape=TOKENS, **INT32, placement=HOST, argument="ends"),
+        "it needs slots on the device but is placed on the host",
+    ),
+    (HOSTED(**INT32, pad=0), "argument 'lens' takes the value of slot 'first'"),
+    (slot(Recomputed(shape=BATCH, **INT64, pad=0)), "it is copied from the batch and computed"),
+    (
+        computed(on_both_sides, shape=TOKENS, **INT64),
+        "the host value 'step' would be frozen at capture: put what it takes from 'step' into a slot",
+    ),
+    (computed(lambda setings: setings, **INT64), "nor `step`, `settings` or `ranks`; did you mean 'settings'?"),
+    (computed(lambda idz: idz, **INT64), "it needs 'idz', which is neither slot nor field of the declaration, nor"),
+    (computed(lambda logits: logits, shape=TOKENS, **INT64), "it needs 'logits', an output"),
+]
+
+
+def test_every_fault() -> None:
+    """One class with a slot for each: as many faults, each by its slot and with the way out."""
+    fields = {f"slot_{place}": field for place, (field, _) in enumerate(FAULTS)}
+    good = {
+        "ids": copied(TOKENS, **INT64, pad=0),
+        "first": HOSTED(**INT32, pad=0),
+        "logits": output(TOKENS, **INT64),
+    }
+    with pytest.raises(DeclarationErrors, match=f"Drawn breaks {len(FAULTS) + 1} rules") as refused:
+        declaration_of({**good, **fields, "settings": copied(BATCH, **INT64, pad=0)})
+    faults = [str(fault) for fault in refused.value.exceptions]
+    for place, (_, said) in enumerate(FAULTS):
+        assert any(f"slot 'slot_{place}': " in fault and said in fault for fault in faults), said
+    assert any("slot 'settings': the name has a meaning of its own" in fault for fault in faults)
+
+
+def test_fields_that_functions_cannot_ask_for() -> None:
+    """A field that is called settings is one, but no function may ask for it."""
+    count = computed(lambda settings: settings, **INT64)
+    with pytest.raises(DeclarationErrors, match="1 rule") as refused:
+        declaration_of({"ids": copied(TOKENS, **INT64, pad=0), "count": count, "settings": "decode"})
+    assert "slot 'count': it needs 'settings', which has a meaning of its own" in str(refused.value.exceptions[0])

@@ -42,9 +42,9 @@ def default(generate: Generate) -> Result:
     return generate("--rounds", "3")
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    """A file of a few prompts, so that a run is quick."""
-    file = tmp_path / "prompts.txt"
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of a few prompts, an odd number of them, so that a run is quick."""
+    file: Path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     file.write_text("\n".join(PROMPTS), encoding="utf-8")
     return str(file)

@@ -6,9 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
+import torch
+
+from slotgraph import TOKENS, copied, keep
+
 EXAMPLES: Final = Path(__file__).parents[2] / "docs" / "examples"
 FOLDER: Final = EXAMPLES / "generate"
-SMALL: Final = "--model random --rounds 0 --arrival-gap 2 --max-batch 8 --prefill breakable".split()
+SMALL: Final = [
+    "--model",
+    "random",
+    "--rounds",
+    "0",
+    "--arrival-gap",
+    "2",
+    "--max-batch",
+    "8",
+    "--prefill",
+    "breakable",
+]
 """Options of a run that a test can wait for."""
 QUICK: Final = ("--max-new-tokens", "12", "--arrival-gap", "0", "--prefill", "eager")
 PROMPTS: Final = ("Hi!", "a sentence of some length, so that it takes more than one page of the cache", "Grüße")
@@ -25,9 +41,20 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def shifted(batch: Any) -> Any:
+    """Every decode position is one too far."""
+    return attrs.evolve(batch, positions=batch.positions + 1)
+
+
+def stale(base: Any, dtype: Any, *names: str, axis: Any = TOKENS) -> Any:
+    """A declaration that someone wrote in good faith: padded rows of these slots are those of an earlier step."""
+    fields = {name: copied(axis, dtype=dtype, pad=keep("no one reads what padded rows write")) for name in names}
+    return type("Stale", (base,), {"__annotations__": dict.fromkeys(names, torch.Tensor), **fields})
+
+
 def save_llama(folder: Path, **config: Any) -> Path:
     """A checkpoint of random weights, not of the demo's own shape, as save_pretrained() writes it."""
-    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    transformers = importlib.import_module("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"bos_token_id": 256, "max_position_embeddings": 256, "attention_bias": True, "tie_word_embeddings": True}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **more, **config))

@@ -1,10 +1,10 @@
 """The demo passes on every way to run it, says what it did, and finds each bug that graph inputs are known for."""
 
 import importlib
-import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,14 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import CACHE_LOC, TOKENS, Step, computed, copied, keep
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama
+from slotgraph import CACHE_LOC, TOKENS, computed
+from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama, shifted, stale
 
 pytest.importorskip("transformers", reason=NEEDS)
 
 LENGTHS = (40, 17, 8, 3, 70, 30, 2, 5)
 FEW = ("--arrival-gap", "0", "--max-new-tokens", "6", "--max-prefill-tokens", "64")
 SHORT = ("--max-new-tokens", "6", "--max-batch", "3", "--prefill", "eager", "--rounds", "2")
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """Not the demo's own shape, with tied weights and two ends of text."""
-    odd = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32, "eos_token_id": [257, 258]}
-    return save_llama(tmp_path / "checkpoint", **odd)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +85,7 @@ def test_times_and_memory_are_told(default: Result) -> None:
     ids=" ".join,
 )
 def test_other_ways_are_equal_too(generate: Generate, default: Result, argv: tuple[str, ...]) -> None:
-    """Without capture, in low precision by its bounds, beyond the largest bucket, with the smallest pages, and drawn."""
+    """Without capture, in low precision by its bounds, beyond the largest bucket, with small pages, and drawn."""
     status, report, _ = generate(*argv)
     comparison = report["comparison"]
     assert (status, comparison["difference"], comparison["apart"]) == (0, None, 0)
@@ -122,7 +115,20 @@ def test_each_prefill_path_is_equal(generate: Generate, lines: str, backend_name
 def test_command_reads_standard_input() -> None:
     """`python docs/examples/generate --prompts -` takes a prompt a line, skips blank ones, and exits with 0."""
     done = subprocess.run(  # noqa: S603 - this interpreter and this project's own program
-        [sys.executable, FOLDER, "--model", "random", "--prompts", "-", "--max-new-tokens", "4", "--backend", "cpu", "--rounds", "2"],
+        [
+            sys.executable,
+            FOLDER,
+            "--model",
+            "random",
+            "--prompts",
+            "-",
+            "--max-new-tokens",
+            "4",
+            "--backend",
+            "cpu",
+            "--rounds",
+            "2",
+        ],
         input="Hi!\n\nGrüße\r\n",
         capture_output=True,
         encoding="utf-8",
@@ -133,8 +139,10 @@ def test_command_reads_standard_input() -> None:
     assert all(words in done.stdout for words in ("of 2 requests", "whole step", "Grüße"))
 
 
-def test_checkpoints(generate: Generate, checkpoint: Path, prompts: str) -> None:
+def test_checkpoints(generate: Generate, tmp_path: Path, prompts: str) -> None:
     """`--model` takes a folder of save_pretrained(), with its own tokenizer, or without one: bytes are tokens then."""
+    odd = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32, "eos_token_id": [257, 258]}
+    checkpoint = save_llama(tmp_path / "checkpoint", **odd)  # not the demo's own shape, with two ends of text
     argv = ("--model", str(checkpoint), "--prompts", prompts, "--max-new-tokens", "24")
     status, report, _ = generate(*argv)
     assert (status, report["model"]) == (0, "checkpoint")
@@ -165,43 +173,28 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
     assert 'torch.compile(mode="reduce-overhead")' in " ".join(out.split())
 
 
-def shifted(batch: Any) -> Any:
-    """Every decode position is one too far."""
-    return attrs.evolve(batch, positions=batch.positions + 1)
-
-
-def swapped(batch: Any) -> Any:
-    """Each request's keys and values go to where another one's belong."""
-    return attrs.evolve(batch, out_cache_loc=batch.out_cache_loc.roll(1))
-
-
-def late(batch: Any) -> Any:
-    """Keys and values go one row beyond their place, and attention reads an empty one."""
-    return attrs.evolve(batch, out_cache_loc=batch.out_cache_loc + 1)
-
-
-def stale(kind: str) -> type[Any]:
-    """Padded rows whose cache locations are those of an earlier step."""
-
-    class Stale(getattr(module("serving.inputs"), kind)):  # type: ignore[misc] # no package that a checker finds
-        """A declaration that someone wrote in good faith."""
-
-        out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=keep("no one reads what padded rows write"))
-
-    return Stale
+PREPARED: dict[str, Callable[[Any], Any]] = {
+    "position one too far": shifted,
+    "places of another request": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc.roll(1)),
+    "places one row too far": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc + 1),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("plant", [shifted, swapped, late, "tail", "prompts"])
-def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: str, plant: Any, dtype: str) -> None:
+@pytest.mark.parametrize("plant", [*PREPARED, "tail", "prompts"])
+def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: str, plant: str, dtype: str) -> None:
     """Wrong batches and stale tails: exit status 1, with request, token, step and logits of the first difference."""
     argv: tuple[str, ...] = ("--backend", backend_name, "--dtype", dtype)
+    inputs = module("serving.inputs")
     if plant == "tail":
-        status, report, out = generate(*argv, declaration=stale("DecodeInputs"))
+        seams = {"declaration": stale(inputs.DecodeInputs, CACHE_LOC, "out_cache_loc")}
     elif plant == "prompts":
-        status, report, out = generate(*argv, "--prompts", lines, *FEW, prompts=stale("PrefillInputs"))
+        argv += ("--prompts", lines, *FEW)
+        seams = {"prompts": stale(inputs.PrefillInputs, CACHE_LOC, "out_cache_loc")}
     else:
-        status, report, out = generate(*argv, *QUICK, prepare=plant)
+        argv += QUICK
+        seams = {"prepare": PREPARED[plant]}
+    status, report, out = generate(*argv, **seams)
     difference = report["comparison"]["difference"]
     assert (status, report["passed"]) == (1, False)
     assert report["comparison"]["apart"] > 0
@@ -210,39 +203,12 @@ def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: 
     assert f"DIFFERENT from generate(): {where}:" in " ".join(out.split())
 
 
-def padded_tokens(step: Step) -> int:
-    """A count of padded rows as live ones."""
-    return step.padded(TOKENS)
-
-
 def test_wrong_count_is_found(generate: Generate) -> None:
     """A computed slot that counts padded rows fails the run, although every token is right."""
 
-    class Miscounted(module("serving.inputs").DecodeInputs):  # type: ignore[misc] # as above
-        """Counts the bucket's rows."""
-
-        num_token_non_padded: torch.Tensor = computed(padded_tokens, shape=1, dtype=torch.int32)
+    class Miscounted(module("serving.inputs").DecodeInputs):  # type: ignore[misc] # no package that a checker finds
+        num_token_non_padded: torch.Tensor = computed(lambda step: step.padded(TOKENS), shape=1, dtype=torch.int32)
 
     status, report, out = generate(*QUICK, "--max-batch", "3", "--buckets", "2,4", declaration=Miscounted)
     assert (status, report["comparison"]["difference"]) == (1, None)
     assert "WRONG COUNT" in out
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--backend", "abacus"], "abacus"),
-        (["--model", "no-such-folder"], "no config.json"),
-        (["--prompts", "no-such-file"], "no such file"),
-        (["--json", "no-such-folder/report.json"], "no folder"),
-        (["--max-new-tokens", "1000"], "lower --max-new-tokens"),
-        (["--prompts", "-"], "no prompts"),
-    ],
-)
-def test_bad_options_say_what_to_change(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
-) -> None:
-    """What cannot be run exits with 2 and a sentence, without a traceback."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
-    assert module("serving.program").main(["--model", "random", *argv]) == 2
-    assert message in capsys.readouterr().err

@@ -1,6 +1,12 @@
-"""The demo over two processes of gloo: the tokens of one, whichever way work is shared out; and what is refused."""
+"""The demo over two processes of gloo: the tokens of one, whichever way work is shared out; and what is refused.
 
+As a program it runs the demo several times in one group of processes. Its argument is a JSON list of cases: the demo's
+arguments, and the name of a bug to plant or an empty one.
+"""
+
+import contextlib
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -10,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Result, module, save_llama
+from tests.examples.demo import FOLDER, NEEDS, Generate, Result, module, save_llama, shifted
 
 pytest.importorskip("transformers", reason=NEEDS)
 
-PATIENCE = 600
-"""Seconds after which a launch has failed, that no test ever waits for a rank in vain."""
 SHORT = ("--max-new-tokens", "5", "--max-prefill-tokens", "64", "--max-batch", "2", "--rounds", "0")
 FEW = ("--max-new-tokens", "4", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")
 
@@ -29,23 +35,15 @@ def launch(*command: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         encoding="utf-8",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"},
-        timeout=PATIENCE,
+        timeout=600,
         check=False,
     )
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of prompts, an odd number of them."""
-    file: Path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    file.write_text("\n".join(PROMPTS), encoding="utf-8")
-    return str(file)
-
-
-@pytest.fixture(scope="module")
-def single(generate: Generate, lines: str) -> Result:
+def single(generate: Generate, prompts: str) -> Result:
     """One process."""
-    return generate("--prompts", lines, *SHORT)
+    return generate("--prompts", prompts, *SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory, lines: str, checkpoint: str) -> dict[str, Any]:
+def several(tmp_path_factory: pytest.TempPathFactory, prompts: str, checkpoint: str) -> dict[str, Any]:
     """Reports of several runs, in the same two processes one after another."""
     folder = tmp_path_factory.mktemp("reports")
     cases = {
@@ -72,10 +70,22 @@ def several(tmp_path_factory: pytest.TempPathFactory, lines: str, checkpoint: st
         "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
     runs = [
-        (["--model", "random", "--prompts", lines, *([] if name in ("dp", "pp") else FEW), *argv, "--json", str(folder / name)], plant)
+        (
+            [
+                "--model",
+                "random",
+                "--prompts",
+                prompts,
+                *([] if name in ("dp", "pp") else FEW),
+                *argv,
+                "--json",
+                str(folder / name),
+            ],
+            plant,
+        )
         for name, (argv, plant) in cases.items()
     ]
-    done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
+    done = launch(__file__, json.dumps(runs))
     assert done.returncode == 0, done.stderr
     return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in cases}
 
@@ -85,10 +95,10 @@ def texts_of(report: Any) -> list[list[int]]:
     return [text["tokens"] for text in report["texts"]]
 
 
-def test_torchrun(tmp_path: Path, lines: str, single: Result) -> None:
+def test_torchrun(tmp_path: Path, prompts: str, single: Result) -> None:
     """`torchrun docs/examples/generate --tp 2`: each rank has half of the heads, and all is said once."""
     file = tmp_path / "report.json"
-    done = launch(str(FOLDER), "--tp", "2", "--prompts", lines, *SHORT, "--model", "random", "--json", str(file))
+    done = launch(str(FOLDER), "--tp", "2", "--prompts", prompts, *SHORT, "--model", "random", "--json", str(file))
     assert done.returncode == 0, done.stderr
     report, said = json.loads(file.read_text(encoding="utf-8")), " ".join(done.stdout.split())
     check_shared(report, single[1], "tp", [3, 3])
@@ -122,13 +132,13 @@ def test_two_ranks_make_the_tokens_of_one(several: dict[str, Any], single: Resul
     assert (pipeline["buckets"], pipeline["prefill"]["paths"]) == (alone["buckets"], alone["prefill"]["paths"])
 
 
-def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, lines: str) -> None:
+def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, prompts: str) -> None:
     """Steps that run again, an odd vocabulary with tied embeddings, traced layers and low precision are right, too."""
     shorter = [text[:4] for text in texts_of(single[1])]
     assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16"))
     assert texts_of(several["replayed"]) == texts_of(several["traced"]) == shorter
     assert several["traced"]["prefill"]["paths"] == {"piecewise": 1}
-    alone = generate("--model", checkpoint, "--prompts", lines, *FEW)[1]
+    alone = generate("--model", checkpoint, "--prompts", prompts, *FEW)[1]
     assert texts_of(several["checkpoint"]) == texts_of(alone)
     [times] = several["checkpoint"]["measured"]["times"]  # how many steps are timed is the same in all ranks
     assert (times["live"], times["bucket"], times["compiled"]) == (3, 4, None)
@@ -148,6 +158,12 @@ def test_bugs_are_found(several: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("argv", "present", "message"),
     [
+        (["--backend", "abacus"], None, "abacus"),
+        (["--model", "no-such-folder"], None, "no config.json"),
+        (["--prompts", "no-such-file"], None, "no such file"),
+        (["--json", "no-such-folder/report.json"], None, "no folder"),
+        (["--max-new-tokens", "1000"], None, "lower --max-new-tokens"),
+        (["--prompts", "-"], None, "no prompts"),
         (["--tp", "2"], None, "torchrun --nproc-per-node 2 docs/examples/generate --tp 2"),
         (["--dp", "4"], None, "torchrun --nproc-per-node 4 docs/examples/generate --dp 4"),
         (["--tp", "2"], 3, "--tp 2 is for 2 processes, and here are 3"),
@@ -160,14 +176,15 @@ def test_bugs_are_found(several: dict[str, Any]) -> None:
         (["--tp", "3"], 3, "num_attention_heads 4, num_key_value_heads 2, intermediate_size 256"),
     ],
 )
-def test_what_cannot_be_shared_out(
+def test_what_cannot_run_says_what_to_change(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     argv: Sequence[str],
     present: int | None,
     message: str,
 ) -> None:
-    """Processes that do not fit the options are refused, with what to run instead, before they wait for each other."""
+    """Exit status 2 and a sentence, without a traceback, and before processes wait for each other."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(present)}.items():
         monkeypatch.delenv(name, raising=False)
         if present is not None:
@@ -194,3 +211,23 @@ def test_ranks_without_work() -> None:
     assert ranks.World("tp", 1, 3).share("ab") == ["a", "b"]
     with pytest.raises(module("serving.options").OptionsError, match="give at least 3"):
         worlds[0].share("ab")
+
+
+def run(patch: pytest.MonkeyPatch, argv: list[str], plant: str) -> None:
+    """One case; its report goes to the file that its arguments name."""
+    program, options = module("serving.program"), module("serving.options").parse(argv)
+    world = module("serving.ranks").world_of(options)
+    patch.setattr(program, "joined", lambda _: contextlib.nullcontext(world))  # one group for all
+    if plant == "forgotten":  # shares are not added up
+        patch.setattr(module("serving.sharded"), "add_up", lambda _: None)
+    program.generate(options, **({"prepare": shifted} if plant == "shifted" else {}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with contextlib.redirect_stdout(sys.stderr):
+        for case in json.loads(sys.argv[1]):
+            with pytest.MonkeyPatch.context() as patched:
+                run(patched, *case)
+    dist.destroy_process_group()

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, computed, copied, keep
+from slotgraph import BATCH, CACHE_LOC, computed
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.ready import Ready
 from slotgraph.speculative import WIDTH
-from tests.examples.demo import EXAMPLES, NEEDS, module
+from tests.examples.demo import EXAMPLES, NEEDS, module, stale
 
-MODELS = ("windows", "speculating", "states")
-"""Packages that take transformers."""
+MODELS = ("windows", "speculating", "states")  # packages that take transformers
 SHORT = {
     "twins": ["--sequences", "8", "--max-new-tokens", "20"],
     "engine": ["--requests", "40", "--tokens", "30"],
@@ -94,18 +94,6 @@ def test_what_cannot_run_is_told(package: str, capsys: pytest.CaptureFixture[str
     assert stopped.value.code == 2
 
 
-def kept(base: Any, dtype: Any, *names: str, axis: Any = TOKENS) -> Any:
-    """A declaration that someone wrote in good faith: nobody reads what the padded rows of these slots hold."""
-    fields = {name: copied(axis, dtype=dtype, pad=keep("no one reads what padded rows write")) for name in names}
-    return type("Stale", (base,), {"__annotations__": dict.fromkeys(names, torch.Tensor), **fields})
-
-
-def rolled(batch: dict[str, Any]) -> dict[str, Any]:
-    """Each request's keys and values go to where another one's belong."""
-    places = batch["out_cache_loc_swa"]
-    return {**batch, "out_cache_loc_swa": [*places[1:], places[0]]}
-
-
 def unmasked(base: Any) -> Any:
     """A mask that hides nothing of a tree."""
 
@@ -132,24 +120,25 @@ def forgetful(base: Any) -> Any:
     return Forgetful
 
 
-def after(declaration: Any) -> Any:
-    """The other runner of that example, over another declaration."""
-    return functools.partial(module("twins.after").Slotgraph, declaration=declaration)
-
-
 PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
     "a stale tail, beside a runner by hand": (
         *("twins", "show", ["--buckets", "1,8"], "after"),
-        lambda: after(kept(module("twins.after").DecodeInputs, CACHE_LOC, "slot_mapping")),
+        lambda: functools.partial(
+            module("twins.after").Slotgraph,
+            declaration=stale(module("twins.after").DecodeInputs, CACHE_LOC, "slot_mapping"),
+        ),
     ),
     "a forgotten line by hand": (
         *("twins", "show", ["--buckets", "1,8"], "before"),
         lambda: forgetful(module("twins.before").HandWritten),
     ),
-    "wrong places": ("windows", "serve", [], "prepare", lambda: rolled),
+    "wrong places": (
+        *("windows", "serve", [], "prepare"),
+        lambda: lambda batch: {**batch, "out_cache_loc_swa": np.roll(batch["out_cache_loc_swa"], -1).tolist()},
+    ),
     "stale places": (
         *("windows", "serve", ["--buckets", "8"], "declaration"),
-        lambda: kept(module("windows.inputs").DecodeInputs, torch.int32, "out_cache_loc_swa"),
+        lambda: stale(module("windows.inputs").DecodeInputs, torch.int32, "out_cache_loc_swa"),
     ),
     "no mask": (
         *("speculating", "serve", ["--buckets", "6"], "verify"),
@@ -157,12 +146,12 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
     ),
     "stale rows of a tree": (
         *("speculating", "serve", ["--buckets", "6"], "verify"),
-        lambda: kept(module("speculating.inputs").VerifyInputs, torch.int64, "out_cache_loc", "positions"),
+        lambda: stale(module("speculating.inputs").VerifyInputs, torch.int64, "out_cache_loc", "positions"),
     ),
     **{
         f"stale rows of {family}": (
             *("states", "serve", ["--model", family, "--buckets", "8"], "declaration"),
-            lambda: kept(module("states.inputs").DecodeInputs, torch.int64, "req_pool_indices", axis=BATCH),
+            lambda: stale(module("states.inputs").DecodeInputs, torch.int64, "req_pool_indices", axis=BATCH),
         )
         for family in ("bamba", "jamba", "falcon-h1")
     },

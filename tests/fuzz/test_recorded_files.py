@@ -210,21 +210,12 @@ def test_nasty_steps(file: pathlib.Path) -> None:
         assert told.isprintable()
 
 
-NO_FILES: list[tuple[bytes, str]] = [
-    (b"", "no recording that can be read"),
-    (b"1234567", "no recording that can be read"),
-    (LENGTH.pack(1 << 63) + b"{}", "no recording that can be read"),
-    (LENGTH.pack(3) + b"{}", "no recording that can be read"),
-    (LENGTH.pack(0), "no recording that can be read"),
-    (LENGTH.pack(2) + b"{}", "no steps of slotgraph"),
-    (b"\x80\x04\x95" + pickle.dumps({"a": 1}), "no recording that can be read"),
-]
-
-
 def test_nasty_files(file: pathlib.Path) -> None:
     """What is no such file at all, a pickle among it, and text that has broken readers where the steps should be."""
-    for content, says in NO_FILES:
-        assert re.search(says, refused(file, content))
+    pickled = b"\x80\x04\x95" + pickle.dumps({"a": 1})
+    for content in (b"", b"1234567", LENGTH.pack(1 << 63) + b"{}", LENGTH.pack(3) + b"{}", LENGTH.pack(0), pickled):
+        assert "no recording that can be read" in refused(file, content)
+    assert "no steps of slotgraph" in refused(file, LENGTH.pack(2) + b"{}")
     header, _, elements = taken_apart()
     for text in NASTY_TEXTS:
         assert not check(file, put_together(header, text, elements))

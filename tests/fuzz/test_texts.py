@@ -12,11 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slotgraph.config import RunnerConfig
-from slotgraph.dataflow.capabilities import dtype_from_text
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.plan import FillPlan
-from slotgraph.runners.config import MOST
-from slotgraph.runners.serial import from_data, json_data, to_data
+from slotgraph.runners.config import MOST, json_data
+from slotgraph.runners.serial import from_data, to_data
 from tests.fuzz.hostile import DEEP, NASTY_TEXTS, leaves, spoilt, values
 from tests.runners.test_serial import PLAN
 
@@ -48,14 +47,17 @@ def test_spoilt_plans(data: st.DataObject) -> None:
     check(json.dumps(data.draw(spoilt(copy.deepcopy(to_data(PLAN))))))
 
 
-def test_dtypes_run_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking for a dtype does not ask torch to load a module of that name."""
+def test_nasty_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no dtype is refused, even if torch has it, and torch is not asked to load a module of that name."""
     asked: list[str] = []
     monkeypatch.setattr(torch, "__getattr__", asked.append)
-    with pytest.raises(ValueError, match="torch has no dtype 'surprise'"):
-        dtype_from_text("surprise")
+    nasty: list[Any] = ["surprise", {"a": []}, [[]], "_dynamo", "Tensor", "has_mps", "", "\ud800", None, 10**400]
+    for value in nasty:
+        data: Any = to_data(PLAN)
+        data["copies"][0]["dst_dtype"] = value
+        with pytest.raises(ConfigError, match=r"dtype|expected str"):
+            from_data(data, FillPlan)
     assert asked == []
-    assert dtype_from_text("bfloat16") is torch.bfloat16
 
 
 @given(text=st.text() | values.map(repr), data=st.data())
@@ -78,36 +80,6 @@ def test_nasty_texts(tmp_path: pathlib.Path) -> None:
             load(tmp_path / f"x{suffix}")
 
 
-def test_nasty_dtypes() -> None:
-    """What torch has under a name, and is no dtype, is not even looked up; what is no name is refused."""
-    nasty: list[Any] = [{"a": []}, [[]], "_dynamo", "Tensor", "has_mps", "", "\ud800", None, 10**400, [1] * 9]
-    for value in nasty:
-        data: Any = to_data(PLAN)
-        data["copies"][0]["dst_dtype"] = value
-        with pytest.raises(ConfigError, match=r"dtype|expected str"):
-            from_data(data, FillPlan)
-
-
-KEYS = [field.name for field in attrs.fields(RunnerConfig)]
-
-
-numbers = st.integers(-2, 600) | st.sampled_from([0.5, 1, True, 1 << 40, 10**300, float("nan"), float("inf")])
-
-
-keys = st.sampled_from(KEYS) | st.sampled_from(KEYS).map(str.upper) | st.text(max_size=6)
-
-
-def check_options(options: Any) -> None:
-    """A configuration that is as good as any, or ConfigError with a message that names a key or a type."""
-    try:
-        config = RunnerConfig.of(options)
-    except ConfigError as error:
-        assert str(error).strip()  # noqa: PT017 - what is raised is allowed, not asked for
-        return
-    assert RunnerConfig.of(config.as_data()) == config
-    assert config.ladder().largest <= MOST
-
-
 def load(file: pathlib.Path) -> None:
     """A configuration, or ConfigError with a message that names the file or a key."""
     try:
@@ -116,12 +88,23 @@ def load(file: pathlib.Path) -> None:
         assert str(error).strip()  # noqa: PT017 - as above
 
 
+KEYS = st.sampled_from([field.name for field in attrs.fields(RunnerConfig)])
+numbers = st.integers(-2, 600) | st.sampled_from([0.5, 1, True, 1 << 40, 10**300, float("nan"), float("inf")])
+keys = KEYS | KEYS.map(str.upper) | st.text(max_size=6)
+
+
 @settings(max_examples=2 * settings().max_examples)
 @example(options={"debug": []})  # none, whatever the environment says
 @given(st.dictionaries(keys | leaves, values | numbers | st.lists(numbers, max_size=4), max_size=4))
 def test_any_keys_and_values(options: dict[Any, Any]) -> None:
-    """Random keys, those of the configuration among them, with random values."""
-    check_options(options)
+    """Random keys and values: a configuration that is as good as any, or ConfigError that says what is wrong."""
+    try:
+        config = RunnerConfig.of(options)
+    except ConfigError as error:
+        assert str(error).strip()  # noqa: PT017 - what is raised is allowed, not asked for
+        return
+    assert RunnerConfig.of(config.as_data()) == config
+    assert config.ladder().largest <= MOST
 
 
 @settings(max_examples=2 * settings().max_examples)
@@ -138,13 +121,9 @@ NASTY_FILES = [
     ("x.json", '{"buckets": ' + "[" * DEEP, "nested too deeply|recursion depth"),
     ("x.json", '{"width": ' + "9" * 5000 + "}", "x.json: "),
     ("x.toml", "max_batch = 999999999999", "'max_batch': expected int between 1 and 16777216"),
-    (
-        "x.json",
-        '{"buckets": [1, 99999999999]}',
-        "'buckets': expected a list or tuple of at least one int between 1 and 16777216",
-    ),
+    ("x.json", '{"buckets": [1, 99999999999]}', "'buckets': expected a list .* int between 1 and 16777216"),
     ("x.toml", "max_waste = nan", "'max_waste': expected float between 0 and 1, got nan"),
-    ("x.json", '{"max_waste": Infinity}', "x.json: Infinity is no number in JSON"),
+    ("x.json", '{"max_waste": Infinity}', "x.json: Infinity is not a number in JSON"),
     ("x.json", '{"backend": "../../x"', "x.json: "),
     ("x.toml", "\x00", "x.toml: "),
 ]

@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slotgraph.backends import HOST, NO_PARAMETERS, Capabilities, Event, Fusion, Graph, Placement, Upload, load
-from slotgraph.backends.cpu import HostBackend
+from slotgraph.backends import HOST, Capabilities, Event, Fusion, Graph, Placement, Upload, load
+from slotgraph.backends.cpu import HOST_FUSION, HostBackend
 from slotgraph.backends.ring import Ring
 
 INNER: Final = load("cpu-capture")()
@@ -25,9 +25,7 @@ _LOOKS: Final = frozenset({"detach", "alias", "is_pinned"})
 
 
 @attrs.define(eq=False)
-class Stream:
-    """Work in order. handed: how much ever came. done: how much of it was begun."""
-
+class Stream:  # work in order. handed: how much ever came. done: how much of it was begun
     work: list[Callable[[], object]] = attrs.field(factory=list)
     handed: int = 0
     done: int = 0
@@ -39,9 +37,7 @@ class Stream:
 
 
 @attrs.define(eq=False)
-class Point(Event):
-    """A point in a stream. tells: whether it says the truth; else it says that it has passed."""
-
+class Point(Event):  # a point in a stream. tells: whether it says the truth; else it says that it has passed
     stream: Stream
     at: int
     tells: bool
@@ -59,9 +55,7 @@ class Point(Event):
 
 
 @final
-class LaterGraph(Graph):
-    """A graph of cpu-capture's, which is replayed on the current stream."""
-
+class LaterGraph(Graph):  # a graph of cpu-capture's, which is replayed on the current stream
     def __init__(self, inner: Graph, device: "Device") -> None:
         self._inner, self._device = inner, device
         self.outputs, self.nbytes = inner.outputs, inner.nbytes
@@ -71,13 +65,6 @@ class LaterGraph(Graph):
 
     def check_addresses(self) -> None:
         self._inner.check_addresses()
-
-
-def whole() -> Fusion:
-    """The kernel that leaves nothing out."""
-    fusion = INNER.fusion()
-    assert fusion is not None
-    return fusion
 
 
 @final
@@ -110,15 +97,8 @@ class Device(HostBackend):
         self._host.append(memory)
         return memory
 
-    def capture(
-        self,
-        step: Callable[[], Any],
-        *,
-        pool: object | None = None,
-        error_mode: str | None = None,
-        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
-    ) -> Graph:
-        return LaterGraph(INNER.capture(step, pool=pool, error_mode=error_mode, parameters=parameters), self)
+    def capture(self, step: Callable[[], Any], **options: Any) -> Graph:
+        return LaterGraph(INNER.capture(step, **options), self)
 
     def upload(self, nbytes: int) -> Upload:
         packet, sent = torch.zeros(nbytes, dtype=torch.uint8), set[int]()
@@ -136,8 +116,8 @@ class Device(HostBackend):
         return Ring(packet, pinned, start, lambda: self._point("mark"), self.synchronize)
 
     def fusion(self) -> Fusion:
-        kernel, last = whole().kernel, -1 if self.fault == "kernel" else None
-        return Fusion(whole().block, lambda table, *more: kernel(table[:last], *more))
+        last = -1 if self.fault == "kernel" else None
+        return Fusion(HOST_FUSION.block, lambda table, *more: HOST_FUSION.kernel(table[:last], *more))
 
     def stream_key(self) -> Callable[[], int]:
         return lambda: self.current

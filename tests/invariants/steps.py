@@ -1,10 +1,10 @@
 """What the tests of invariants share: a declaration, a step that returns all that it sees, and plain answers."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from unittest import mock
 
-import attrs
+import pytest
 import torch
 
 from slotgraph import BATCH, Axis, DecodeRunner, Inputs, Step, computed, copied
@@ -15,31 +15,24 @@ from slotgraph.pool import InputPool
 PAGES: Final = Axis("PAGES")
 MOST_PAGES: Final = 3
 BUCKETS: Final = (2, 6)
-BEYOND: Final = 9
-"""Rows that no bucket takes: such a batch runs eagerly, with exact slots."""
+BEYOND: Final = 9  # rows that no bucket takes: such a batch runs eagerly, with exact slots
 LOWERINGS: Final = load("cpu-capture")().capabilities.lowerings
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 TAILS: Final[Mapping[str, Any]] = {"ids": -3, "weights": 0.5, "table": -1, "here": 4, "extra": 9.0}
 Values = dict[str, torch.Tensor]
 Seen = Mapping[str, torch.Tensor | None]
+BROKEN: Final[dict[str, str]] = {}
 
 
-BROKEN: Final[list[str]] = []
-
-
-@contextmanager
-def breaking() -> Iterator[None]:
-    """Here the host's function raises, in the middle of a fill."""
-    BROKEN.append("planted")
-    try:
-        yield
-    finally:
-        BROKEN.clear()
+def breaking() -> Any:
+    """A context in which the host's function raises, in the middle of a fill."""
+    return mock.patch.dict(BROKEN, why="planted")
 
 
 def live_rows(step: Step) -> int:
     """Computed on the host."""
     if BROKEN:
-        raise OSError(*BROKEN)
+        raise OSError(BROKEN["why"])
     return step.live(BATCH)
 
 
@@ -55,18 +48,15 @@ class Quick(Inputs):
     twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
 
 
-class Afar(Quick):
-    """With one of two dims that vary, which no kernel fills."""
-
+class Afar(Quick):  # with one of two dims that vary, which no kernel fills
     table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=TAILS["table"])
 
 
-class Slots(Afar):
-    """With one in the host's memory, of which the step copies when the device gets there."""
-
+class Slots(Afar):  # with one in the host's memory, of which the step copies when the device gets there
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["here"], placement=HOST)
 
 
+DTYPES: Final[Mapping[str, Any]] = {name: slot.dtype for name, slot in Slots.slotgraph.slots.items()}
 EITHER: Final[tuple[type[Quick], ...]] = (Quick, Slots)
 """The declaration that goes the quickest way, and the one with all kinds of slots."""
 
@@ -78,27 +68,28 @@ def everything(view: Any) -> Seen:
     return {n: None if one is None else one.to(to, non_blocking=True, copy=True) for n, one in shown.items()}
 
 
-def made(backend: Backend | str, lowering: str, inputs: type[Quick], options: dict[str, Any]) -> DecodeRunner[Any]:
-    """A runner that is not captured yet."""
+def runner_of(
+    backend: Backend | str,
+    lowering: str = "foreach",
+    inputs: type[Quick] = Slots,
+    *,
+    captured: bool = True,
+    **options: Any,
+) -> DecodeRunner[Any]:
+    """A runner, captured or not yet."""
     given = {"step": everything, "buckets": BUCKETS, "absent": [{"extra"}], "output_rows": None, **options}
     sizes = {PAGES: MOST_PAGES} if issubclass(inputs, Afar) else {}
-    return DecodeRunner(inputs, backend=backend, lowering=lowering, sizes=sizes, progress=False, **given)
-
-
-def runner_of(
-    backend: Backend | str, lowering: str = "foreach", inputs: type[Quick] = Slots, **options: Any
-) -> DecodeRunner[Any]:
-    """A captured runner."""
-    runner = made(backend, lowering, inputs, options)
-    runner.capture()
+    runner = DecodeRunner(inputs, backend=backend, lowering=lowering, sizes=sizes, progress=False, **given)
+    if captured:
+        runner.capture()
     return runner
 
 
 def neighbours(backend: Backend, lowering: str, count: int) -> list[Any]:
     """Captured runners that share their memory: all are made before the first is captured."""
     pool = InputPool(*(f"phase {number}" for number in range(count)))
-    options: list[dict[str, Any]] = [{"phase": pool[f"phase {number}"], "sharing": True} for number in range(count)]
-    runners = [made(backend, lowering, Quick, one) for one in options]
+    phases = [pool[f"phase {number}"] for number in range(count)]
+    runners = [runner_of(backend, lowering, Quick, captured=False, phase=one, sharing=True) for one in phases]
     for runner in runners:
         runner.capture()
     assert pool.layout is not None
@@ -117,8 +108,7 @@ def drawn(rows: int, seed: int, *, absent: bool = False, inputs: type[Quick] = S
         "here": torch.randint(10, 99, (rows,), generator=draw),
         "extra": torch.randint(10, 99, (rows,), generator=draw).double(),
     }
-    fields: Any = inputs  # a class of attrs, which no type checker can see
-    known = {field.name for field in attrs.fields(fields)} - ({"extra"} if absent else set())
+    known = inputs.slotgraph.slots.keys() - ({"extra"} if absent else set())
     return {name: value for name, value in values.items() if name in known}
 
 
@@ -129,15 +119,15 @@ def on(backend: Backend, values: Values) -> Values:
     }
 
 
-def expected(values: Values, *, exact: bool = False) -> Seen:
-    """What the step must see of them, worked out without slotgraph. exact: without a graph, whatever the rows."""
+def expected(values: Mapping[str, Any], buckets: Sequence[int] = BUCKETS) -> Seen:
+    """What the step must see of tensors or lists, worked out without slotgraph; without buckets, all is exact."""
     rows = len(values["ids"])
-    bucket = None if exact else next((size for size in BUCKETS if size >= rows), None)
-    padded = rows if bucket is None else bucket
+    bucket = next((size for size in buckets if size >= rows), None)
     found: dict[str, torch.Tensor | None] = {"extra": None}
-    for name, value in values.items():
+    for name, given in values.items():
+        value = torch.as_tensor(given, dtype=DTYPES[name], device="cpu")
         columns = (MOST_PAGES,) if name == "table" and bucket is not None else value.shape[1:]
-        whole = torch.full((padded, *columns), TAILS[name], dtype=value.dtype)
+        whole = torch.full((bucket or rows, *columns), TAILS[name], dtype=value.dtype)
         whole[tuple(slice(0, size) for size in value.shape)] = value
         found[name] = whole
     ids = found["ids"]
@@ -158,9 +148,9 @@ def apart(seen: Seen, right: Seen) -> list[str]:
     return sorted(name for name in right if not same(seen[name], right[name]))
 
 
-def wrong(seen: Seen, values: Values, *, exact: bool = False) -> list[str]:
+def wrong(seen: Seen, values: Mapping[str, Any], buckets: Sequence[int] = BUCKETS) -> list[str]:
     """The slots that do not hold what a batch of these values gives."""
-    return apart(seen, expected(values, exact=exact))
+    return apart(seen, expected(values, buckets))
 
 
 def taken(outputs: Seen) -> Seen:

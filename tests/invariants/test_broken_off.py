@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,20 +16,20 @@ from slotgraph.errors import BatchError, ComputeError, ReplayError
 from tests.invariants.device import Device
 from tests.invariants.steps import (
     BEYOND,
+    BUCKETS,
     EITHER,
-    LOWERINGS,
     Quick,
     Slots,
     breaking,
     drawn,
+    each_lowering,
     everything,
     on,
     runner_of,
     wrong,
 )
-from tests.life.injection import InjectedError, Injection
+from tests.life.worlds import ACTS, decoding, interrupt, interrupt_everywhere
 
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 Act = Callable[[], object]
 
 SPOILS: Mapping[str, Callable[[torch.Tensor], Any]] = {
@@ -110,56 +111,25 @@ def test_planted_refusal_that_comes_too_late() -> None:
     assert left_behind(device, runner, batch, hasty) == ["buffers", "counters", "view"]
 
 
-def after_break(backend: Backend, runner: Any, act: Act, at: int, inputs: type[Quick] = Slots) -> tuple[list[str], str]:
-    """What is wrong after an act that is broken off at its n-th point, and where that was."""
-    prior = drawn(4, 1, inputs=inputs)
-    view = runner.fill(on(backend, prior))
-    with Injection(at, KeyboardInterrupt if at % 2 else InjectedError) as injection:
-        act()
-    found = list[str]()
-    try:
-        found += wrong(runner.replay(view), prior)
-    except ReplayError as refused:
-        assert "was not filled last" in str(refused)  # noqa: PT017 - it may as well be right
-    for seed, rows in enumerate((3, 1, 5, BEYOND, 2)):
-        values = drawn(rows, seed, inputs=inputs)
-        found += wrong(runner(on(backend, values)), values)
-        found += wrong(runner.replay(runner.fill(on(backend, values))), values)
-    return found, injection.where
-
-
 @pytest.mark.parametrize("inputs", EITHER)
-@pytest.mark.parametrize("rows", [3, BEYOND], ids=["graph", "eager"])
-def test_broken_fills_are_not_believed(backend: Backend, rows: int, inputs: type[Quick]) -> None:
-    """Whatever is raised wherever in a call or a fill: the view before is refused or right, and the next steps are."""
-    batch = on(backend, drawn(rows, 7, inputs=inputs))
+def test_broken_fills_are_not_believed(backend: Backend, inputs: type[Quick]) -> None:
+    """Whatever is raised in a call, a fill or a replay: the view before is refused or right, and the next steps are."""
     for lowering in backend.capabilities.lowerings:
-        runner = runner_of(backend, lowering, inputs)
-        calls: list[Callable[[Any], object]] = [runner, runner.fill]
-        for number, call in enumerate(calls):
-            counts = [counted(call, batch) for _ in range(2)]
-            places = set()
-            for at in range(1 + number, counts[-1] + 1, 1 + counts[-1] // 20):
-                found, where = after_break(backend, runner, functools.partial(call, batch), at, inputs)
-                assert found == [], (lowering, where)
-                places.add(where)
-            assert len(places) >= 4
+        world = decoding(backend, lowering, inputs, buckets=BUCKETS)
+        for rows, act in itertools.product((3, BEYOND), ACTS.values()):
+            interrupt_everywhere(world, act, rows, few=20)
 
 
-def counted(call: Callable[[Any], object], batch: Any) -> int:
-    """Points at which a call may break off."""
-    with Injection() as counting:
-        call(batch)
-        return counting.seen
-    return 0
-
-
-@pytest.mark.parametrize("row", [0, 5])
+@pytest.mark.parametrize("row", [0, 3])
 def test_planted_break_that_is_not_noticed(backend: Backend, row: int) -> None:
     """A write that the runner does not know of, into a live row or behind it, is found in the view that it believes."""
-    runner = runner_of(backend)
-    found, _ = after_break(backend, runner, lambda: runner.inputs(6).weights[row].fill_(77), 0)
-    assert found[:1] == ["weights"]
+
+    def writing(runner: Any, _: Any, view: Any) -> None:
+        runner.inputs(4).weights[row].fill_(77)
+        runner.replay(view)
+
+    with pytest.raises(AssertionError, match="weights"):
+        interrupt(decoding(backend, "foreach"), writing, 3, 0)
 
 
 @each_lowering

@@ -1,13 +1,16 @@
-"""Memory that others have a part in: pools, stale views and outputs, captures, moved addresses, forks."""
+"""Memory that others have a part in: pools, stale views and outputs, captures, moved addresses, forks.
+
+As a program it prints, as JSON, for each kind of runner what a forked child of it did that was not refused.
+"""
 
 import gc
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,20 @@ import torch
 
 from slotgraph.backends import Backend, load
 from slotgraph.errors import BatchError, ReplayError, StaleOutputError
-from tests.invariants import forked
-from tests.invariants.steps import BEYOND, LOWERINGS, Quick, drawn, everything, neighbours, on, runner_of, wrong
-
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
+from tests.invariants.steps import (
+    BEYOND,
+    BUCKETS,
+    EITHER,
+    LOWERINGS,
+    Quick,
+    drawn,
+    each_lowering,
+    everything,
+    neighbours,
+    on,
+    runner_of,
+    wrong,
+)
 
 
 def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
@@ -85,9 +98,7 @@ def believed(runner: Any, backend: Backend) -> list[str]:
     return found
 
 
-class Trusting:
-    """The fault: a runner that replays what was filled last, whatever view it is given."""
-
+class Trusting:  # the fault: a runner that replays what was filled last, whatever view it is given
     def __init__(self, runner: Any) -> None:
         self.runner, self.last = runner, None
 
@@ -214,12 +225,45 @@ def test_planted_move_that_no_one_looks_for(backend: Backend, move: str) -> None
     assert not refuses_moved(backend, "foreach", move, 3)
 
 
+KINDS: dict[str, dict[str, Any]] = {"sound": {}, "planted": {"graphs": False}}
+"""Options of runners; without graphs there is nothing that belongs to a process, and steps go on in the child."""
+
+
+def child_refuses(act: Any) -> bool:
+    """Whether a forked child that does it is refused."""
+    child = os.fork()
+    if not child:
+        code = 2
+        try:
+            act()
+            code = 1
+        except ReplayError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def accepted(options: dict[str, Any]) -> list[str]:
+    """What a child did that has graphs of its parent; the parent goes on, and so does a runner of the child's own."""
+    found = []
+    for lowering, inputs in itertools.product(LOWERINGS, EITHER):
+        runner, values = runner_of("cpu-capture", lowering, inputs, **options), drawn(3, 1, inputs=inputs)
+        for _ in range(3):  # so that the quickest way is known
+            runner(values)
+        found += [f"{lowering} call"] if not child_refuses(lambda: runner(values)) else []  # noqa: B023 - done at once
+        view = runner.fill(values)
+        found += [f"{lowering} replay"] if not child_refuses(lambda: runner.replay(view)) else []  # noqa: B023 - likewise
+        assert wrong(runner.replay(view), values, () if options else BUCKETS) == []
+    return found
+
+
 @pytest.fixture(scope="module")
 def children() -> dict[str, list[str]]:
     """By kind of runner, what forked children did that was not refused."""
     path = os.pathsep.join(one for one in sys.path if one)
     done = subprocess.run(  # noqa: S603 - this test's own program
-        [sys.executable, str(Path(forked.__file__))],
+        [sys.executable, __file__],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         timeout=300,
@@ -237,3 +281,7 @@ def test_forked_children_are_refused(children: dict[str, list[str]]) -> None:
 def test_planted_children_without_graphs(children: dict[str, list[str]]) -> None:
     """What runs in a child, because it has no graphs, is seen."""
     assert len(children["planted"]) == 2 * 2 * len(LOWERINGS)
+
+
+if __name__ == "__main__":
+    print(json.dumps({kind: accepted(options) for kind, options in KINDS.items()}))  # noqa: T201 - a program

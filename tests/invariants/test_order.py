@@ -17,13 +17,13 @@ from tests.invariants.steps import (
     Slots,
     Values,
     drawn,
+    each_lowering,
     neighbours,
     runner_of,
     taken,
     wrong,
 )
 
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 Kept = list[tuple[Values, Seen]]
 
 

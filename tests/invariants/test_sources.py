@@ -9,9 +9,20 @@ import torch
 
 from slotgraph.backends import Backend
 from tests.invariants.device import Device
-from tests.invariants.steps import BEYOND, EITHER, LOWERINGS, Quick, Slots, Values, drawn, on, runner_of, taken, wrong
+from tests.invariants.steps import (
+    BEYOND,
+    EITHER,
+    Quick,
+    Slots,
+    Values,
+    drawn,
+    each_lowering,
+    on,
+    runner_of,
+    taken,
+    wrong,
+)
 
-each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 Form = Callable[[torch.Tensor], Any]
 
 
@@ -20,8 +31,7 @@ def _strided(one: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(one: torch.Tensor) -> torch.Tensor:
-    whole = torch.cat([one.flatten()[:1] * 0, one.flatten()]) if one.numel() else one.flatten()
-    return whole[1:].view(one.shape) if one.numel() else one
+    return torch.cat([one.flatten()[:1], one.flatten()])[len(one[:1]) :].view(one.shape)
 
 
 def _in_inference_mode(one: torch.Tensor) -> torch.Tensor:
@@ -45,9 +55,7 @@ SPECIAL = {"strided": ["weights"], "double": ["weights"], "gradient": ["weights"
 """Forms that not every slot takes; a CPU's tensors are the device's there."""
 
 
-class Bringing:
-    """Brings values in forms at random: new tensors, static ones, rows of slots, the last outputs."""
-
+class Bringing:  # brings values in forms at random: new tensors, static ones, rows of slots, the last outputs
     def __init__(self, runner: Any, backend: Backend, seed: int) -> None:
         self.runner, self.backend = runner, backend
         self.draw = random.Random(seed)  # noqa: S311 - data for a test
@@ -104,9 +112,7 @@ def test_values_alone_count(backend: Backend, lowering: str) -> None:
         assert by_form(runner_of(backend, lowering, inputs), backend, seed, None, inputs) == set()
 
 
-class Caching(Bringing):
-    """The fault: what looks like a source that came before is taken for it."""
-
+class Caching(Bringing):  # the fault: what looks like a source that came before is taken for it
     def __call__(self, values: Values) -> tuple[dict[str, Any], Values]:
         """The first batch of each number of rows, whatever comes later."""
         known = vars(self).setdefault("known", {})

@@ -33,35 +33,24 @@ def lacking() -> str | None:
     return None if hasattr(runtime, "standin_submit") else "torch_npu finds a runtime that is not the stand-in"
 
 
-def modes(item: pytest.Item) -> tuple[str, ...]:
-    """The modes that a test runs in."""
-    marker = item.get_closest_marker("modes")
-    return marker.args if marker else ("eager",)
-
-
-def start() -> None:
-    """Import torch_npu and make its first tensor, which warns of this and that in a device's set-up."""
-    torch = importlib.import_module("torch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("torch_npu")
-        if mode() != "zero":
-            torch.zeros(1, device="npu")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker, and start the device before any test, so that each finds it alike."""
     config.addinivalue_line(
         "markers", "modes(*names): the modes of the stand-in that a test runs in; eager if unmarked"
     )
     if lacking() is None:
-        start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a device's set-up warns of this and that
+            importlib.import_module("torch_npu")
+            if mode() != "zero":
+                importlib.import_module("torch").zeros(1, device="npu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of other modes; where there is no stand-in, all but one, which skips and says why."""
-    ours = [item for item in items if HERE in item.path.parents]
-    others = [item for item in ours if mode() not in modes(item)] if lacking() is None else ours[1:]
+    ours, eager = [item for item in items if HERE in item.path.parents], pytest.mark.modes("eager").mark
+    others = [item for item in ours if mode() not in (item.get_closest_marker("modes") or eager).args]
+    others = others if lacking() is None else ours[1:]
     config.hook.pytest_deselected(items=others)
     left_out = set(others)
     items[:] = [item for item in items if item not in left_out]

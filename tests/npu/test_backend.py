@@ -1,17 +1,33 @@
-"""The adapter on the stand-in runtime: what it says it can do, what it does, and how it refuses."""
+"""The adapter on the stand-in runtime: what it can do, does and refuses, and what it takes from torch_npu unseen."""
 
+import dataclasses
+import importlib
+import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import choose, load
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError
-from tests.npu.programs import program
+from tests.strategies import draw
+
+
+def program(source: str, **environment: str) -> list[str]:
+    """What a program in a process of its own prints: for settings that are read once, and what a start looks like."""
+    variables = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
+    words = [sys.executable, "-c", source]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
+    assert not done.returncode or done.stdout, done.stderr
+    return done.stdout.strip().splitlines()
 
 
 @pytest.fixture
@@ -64,45 +80,23 @@ def test_chosen_where_there_is_one(backend: NpuBackend) -> None:
     assert backend.device == torch.device("npu", 0)
 
 
-def test_record(backend: NpuBackend) -> None:
-    """The capability record says what is known of the device."""
-    record = backend.capabilities
-    assert (CACHE_LOC.on(record), SEQ_LEN_FILL.on(record)) == (torch.int32, 0)
-    assert dict(record.roles) == {"cache_loc": torch.int32}
-    assert not record.pools_inputs
-    assert (record.foreach_device, record.foreach_host, record.foreach_chunk) == (True, False, 48)
-    assert record.packed_uploads
-    assert record.host_parameters
-    assert record.graphs_hint == 1800
-    assert record.lowerings == ("foreach", "slot_by_slot")
-
-
-def backwards(step: Step) -> list[int]:
-    """A list that the host computes."""
-    return [*range(step.padded(BATCH), 0, -1)]
-
-
-class Mixed(Inputs):
-    """Slots of the role, and others of int64 that kernels demand as they are."""
-
+class Mixed(Inputs):  # slots of the role, and of int64 that kernels demand as they are
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=7)
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
     scales: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1.5)
     rows: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
-    order: torch.Tensor = computed(backwards, shape=BATCH, dtype=torch.int64)
+    order: torch.Tensor = computed(lambda step: [*range(step.padded(BATCH), 0, -1)], shape=BATCH, dtype=torch.int64)
 
 
 def batch_of(rows: int, seed: int) -> dict[str, Any]:
     """Random values of every slot, on the host."""
-    draw = torch.Generator().manual_seed(seed)
-    ids = {name: torch.randint(1, 1 << 40, (rows,), generator=draw) for name in ("input_ids", "positions")}
+    most = {"input_ids": 1 << 40, "positions": 1 << 40, "out_cache_loc": 1 << 30, "seq_lens": 99, "scales": 99}
+    dtypes = {"seq_lens": torch.int32, "scales": torch.float32}
     return {
-        **ids,
-        "out_cache_loc": torch.randint(1, 1 << 30, (rows,), generator=draw),
-        "seq_lens": torch.randint(1, 99, (rows,), generator=draw, dtype=torch.int32),
-        "scales": torch.rand(rows, generator=draw),
+        name: draw(1, high, (rows,), seed + at, dtypes.get(name, torch.int64))
+        for at, (name, high) in enumerate(most.items())
     }
 
 
@@ -179,16 +173,20 @@ def test_task_queue_mode(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> N
     assert graph.outputs.tolist() == [2.0] * 8
 
 
+PRELUDE = """
+import torch
+from slotgraph.backends import choose
+from slotgraph.dataflow.errors import CaptureError
+backend, graphs = choose('npu'), []
+ones = torch.ones(8, device=backend.device)
+"""
+
+
 @pytest.mark.parametrize("code", ["207005", "207008"])
 def test_streams_run_out(code: str) -> None:
     """Too many graphs are told as that, by either number; those before are good, and what is dropped gives back."""
     *_, said = program(
-        "import torch\n"
-        "from slotgraph.backends import choose\n"
-        "from slotgraph.dataflow.errors import CaptureError\n"
-        "backend, graphs = choose('npu'), []\n"
-        "ones = torch.ones(4, device=backend.device)\n"
-        "try:\n"
+        f"{PRELUDE}try:\n"
         "    for number in range(9): graphs.append(backend.capture(lambda: ones + number))\n"
         "except CaptureError as error: said = str(error)\n"
         "for graph in graphs: graph.replay()\n"
@@ -215,20 +213,22 @@ def test_default_stream(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> No
     assert graph.outputs.tolist() == [3.0] * 8
 
 
-STEPS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "item": lambda ones: ones[0].item(),
-    "to the host": lambda ones: ones.cpu(),
-    "from pageable memory": lambda ones: ones.copy_(torch.rand(8)),
-    "synchronize": lambda _: torch.accelerator.synchronize(),
-    "branch": lambda ones: ones if ones.sum() > 0 else -ones,
-}
+WAITS = "it waits for the device"
+STEPS: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (lambda ones: ones[0].item(), WAITS),
+    (lambda ones: ones.cpu(), WAITS),
+    (lambda ones: ones.copy_(torch.rand(8)), WAITS),
+    (lambda _: torch.accelerator.synchronize(), WAITS),
+    (lambda ones: ones if ones.sum() > 0 else -ones, WAITS),
+    (lambda ones: ones[ones > 0], r"no kernel that a graph can hold.*torch\.where"),
+]
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: str) -> None:
-    """What waits for the device is refused, with the line and the way out, and the next capture is good."""
-    with pytest.raises(CaptureError, match=r"at test_backend\.py:\d+, .*it waits for the device") as caught:
-        backend.capture(lambda: STEPS[step](ones))
+@pytest.mark.parametrize(("step", "says"), STEPS, ids=["item", "cpu", "pageable", "synchronize", "branch", "mask"])
+def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: Callable[[torch.Tensor], Any], says: str) -> None:
+    """What no graph can hold is refused, with the line and the way out, and the next capture is good."""
+    with pytest.raises(CaptureError, match=rf"at test_backend\.py:\d+, .*{says}") as caught:
+        backend.capture(lambda: step(ones))
     assert "\n" not in str(caught.value)
     graph = backend.capture(lambda: ones * 3)
     graph.replay()
@@ -238,22 +238,55 @@ def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: str) -> No
 def test_queue_that_broke() -> None:
     """A refusal that breaks torch_npu's own queue, which runs nothing more, is told as that."""
     *_, said = program(
-        "import torch\n"
-        "from slotgraph.backends import choose\n"
-        "from slotgraph.dataflow.errors import CaptureError\n"
-        "backend = choose('npu')\n"
-        "ones = torch.ones(8, device=backend.device)\n"
-        "try: backend.capture(lambda: ones.copy_(torch.rand(8), non_blocking=True))\n"
+        f"{PRELUDE}try: backend.capture(lambda: ones.copy_(torch.rand(8), non_blocking=True))\n"
         "except CaptureError as error: print(str(error))\n"
     )  # in what words, depends on whether the queue or the host was first to meet it
     assert "After this the device runs nothing more in this process (" in said
     assert said.endswith("start it again")
 
 
-def test_other_refusals(backend: NpuBackend, ones: torch.Tensor) -> None:
-    """An operator that no graph can hold is told apart; a step's own error is the cause of the refusal."""
-    with pytest.raises(CaptureError, match=r"no kernel that a graph can hold.*torch\.where"):
-        backend.capture(lambda: ones[ones > 0])
-    with pytest.raises(CaptureError, match="the step raised ZeroDivisionError") as caught:
-        backend.capture(lambda: (ones + 1, 1 // 0))
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+def test_records_of_operators() -> None:
+    """A graph keeps a record of each operator that takes host arguments, with what it was given."""
+    graphs = importlib.import_module("torch_npu.npu.graphs")
+    record = graphs._GraphDispatchRecord
+    names = {field.name for field in dataclasses.fields(record)}
+    assert names >= {"event", "handle", "kwargs", "args", "op_cache_entry"}
+    source = inspect.getsource(graphs)
+    assert "self.graph_dispatch_records = []" in inspect.getsource(graphs._GraphDispatchMode.__init__)
+    assert "self.graph_dispatch_mode = _GraphDispatchMode()" in inspect.getsource(graphs.NPUGraph.__init__)
+    assert "update_stream = None" in source  # one for all graphs, unless one has its own
+    assert "torch.npu.stream(self.update_stream)" in source
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("_npu_paged_attention.default", ["context_lens"]),
+        ("npu_multi_head_latent_attention.out", ["context_lens"]),
+        ("npu_fused_infer_attention_score.out", ["actual_seq_lengths", "actual_seq_lengths_kv"]),
+        ("npu_fused_infer_attention_score_v2.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
+        ("npu_fusion_attention_v3.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
+    ],
+)
+def test_host_arguments(name: str, arguments: list[str]) -> None:
+    """The operators that take host arguments, and what these are called, are found where they were."""
+    handlers = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
+    specs = handlers._NPU_GRAPH_OP_HANDLERS[name].get_update_specs(name)
+    assert [one for _, _, one in specs] == arguments
+    assert all(where == "arg" and isinstance(place, int) for where, place, _ in specs)
+
+
+@pytest.mark.parametrize(
+    "text", [text for text, _ in (*NpuBackend.advice, *NpuBackend.conditions) if not text.isdigit()]
+)
+def test_what_errors_say(text: str) -> None:
+    """The wheel still says what the adapter tells its errors apart by."""
+    package: Any = importlib.import_module("torch_npu")
+    library = Path(package.__file__).parent / "lib" / "libtorch_npu.so"
+    assert text.encode() in library.read_bytes().lower()
+
+
+def test_versions() -> None:
+    """The wheel is for this torch."""
+    package: Any = importlib.import_module("torch_npu")
+    assert package.__version__.split(".")[:2] == torch.__version__.split(".")[:2] == ["2", "13"]

@@ -1,33 +1,44 @@
-"""Host parameters on the stand-in: one update a launch, none before the launch before has read its own."""
+"""Host parameters on the stand-in: one update a launch, after the launch before; and steps in flight at random."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import attrs
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
-from tests.npu.programs import program
+from tests.npu.test_backend import program
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 DIM, LENGTH, BUCKETS = 16, 8, (2, 4)
 SCALE = 0.3
+STREAMS = 3
 
 
-class Attending(Inputs):
-    """Queries by token, and how many keys each request has, which the operator takes from the host."""
-
+class Attending(Inputs):  # the operator takes from the host how many keys each request has
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     kv_lens: torch.Tensor = copied(
         BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv", placement="host"
     )
 
 
-class Model:
-    """Attention of each request over the first keys of its row."""
+def attention(*tensors: torch.Tensor, **lengths: Any) -> torch.Tensor:
+    """What takes host arguments."""
+    operator: Any = torch.ops.npu.npu_fused_infer_attention_score
+    outputs: torch.Tensor = operator(*tensors, num_heads=1, input_layout="BSH", scale=SCALE, **lengths)[0]
+    return outputs
 
+
+class Model:  # attention of each request over the first keys of its row
     def __init__(self, device: torch.device, seed: int = 1) -> None:
         draw = torch.Generator().manual_seed(seed)
         rows = BUCKETS[-1]
@@ -38,12 +49,8 @@ class Model:
 
     def __call__(self, view: Attending) -> torch.Tensor:
         queries, keys, values = self.there
-        rows = len(view.input_ids)
-        operator: Any = torch.ops.npu.npu_fused_infer_attention_score
-        asked, lengths = queries[view.input_ids], view.kv_lens.tolist()
-        options = {"num_heads": 1, "input_layout": "BSH", "scale": SCALE}
-        outputs: torch.Tensor = operator(asked, keys[:rows], values[:rows], actual_seq_lengths_kv=lengths, **options)[0]
-        return outputs[:, 0]
+        asked, rows = queries[view.input_ids], len(view.input_ids)
+        return attention(asked, keys[:rows], values[:rows], actual_seq_lengths_kv=view.kv_lens.tolist())[:, 0]
 
     def expected(self, ids: list[int], lengths: list[int]) -> torch.Tensor:
         """[requests, DIM], request by request in plain torch on the CPU."""
@@ -123,14 +130,9 @@ def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> No
     kind: Any = npu.NPUGraph
     launches: list[Any] = []
     monkeypatch.setattr(kind, "replay", launches.append)
-
-    def refuse(graph: Any, cpu_update_input: Any) -> None:
-        del graph, cpu_update_input
-        raise RuntimeError("the workspace is too small")
-
     batch = {"input_ids": [1, 2], "seq_lens_cpu": [3, 4]}
     with monkeypatch.context() as patched:
-        patched.setattr(kind, "update", refuse)
+        patched.setattr(kind, "update", Mock(side_effect=RuntimeError("the workspace is too small")))
         with pytest.raises(ReplayError, match="the workspace is too small"):
             runner(batch)
     with pytest.raises(ReplayError, match=r"update .* broke off \(the workspace is too small\): capture it anew"):
@@ -178,9 +180,8 @@ def test_operator_that_is_given_something_else(change: str) -> None:
     keys = torch.rand(2, LENGTH, DIM, device=backend.device)
     lens = torch.tensor([3, 4], dtype=torch.int32)
 
-    def step() -> Any:
-        operator: Any = torch.ops.npu.npu_fused_infer_attention_score
-        return operator(queries, keys, keys, actual_seq_lengths_kv=CHANGES[change](lens.tolist()), num_heads=1)[0]
+    def step() -> torch.Tensor:
+        return attention(queries, keys, keys, actual_seq_lengths_kv=CHANGES[change](lens.tolist()))
 
     with pytest.raises(CaptureError, match=r"was given \[.*\] for actual_seq_lengths_kv, .* holds \[3, 4\]") as caught:
         backend.capture(step, parameters={"actual_seq_lengths_kv": lens})
@@ -193,18 +194,10 @@ def test_operator_without_host_arguments() -> None:
     model, lens = Model(backend.device), torch.tensor([3, 4], dtype=torch.int32)
     ids = torch.tensor([5, 6], device=backend.device)
     queries, keys, values = model.there
-    operator: Any = torch.ops.npu.npu_fused_infer_attention_score
-
-    class View:
-        """What the model reads."""
-
-        input_ids, kv_lens = ids, lens
+    view: Any = SimpleNamespace(input_ids=ids, kv_lens=lens)
 
     def step() -> torch.Tensor:
-        view: Any = View
-        whole: torch.Tensor = operator(
-            queries[ids], keys[:2], values[:2], num_heads=1, input_layout="BSH", scale=SCALE
-        )[0][:, 0]
+        whole: torch.Tensor = attention(queries[ids], keys[:2], values[:2])[:, 0]
         return model(view) - whole
 
     graph = backend.capture(step, parameters={"actual_seq_lengths_kv": lens})
@@ -238,3 +231,100 @@ def test_eager_steps() -> None:
     outputs = runner({"input_ids": ids, "seq_lens_cpu": lengths})
     assert runner.stats()["steps"] == {"graph": 0, "eager": 1}
     torch.testing.assert_close(outputs.cpu(), model.expected(ids, lengths))
+
+
+class Scheduled(Attending):
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=9)
+    rows: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
+
+
+@attrs.frozen
+class Turn:
+    runner: int
+    stream: int
+    threaded: bool
+    where: str
+    requests: tuple[tuple[int, int, float], ...]
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        ids, lengths, weights = (list(one) for one in zip(*self.requests, strict=True))
+        if self.where == "lists":
+            return {"input_ids": ids, "seq_lens_cpu": lengths, "weights": weights}
+        held = {"input_ids": torch.tensor(ids), "weights": torch.tensor(weights)}
+        if self.where == "pinned":
+            held = {name: one.pin_memory() for name, one in held.items()}
+        elif self.where == "device":
+            held = {name: one.to("npu") for name, one in held.items()}
+        return {**held, "seq_lens_cpu": torch.tensor(lengths, dtype=torch.int32)}
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 8), st.integers(1, LENGTH), st.integers(1, 9).map(float)), min_size=1, max_size=BUCKETS[-1]
+)
+stepped = st.builds(
+    Turn,
+    runner=st.integers(0, 1),
+    stream=st.integers(0, STREAMS),
+    threaded=st.booleans(),
+    where=st.sampled_from(["lists", "host", "pinned", "device"]),
+    requests=requests.map(tuple),
+)
+
+
+class Fleet:
+    def __init__(self, npu: Any) -> None:
+        self.npu = npu
+        self.backend = NpuBackend()
+        self.model = Model(self.backend.device)
+        self.streams = [npu.Stream() for _ in range(STREAMS)]
+        self.runners = [self._runner(offset) for offset in (0, 100)]
+
+    def _runner(self, offset: int) -> DecodeRunner[Scheduled]:
+        def step(view: Scheduled) -> torch.Tensor:
+            return self.model(view) * view.weights[:, None] + view.rows + offset
+
+        runner = DecodeRunner(Scheduled, step, buckets=BUCKETS, backend=self.backend, progress=False)
+        runner.capture()
+        return runner
+
+    def on(self, number: int) -> AbstractContextManager[Any]:
+        """Have a stream be the current one; the last number stands for the default one."""
+        return nullcontext() if number == STREAMS else self.npu.stream(self.streams[number])
+
+    def run(self, step: Turn) -> torch.Tensor:
+        """Hand a step over, on its stream and in its thread, and overwrite what it was handed on the host."""
+
+        def there() -> torch.Tensor:
+            with self.on(step.stream):
+                batch = step.batch
+                found: torch.Tensor = self.runners[step.runner](batch).clone()
+                for one in batch.values():
+                    if isinstance(one, torch.Tensor):
+                        one.fill_(1)
+            return found
+
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(there).result() if step.threaded else there()
+
+    def expected(self, step: Turn) -> torch.Tensor:
+        ids, lengths, weights = (list(one) for one in zip(*step.requests, strict=True))
+        plain = self.model.expected(ids, lengths) * torch.tensor(weights)[:, None]
+        return plain + len(ids) + (0, 100)[step.runner]
+
+
+@pytest.fixture(scope="module")
+def fleet(npu: Any) -> Fleet:
+    """Two runners, made once."""
+    return Fleet(npu)
+
+
+@settings(max_examples=40)
+@given(steps=st.lists(stepped, min_size=1, max_size=12))
+def test_schedules(fleet: Fleet, steps: list[Turn]) -> None:
+    """Whatever comes after whatever, none of it awaited, each step gives what the CPU gives."""
+    with torch.no_grad():
+        outputs = [fleet.run(step) for step in steps]
+    fleet.backend.synchronize()
+    for step, found in zip(steps, outputs, strict=True):
+        torch.testing.assert_close(found.cpu(), fleet.expected(step))

@@ -16,21 +16,13 @@ Kind = type[NpuBackend] | type[AcceleratorBackend]
 
 
 class Numbers(Inputs):
-    """One slot."""
-
     numbers: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-5)
 
 
-def runner_on(backend: NpuBackend | AcceleratorBackend, **options: Any) -> DecodeRunner[Numbers]:
+def runner_on(backend: NpuBackend | AcceleratorBackend) -> DecodeRunner[Numbers]:
     """A captured runner whose outputs hang on every row, the padded ones too."""
-    runner = DecodeRunner(
-        Numbers,
-        lambda view: view.numbers * 3 + view.numbers.sum(),
-        buckets=[4],
-        backend=backend,
-        progress=False,
-        **options,
-    )
+    options: dict[str, Any] = {"buckets": [4], "backend": backend, "progress": False}
+    runner = DecodeRunner(Numbers, lambda view: view.numbers * 3 + view.numbers.sum(), **options)
     runner.capture()
     return runner
 
@@ -108,14 +100,10 @@ def test_step_that_leaves_another_stream(kind: Kind, npu: Any) -> None:
     assert graph.outputs.tolist() == [2.0] * 4
 
 
-SENDS = 3 * ENTRIES + 5
-NBYTES = 64
-
-
 def test_ring() -> None:
     """More sends than the ring has entries, all of them in flight, arrive as they were sent."""
-    upload, copies = ring_on(NpuBackend().device, NBYTES), []
-    for number in range(SENDS):
-        upload.send(bytes([number % 251]) * NBYTES, None)
+    upload, copies, sent = ring_on(NpuBackend().device, 64), [], [number % 251 for number in range(3 * ENTRIES + 5)]
+    for number in sent:
+        upload.send(bytes([number]) * 64, None)
         copies.append(upload.packet.clone())
-    assert [set(copy.tolist()) for copy in copies] == [{number % 251} for number in range(SENDS)]
+    assert [copy.tolist() for copy in copies] == [[number] * 64 for number in sent]

@@ -1,13 +1,21 @@
-"""A third party's package, installed beside slotgraph, is found by its entry points and held to the same contract."""
+"""Packages in a process of their own: a third party's backends, held to the contract, and our plugin of pytest."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+import slotgraph_pytest
+from slotgraph.backends import load, names
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -15,7 +23,7 @@ CONTRACT = "tests/backends/test_contract.py"
 
 SEEN = """
 import sys
-import slotgraph
+import pytest
 from slotgraph.backends import choose, load, names
 from slotgraph.dataflow.errors import BackendUnavailableError
 assert "slotgraph_fake_device" not in sys.modules
@@ -25,12 +33,8 @@ kind = type(choose("fake-device"))
 assert (kind.__module__, kind.__name__) == ("slotgraph_fake_device", "FakeBackend")
 assert choose("auto").name not in {"fake-device", "fake-device-single", "fake-device-absent"}
 for wrong, says in (("fake-device-absent", "no fake device: modprobe fake"), ("fake-devise", "'fake-device'")):
-    try:
+    with pytest.raises(BackendUnavailableError, match=says):
         choose(wrong)
-    except BackendUnavailableError as error:
-        assert says in str(error), error
-    else:
-        raise AssertionError(wrong)
 print("found")
 """
 
@@ -51,38 +55,169 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed
 
 
-def run(arguments: list[str], paths: list[Path]) -> str:
-    """What a new interpreter prints that finds `paths` and all that this one finds."""
-    found = [*map(str, paths), str(ROOT / "src"), *filter(None, sys.path)]
-    done = subprocess.run(  # noqa: S603 - this interpreter, with this test's arguments
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(
+    arguments: Sequence[str], paths: Sequence[Path | str], cwd: Path = ROOT, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a new Python in a folder, with some paths."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTGRAPH_", "PYTEST_"))}
+    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+
+
+def beside(package: Path, *arguments: str) -> str:
+    """What a new Python prints that finds a package and all that this one finds."""
+    done = run(arguments, [package, ROOT / "src", *filter(None, sys.path)])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_found_by_its_entry_points(target: Path) -> None:
     """The package's backends are named, loaded on first use, refused with their reason, and not preferred by auto."""
-    assert run(["-c", SEEN], [target]) == "found\n"
+    assert beside(target, "-c", SEEN) == "found\n"
 
 
 def test_contract(target: Path) -> None:
     """Both variants pass every test that slotgraph's own backends pass; the one that cannot run here is skipped."""
     chosen = ["-k", "fake-device", "-p", "no:cacheprovider", "-q", "-rs", "--no-header"]
-    lines = run(["-m", "pytest", CONTRACT, *chosen], [target]).splitlines()
-    passed, skipped = counts(lines[-1])
-    assert passed >= 2 * 15
-    assert skipped == 1  # of a backend that is not here one test is kept, to say why
-    assert any("fake-device-absent: no fake device: modprobe fake" in line for line in lines)
+    said = beside(target, "-m", "pytest", CONTRACT, *chosen)
+    count = re.search(r"(\d+) passed, 1 skipped", said)  # of a backend that is not here one test is kept, to say why
+    assert count is not None, said
+    assert int(count[1]) >= 2 * 15
+    assert "fake-device-absent: no fake device: modprobe fake" in said
 
 
-def counts(summary: str) -> tuple[int, int]:
-    """Tests that passed and that were skipped, from pytest's last line."""
-    words = summary.replace(",", "").split()
-    return int(words[words.index("passed") - 1]), int(words[words.index("skipped") - 1])
+INPUTS = """
+import torch
+
+from slotgraph import BATCH, DecodeRunner, Inputs, computed, copied
+
+
+class Mine(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    places: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
+    count: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
+"""
+SUITE = """
+from mine import BATCH, DecodeRunner, Mine, torch
+
+
+def test_fill(benchmark_fill):
+    benchmark_fill(Mine, {BATCH: 64}, rounds=5, steps=10)
+
+
+def test_ways(benchmark_ways, slotgraph_backend):
+    runner = DecodeRunner(Mine, lambda view: view.ids + 1, buckets=[64], backend=slotgraph_backend, progress=False)
+    runner.capture()
+    dtypes = {"ids": torch.int64, "places": torch.int32, "weights": torch.float32}
+    batch = {name: torch.ones(48, dtype=dtype) for name, dtype in dtypes.items()}
+    ways = {"fill": runner.fill, "runner": runner}
+    benchmark_ways(ways, [batch, {**batch}], "a step", rounds=5, steps=10)
+"""
+BACKENDS = """
+import pytest
+
+
+def test_each(slotgraph_backend):
+    print("ran on", slotgraph_backend.name)
+
+
+@pytest.mark.slotgraph_backends("cpu-capture", "cpu")
+def test_own(slotgraph_backend):
+    print("own on", slotgraph_backend.name)
+
+
+@pytest.mark.slotgraph_backends("every")
+def test_every(slotgraph_backend):
+    print("every on", slotgraph_backend.name)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder of its own, with a strict pytest."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -p no:cacheprovider\n")
+    return tmp_path
+
+
+def passed(project: Path, *arguments: str, **variables: str) -> str:
+    """What a run of pytest prints in which nothing fails."""
+    done = run(["-m", "pytest", *arguments], [project], project, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_costs_nothing_where_no_one_asks(project: Path) -> None:
+    """Pytest in a folder of others loads the plugin, and by it neither torch nor slotgraph."""
+    (project / "test_else.py").write_text("def test_else(): pass\n")
+    command = ["-X", "importtime", "-m", "pytest", "--collect-only", "--trace-config"]
+    done = run(command, [project], project)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "slotgraph_pytest.py" in done.stdout
+    assert "pytest_benchmark.storage" in loaded
+    assert loaded & {"torch", "slotgraph", "numpy"} == set()
+
+
+OWN = pytest.mark.slotgraph_backends("cuda", "cpu").mark
+EVERY = pytest.mark.slotgraph_backends("every").mark
+
+CHOICES: list[tuple[str | None, str, tuple[str, ...], pytest.Mark | None, list[str]]] = [
+    ("cpu, cuda", "npu", ("warp",), None, ["cpu", "cuda"]),
+    (None, "npu,cpu", ("warp",), None, ["npu", "cpu"]),
+    (None, "", ("warp", "cpu"), None, ["warp", "cpu"]),
+    (None, "", ("warp",), OWN, ["cuda", "cpu"]),
+    ("npu cpu", "", ("warp",), OWN, ["cpu"]),
+    (None, "npu", (), OWN, []),
+    (None, "npu", (), EVERY, ["npu"]),
+    (None, "", (), EVERY, list(names())),
+    (None, "", (), None, [name for name in names() if load(name).is_available()]),
+]
+
+
+def test_which_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the option, else of the variable, else a test's own or the project's, else each that can run here."""
+    for option, variable, setting, marker, chosen in CHOICES:
+        monkeypatch.setenv("SLOTGRAPH_TEST_BACKENDS", variable)
+        config: Any = SimpleNamespace(getoption=lambda _, given=option: given, getini=lambda _, given=setting: given)
+        assert slotgraph_pytest._chosen(config, marker) == chosen
+
+
+def test_backends(project: Path) -> None:
+    """A test runs on each; one that is not there is skipped, and said; its marker, where there is one, is put on it."""
+    (project / "test_backends.py").write_text(BACKENDS)
+    (project / "pytest.ini").write_text("[pytest]\nmarkers =\n    cpu: the host\n    warp: a device\n")
+    said = passed(project, "-rs", "-s", "-m", "cpu or warp", SLOTGRAPH_TEST_BACKENDS="cpu,cpu-capture,warp")
+    assert "3 passed, 1 skipped, 3 deselected" in said
+    assert "ran on cpu\n" in said
+    assert "own on cpu\n" in said
+    assert "there is no backend 'warp' here, only cpu, cpu-capture" in said
+
+
+@pytest.mark.slow
+def test_fixtures(project: Path) -> None:
+    """Each times what it is given on the backends of the run, and pytest-benchmark saves the ratios."""
+    (project / "mine.py").write_text(INPUTS)
+    (project / "test_mine.py").write_text(SUITE)
+    assert "2 passed" in passed(project, "--slotgraph-backends=cpu-capture", "--benchmark-autosave")
+    (file,) = (project / ".benchmarks").rglob("0001_*.json")
+    saved = json.loads(file.read_text())["benchmarks"]
+    assert {way for one in saved for way in one["extra_info"]["slotgraph"]["ratios"]} >= {"foreach", "runner"}
+
+
+def test_without_pytest_benchmark(project: Path) -> None:
+    """The fixtures say what to install."""
+    (project / "mine.py").write_text(INPUTS)
+    (project / "test_mine.py").write_text(SUITE)
+    done = run(["-m", "pytest", "-p", "no:benchmark", "--slotgraph-backends=cpu"], [project], project)
+    assert done.returncode == 1
+    for name in ("benchmark_fill", "benchmark_ways"):
+        assert f"{name} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'" in done.stdout
+
+
+def test_without_hypothesis(project: Path) -> None:
+    """So does slotgraph.testing; the face of slotgraph needs nothing of it."""
+    hidden = "import sys; sys.modules['hypothesis'] = None; import slotgraph; import slotgraph.testing"
+    said = run(["-c", hidden], [project], project).stderr
+    assert "ModuleNotFoundError: slotgraph.testing needs hypothesis, which is not installed: pip install" in said

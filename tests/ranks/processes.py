@@ -22,11 +22,10 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "slotgraph", "num
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """What a function returned in one rank, or what it raised: the kind, the message and the traceback as text."""
+    """What a function returned in one rank, or what it raised: the kind, and the traceback as text."""
 
     value: Any = None
     kind: str | None = None
-    message: str = ""
     trace: str = ""
 
 
@@ -50,18 +49,7 @@ class Processes:
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((function, args))
-        return [self._outcome(rank) for rank in range(len(self.pipes))]
-
-    def _outcome(self, rank: int) -> Outcome | None:
-        pipe = self.pipes[rank]
-        if not pipe.poll(PATIENCE):
-            return Outcome(kind="Stuck", message="it did not come back", trace=f"rank {rank} did not come back")
-        try:
-            found = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return None
-        assert isinstance(found, Outcome)
-        return found
+        return [_outcome(pipe) for pipe in self.pipes]
 
     def stop(self) -> None:
         """End them, however they are."""
@@ -69,6 +57,15 @@ class Processes:
             process.kill()
         for process in self.processes:
             process.join(PATIENCE)
+
+
+def _outcome(pipe: multiprocessing.connection.Connection) -> Any:
+    if not pipe.poll(PATIENCE):
+        return Outcome(kind="Stuck", trace="it did not come back")
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
 
 
 def raised(call: Callable[..., object], *args: Any, **options: Any) -> str:
@@ -123,5 +120,5 @@ def _serve(
         try:
             outcome = Outcome(function(rank, *args))
         except BaseException as error:  # noqa: BLE001 - the test is told
-            outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+            outcome = Outcome(None, type(error).__name__, traceback.format_exc())
         pipe.send(outcome)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.counts import DP
+from tests.runners.models import decoder
 
 BUCKETS = (2, 4, 8)
 
@@ -50,10 +51,7 @@ def batch_of(rows: int, seed: int) -> dict[str, Any]:
 
 def runner_on(ranks: Ranks, step: Callable[[Any], Any], inputs: type[Any] = Counted, **options: Any) -> Any:
     """A captured decode runner."""
-    given: dict[str, Any] = {"buckets": BUCKETS, "backend": "cpu", "progress": False, **options}
-    runner = DecodeRunner(inputs, step, ranks=ranks, **given)
-    runner.capture()
-    return runner
+    return decoder(inputs, step, ranks=ranks, **{"buckets": BUCKETS, **options})
 
 
 def soon(**options: Any) -> Ranks:
@@ -67,9 +65,8 @@ class Kept:
     runner: DecodeRunner[Counted]
 
 
-def make(rank: int, backend: str = "cpu", **options: Any) -> tuple[int, ...]:
+def make(_: int, backend: str = "cpu", **options: Any) -> tuple[int, ...]:
     """A captured runner, kept for `run`."""
-    del rank
     Kept.runner = runner_on(soon(), step, backend=backend, **options)
     assert Kept.runner.report is not None
     return Kept.runner.report.captured

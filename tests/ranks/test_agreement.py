@@ -1,4 +1,4 @@
-"""Steps that ranks run together: one path and one bucket for all, agreed before each step or a step ahead."""
+"""Steps that ranks run together: one path and one bucket for all, agreed on before; and their collectives in graphs."""
 
 import os
 import random
@@ -6,11 +6,14 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from slotgraph import DecodeRunner, computed
+from slotgraph.backends import choose
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
 from tests.ranks import stepping
-from tests.ranks.processes import Processes, raised
+from tests.ranks.processes import Processes, all_gather, raised
 from tests.ranks.stepping import Counted, Kept, runner_on, soon
 
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -132,3 +135,47 @@ def test_alone_and_quiet() -> None:
     assert runner.stats()["ranks"] == {"rank": 0, "size": 1, "quiet": True, "exchanges": 0, "forced": {}}
     assert runner(stepping.batch_of(2, 3)).shape[0] == 2
     runner.wait()
+
+
+ROWS = 5
+
+
+def collectives(values: torch.Tensor) -> torch.Tensor:
+    """Collectives in place, waited for later, into a list and into one tensor; a broadcast; sends both ways."""
+    rank, own, most, first = dist.get_rank(), values * 2, values * 3, values * 7
+    work = dist.all_reduce(most, op=dist.ReduceOp.MAX, async_op=True)
+    dist.all_reduce(own)
+    assert work is not None
+    work.wait()
+    parts, out, theirs = [torch.empty_like(values) for _ in range(2)], torch.empty(2 * ROWS), torch.empty_like(values)
+    dist.all_gather(parts, values * 3)
+    all_gather(out, values * 5)
+    dist.broadcast(first, 0)
+    for sends in (rank == 0, rank == 1):
+        if sends:
+            dist.send(own + rank, 1 - rank)
+        else:
+            dist.recv(theirs, 1 - rank)
+    return torch.stack([own, most, *parts, *out.chunk(2), first, theirs])
+
+
+def replayed(rank: int) -> tuple[list[bool], str]:
+    """Whether replays over other values are what the step gives when it is run; what a functional one raises."""
+    values, draw, found = torch.zeros(ROWS), torch.Generator().manual_seed(rank + 1), list[bool]()
+    backend, everyone = choose("cpu-capture"), dist.distributed_c10d._get_default_group()
+    graph = backend.capture(lambda: collectives(values))
+    for _ in range(4):
+        values.copy_(torch.rand(ROWS, generator=draw))
+        graph.replay()
+        outputs = graph.outputs.clone()
+        found.append(torch.equal(outputs, collectives(values)))
+    return found, raised(backend.capture, lambda: functional.all_reduce(values, "sum", everyone) + 1)
+
+
+def test_replays_do_them_again(two: Processes) -> None:
+    """With what other ranks have by then; functional ones are refused, with what to use instead."""
+    for right, told in two.run(replayed):
+        assert right == [True] * 4
+        assert told.startswith("CaptureError: ")
+        assert "cannot use _c10d_functional::all_reduce, a functional collective" in told
+        assert "use the one of torch.distributed that writes into a tensor of yours" in told

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import slotgraph
-from slotgraph import BATCH, DecodeRunner, Step, computed, copied, keep
+from slotgraph import BATCH, DecodeRunner, computed, copied, keep
 from slotgraph.runners.check.checks import CHECKS
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.ranks.group import Ranks
@@ -23,11 +23,6 @@ MODES: Final = ("generations", "addresses", "poison", "parity")
 BACKENDS: Final = ("cpu", "cpu-capture")
 
 
-def live_rows(step: Step) -> int:
-    """Of this rank."""
-    return step.live(BATCH)
-
-
 def row_of_ranks(ranks: Ranks) -> list[int]:
     """Rows of all ranks before this one's, and of all."""
     rows = ranks.live(BATCH)
@@ -38,7 +33,7 @@ class Shared(Counted):
     """Counted among others, with indices that nobody may read in padded rows."""
 
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("only live rows are counted"))
-    live: torch.Tensor = computed(live_rows, shape=1, dtype=torch.int64)
+    live: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64)
     rows: torch.Tensor = computed(row_of_ranks, shape=2, dtype=torch.int64)
     global_num_tokens: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
 
@@ -146,36 +141,48 @@ def test_prefill(two: Processes, kind: str) -> None:
         assert steps["poison"] == steps["races"] > 4
 
 
-POISON: Final[dict[str, Any]] = {"only": ["poison"]}
-CHANGED: Final = ("weights", "live row 0 of the output changed, from ", "when the tail of slot 'weights' held ")
-RAISED: Final = ("lens", "the step raised IndexError: index ", "when the tail of slot 'lens' held ")
+def planted(rank: int, mode: str, fault: str, guilty: int) -> list[str]:
+    """A bug of one rank alone: what is raised in random steps under a debug mode."""
+    model, draw = Model(fault, guilty), random.Random(4)  # noqa: S311 - sizes, no secrets
+    runner = runner_of(model, "cpu-capture")
+    change(model, model.fault)
+    with debugged(runner, mode):
+        rows = ([draw.choice([1, 3, 5, 7, 8]) for _ in range(2)][rank] for _ in range(30))
+        told = [raised(runner, batch_of(count, seed + 31 * rank)) for seed, count in enumerate(rows)]
+    assert bool((runner(batch_of(2, 5))[:, 0] > 0).all())
+    return told
 
 
-@pytest.mark.parametrize(
-    ("backend", "fault", "guilty", "options", "wanted"),
-    [
-        ("cpu-capture", "mean", 1, POISON, CHANGED),
-        ("cpu", "leak", -1, POISON | {"given": True}, ("weights", "", "the tail of slot 'weights'")),
-        ("cpu", "index", -1, POISON, RAISED),
-        ("cpu-capture", "scale", 1, {"only": ["parity"]}, (None, "", "outputs row 0, at [0, 0]: graph ")),
-        (
-            "cpu-capture",
-            "table",
-            0,
-            {"only": ["addresses"]},
-            (None, "", "aten::index reads table, and it is other"),
-        ),
-    ],
-)
-def test_a_fault(
-    two: Processes, backend: str, fault: str, guilty: int, options: dict[str, Any], wanted: tuple[str | None, str, str]
-) -> None:
+TAIL: Final = "when the tail of slot 'weights' held "
+FAULTS: Final[list[tuple[str, str, int, dict[str, Any], str | None, str, str, str]]] = [
+    ("mean", "poison", 1, {}, "weights", "live row 0 of the output changed, from ", TAIL, TAIL),
+    ("leak", "poison", -1, {"given": True}, "weights", "", "the tail of slot 'weights'", ""),
+    ("index", "poison", -1, {}, "lens", "the step raised IndexError: index ", "when the tail of slot 'lens' held ", ""),
+    (
+        "scale",
+        "parity",
+        1,
+        {},
+        None,
+        "",
+        "outputs row 0, at [0, 0]: graph ",
+        "the step reads something that is not a slot",
+    ),
+    ("table", "addresses", 0, {}, None, "", "aten::index reads table, and it is other", "reads table, and it is other"),
+]
+"""Faults, the check that finds each, the guilty rank or -1 for all, and what is said, last in the debug mode."""
+
+
+@pytest.mark.parametrize("planned", FAULTS, ids=lambda planned: planned[0])
+def test_a_fault(two: Processes, planned: Any) -> None:
     """Is named with its slot by the rank that has it, or by all that have; another one says which rank found it.
 
-    Padded rows also reach live ones by a collective, where the guilty rank's own buckets are full.
+    Padded rows also reach live ones by a collective, where the guilty rank's own buckets are full. A debug mode raises
+    what its check finds, on both ranks in the same steps.
     """
-    slot, begin, told = wanted
-    for rank, findings in enumerate(on_both(two, backend, fault, guilty, **options)):
+    fault, check, guilty, options, slot, begin, told, debugging = planned
+    backend = "cpu" if guilty < 0 else "cpu-capture"
+    for rank, findings in enumerate(on_both(two, backend, fault, guilty, only=[check], **options)):
         _, where, message = findings[0]
         assert slot in {where, None}
         if guilty in (rank, -1):
@@ -183,6 +190,12 @@ def test_a_fault(
             assert told in message
         else:
             assert message.startswith(f"rank {guilty} found: {begin}")
+    if guilty >= 0:
+        errors = two.run(planted, check, fault, guilty)
+        assert sum(map(bool, errors[guilty])) > 15
+        for own, other in zip(errors[guilty], errors[1 - guilty], strict=True):
+            assert own == "" or (own.startswith(f"CheckError: debug mode {check}: ") and debugging in own)
+            assert other.startswith(f"CheckError: debug mode {check}: rank {guilty} found: ") if own else other == ""
 
 
 def raises_alone(rank: int, backend: str) -> tuple[list[tuple[str | None, str]], list[str]]:
@@ -255,12 +268,9 @@ def apart(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("step", "rank 1 is at a step of DecodeRunner with buckets 2, 4, 8"),
-        (
-            "buckets",
-            "rank 1 is at DecodeRunner: a check of poison, on batches by buckets: 1 for 8; its state looked for",
-        ),
-        ("mode", "rank 1 is at a step of DecodeRunner with buckets 2, 4, 8"),
+        ("step", "a step of DecodeRunner with buckets 2, 4, 8"),
+        ("buckets", "DecodeRunner: a check of poison, on batches by buckets: 1 for 8; its state looked for"),
+        ("mode", "a step of DecodeRunner with buckets 2, 4, 8"),
     ],
 )
 def test_something_else(two: Processes, how: str, told: str) -> None:
@@ -268,7 +278,7 @@ def test_something_else(two: Processes, how: str, told: str) -> None:
     for message in two.run(apart, how):
         at = "a look at a step, of a check or a debug mode; " if how == "mode" else "a check of "
         assert message.startswith(f"RankError: ranks do not run the same steps: rank 0 is at DecodeRunner: {at}")
-        assert told in message
+        assert f"rank 1 is at {told}" in message
 
 
 def raises_eagerly(rank: int) -> tuple[str, bool]:
@@ -318,32 +328,3 @@ def debugging(rank: int, mode: str, backend: str, steps: int) -> int:
 def test_debug_modes(two: Processes, backend: str, mode: str) -> None:
     """Steps give what they give without, whatever each rank brings; no rank waits for one that looks."""
     assert two.run(debugging, mode, backend, 30) == [30, 30]
-
-
-def planted(rank: int, mode: str, fault: str, steps: int) -> list[str]:
-    """A bug on rank 1 alone: what is raised in random steps."""
-    model, draw = Model(fault, 1), random.Random(4)  # noqa: S311 - sizes, no secrets
-    runner = runner_of(model, "cpu-capture")
-    change(model, model.fault)
-    with debugged(runner, mode):
-        rows = ([draw.choice([1, 3, 5, 7, 8]) for _ in range(2)][rank] for _ in range(steps))
-        told = [raised(runner, batch_of(count, seed + 31 * rank)) for seed, count in enumerate(rows)]
-    assert bool((runner(batch_of(2, 5))[:, 0] > 0).all())
-    return told
-
-
-@pytest.mark.parametrize(
-    ("mode", "fault", "wanted"),
-    [
-        ("poison", "mean", "when the tail of slot 'weights' held "),
-        ("parity", "scale", "all slots agree: the step reads something that is no slot"),
-        ("addresses", "table", "reads table, and it is other memory than at capture"),
-    ],
-)
-def test_a_planted_bug(two: Processes, mode: str, fault: str, wanted: str) -> None:
-    """Is raised on both ranks in the same steps, by the one that has it and with its rank on the other one."""
-    first, second = two.run(planted, mode, fault, 30)
-    assert sum(map(bool, first)) > 15
-    for other, own in zip(first, second, strict=True):
-        assert own == "" or (own.startswith(f"CheckError: debug mode {mode}: ") and wanted in own)
-        assert other == "" if own == "" else other.startswith(f"CheckError: debug mode {mode}: rank 1 found: ")

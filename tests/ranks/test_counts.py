@@ -14,7 +14,7 @@ from slotgraph.ranks import Ranks
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, all_gather, raised
 from tests.ranks.stepping import runner_on, soon
-from tests.strategies import noise
+from tests.runners.prefilled import poison
 
 ROOM: Final = 64
 """More tokens than any rank brings."""
@@ -117,16 +117,6 @@ def gathering(shards: int) -> Any:
     return step
 
 
-def poison(runner: Any, seed: int) -> None:
-    """Put random numbers wherever the next fill does not write."""
-    if isinstance(runner, EagerRunner):  # whose views have no row that is not live
-        return
-    buffers = runner.graphs.buffers
-    for number, buffer in enumerate(buffers):
-        buffer.tensor.copy_(noise(tuple(buffer.tensor.shape), buffer.tensor.dtype, seed * 8 + number))
-    buffers.distrust()
-
-
 @attrs.frozen
 class Rank:
     """One rank's part in a schedule. wrong: what differed from plain Python. steps: how many there were, by kind."""
@@ -141,7 +131,7 @@ class Rank:
         """One step of so many requests by batch; without any, a rank is idle, or brings an empty batch, in turn."""
         right, number = self.world.wanted(self.rank, rows, seed), self.rank // self.world.shards
         batch = self.world.batch(number, rows[number], seed)
-        poison(self.runner, seed)
+        poison(self.runner)
         if not rows[number] and seed % 2:
             self.steps["idle"] += 1
             outputs = self.runner.idle()
@@ -282,23 +272,3 @@ def test_tokens_that_follow_from_requests(four: Processes) -> None:
 def test_ranks_that_do_not_fit(four: Processes, case: str, said: str) -> None:
     """All are told alike, with the numbers."""
     assert all(told.startswith(f"ConfigError: {said}") for told in four.run(refused, case))
-
-
-def undivided(rank: int) -> tuple[str, list[Any]]:
-    """Two ranks share a batch of seven tokens, which no graph takes: what is raised, and what is wrong after it."""
-    world = World(2, 2)
-    one = Rank(world, rank, world.runner(Shared, gathering(2)))
-    batch = world.batch(0, 7, 3)
-    told = raised(one.runner, batch)
-    one.play([5], 4, ahead=False)
-    return told, one.wrong
-
-
-def test_a_step_without_padding_whose_tokens_do_not_divide(two: Processes) -> None:
-    """Nobody knows who has which: it is refused, with the way out; counts of what ranks bring need none."""
-    for told, wrong in two.run(undivided):
-        assert told.startswith(
-            "ComputeError: slot 'num_token_non_padded': 7 padded tokens do not divide among 2 attention-TP ranks"
-        )
-        assert "pad the batches of steps that run eagerly, or drop the slot there" in told
-        assert wrong == []

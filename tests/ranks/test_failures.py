@@ -6,47 +6,28 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 import torch
 
-from slotgraph import DecodeRunner, EagerRunner, Step, computed
+from slotgraph import DecodeRunner, EagerRunner, computed
 from slotgraph.dataflow.errors import CaptureError, ConfigError
 from slotgraph.runners.ranks.group import Ranks
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.stepping import Counted, Kept, runner_on, soon
-from tests.runners import prefilled
 
-KINDS: Final = ("decode", "eager", "breakable")
+KINDS: Final = ("decode", "eager")
 CPU: Final = torch.device("cpu")
-
-
-def same(factor: Any) -> Any:
-    """What the batch says, whatever that is."""
-    return factor
 
 
 class Numbered(Counted):
     """With a number that the host computes."""
 
-    number: torch.Tensor = computed(same, shape=1, dtype=torch.int32)
+    number: torch.Tensor = computed(lambda factor: factor, shape=1, dtype=torch.int32)
     factor: Any
-
-
-class NumberedPrefill(prefilled.Prefill):
-    """Likewise."""
-
-    number: torch.Tensor = computed(same, shape=1, dtype=torch.int32)
-    factor: Any
-
-    @classmethod
-    def placeholder(cls, step: Step) -> Mapping[str, Any]:
-        """One request, and a number."""
-        return {**super().placeholder(step), "factor": 1}
 
 
 class Unreadable(dict[str, Any]):
@@ -68,33 +49,22 @@ def runner_of(kind: str, ranks: Ranks) -> Any:
 
     if kind == "eager":
         return EagerRunner(Numbered, step, ranks=ranks, backend="cpu")
-    if kind == "decode":
-        return runner_on(ranks, step, Numbered, buckets=[4])
-    model = prefilled.Model(named=False)
-    made = prefilled.runner_of("breakable", model, "cpu", ranks=ranks, inputs=NumberedPrefill)
-    made.capture()
-    return made
+    return runner_on(ranks, step, Numbered, buckets=[4])
 
 
-def batch_of(kind: str, seed: int, factor: Any, rows: int = 3) -> dict[str, Any]:
-    """A batch of either declaration, of which the host computes a number from a factor."""
-    batch = prefilled.batch_of([2, 1], seed) if kind == "breakable" else stepping.batch_of(rows, seed)
-    return {**batch, "factor": factor}
+def batch_of(seed: int, factor: Any, rows: int = 3) -> dict[str, Any]:
+    """A batch of which the host computes a number from a factor."""
+    return {**stepping.batch_of(rows, seed), "factor": factor}
 
 
 def refuses(rank: int, kind: str) -> list[tuple[str, bool]]:
     """Steps of which rank 1 refuses every second one, in another way each; and whether slots are as they were."""
     runner, found = runner_of(kind, soon()), []
     buffers = [] if kind == "eager" else [buffer.tensor for buffer in runner.graphs.buffers]
-    ids = "input_ids" if kind == "breakable" else "ids"
     for number in range(9):
-        batch = batch_of(kind, number, number + 1)
-        odd: list[dict[str, Any]] = [
-            {**batch, ids: None},
-            {**batch, ids: batch[ids].to(torch.complex64)},
-            {**batch, ids: batch[ids][None, None]},
-            Unreadable(batch),
-        ]
+        batch = batch_of(number, number + 1)
+        wrong = (None, batch["ids"].to(torch.complex64), batch["ids"][None, None])
+        odd = [*({**batch, "ids": ids} for ids in wrong), Unreadable(batch)]
         before = [one.clone() for one in buffers]
         error = raised(runner, odd[number // 2] if rank == 1 and number % 2 else batch)
         found.append((error, all(torch.equal(old, new) for old, new in zip(before, buffers, strict=True))))
@@ -118,12 +88,13 @@ def test_a_refused_batch(two: Processes, kind: str) -> None:
 def breaks_off(rank: int, kind: str, how: str) -> str:
     """Rank 1 cannot compute a slot of the second step, or cannot run it, and comes to no other."""
     runner = runner_of(kind, soon())
-    runner(batch_of(kind, 1, 2))
+    runner(batch_of(1, 2))
+    rows = 9 if how == "step" else 3
     if rank == 1:
-        return raised(runner, batch_of(kind, 2, "no number" if how == "fill" else 3, 9 if how == "step" else 3))
-    runner(batch_of(kind, 2, 3, 9 if how == "step" else 3))
+        return raised(runner, batch_of(2, "no number" if how == "fill" else 3, rows))
+    runner(batch_of(2, 3, rows))
     runner.coordinator.timeout = 1.0  # from now on
-    return raised(runner, batch_of(kind, 3, 4))
+    return raised(runner, batch_of(3, 4))
 
 
 @pytest.mark.parametrize(("kind", "how"), [*((kind, "fill") for kind in KINDS), ("decode", "step")])
@@ -143,7 +114,7 @@ def fails_in_capture(rank: int) -> tuple[str, dict[int, str], tuple[int, ...]]:
             raise ValueError("no room for this one")
         return view.ids * 2
 
-    runner = DecodeRunner(Counted, step, ranks=soon(), buckets=stepping.BUCKETS, backend="cpu", progress=False)
+    runner = DecodeRunner(Counted, step, ranks=soon(), buckets=[2, 4, 8], backend="cpu", progress=False)
     with pytest.raises(CaptureError) as caught:
         runner.capture()
     assert runner.report is not None
@@ -182,12 +153,12 @@ def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: 
         outcomes = made.outcomes(lost, stalls)
     for one in outcomes[:2]:
         assert one is not None
-        first, again = one.value
-        assert first.startswith("RankError: a step of DecodeRunner with buckets 2, 4, 8: rank 2 did not come ")
+        first, again = (told.removeprefix("RankError: ") for told in one.value)
+        place = "a step of DecodeRunner with buckets 2, 4, 8"
+        assert first.startswith(f"{place}: rank 2 did not come ")
         assert "rank 0" not in first
         assert "rank 1" not in first
-        place, _, why = first.removeprefix("RankError: ").partition(": rank 2")
-        assert again == f"RankError: {place}: these ranks are lost to each other: {place}: rank 2{why}"
+        assert again == f"{place}: these ranks are lost to each other: {first}"
 
 
 def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # noqa: FBT001 - sent as it is
@@ -219,20 +190,16 @@ def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # no
 def test_a_device_that_stands_still(two: Processes, absent: int, warm_up: bool) -> None:  # noqa: FBT001 - a parameter
     """Waiting for it ends, with the name of the rank that did not come, if one did not; nothing is exchanged then."""
     what = "DecodeRunner: a warm-up before a capture" if warm_up else "the end of a step on the device"
-    why = (
-        "all ranks came, but not all within 2 s"
-        if absent < 0
-        else "rank 1 did not come within 2 s: it is dead, stuck, or"
-    )
+    late = "all ranks came, but not all within 2 s"
+    why = late if absent < 0 else "rank 1 did not come within 2 s: it is dead, stuck, or"
     for runs, (error, again) in two.run(waits, absent, warm_up)[: 1 if absent == 1 else 2]:
         assert runs == 3
         assert error.startswith(f"RankError: {what}: {why}")
         assert f"these ranks are lost to each other: {what}: {why}" in again
 
 
-def nonsense(rank: int) -> None:
+def nonsense(_: int) -> None:
     """Numbers, groups, places, buckets that do not divide, late captures."""
-    del rank
     with pytest.raises(ConfigError, match=r"timeout: expected seconds, more than 0 .*, got 0 of type int"):
         Ranks(timeout=0)
     with pytest.raises(ConfigError, match="expected a process group that this process is in, got 'tp'"):

@@ -1,6 +1,5 @@
 """Pipelines: stages on several ranks compute what one process computes, bit for bit, or those behind a fault raise."""
 
-import functools
 import itertools
 import os
 import pathlib
@@ -21,8 +20,6 @@ from tests.ranks.staged import ALL, CHOSEN, SIZES, First, Later, Part, batch_of,
 from tests.ranks.stepping import soon
 from tests.runners import prefilled
 from tests.runners.prefilled import HIDDEN, VOCAB, Prefill
-
-POISON: Final = 77
 
 
 @attrs.define(eq=False)
@@ -74,12 +71,12 @@ class Place:
         """Whether the next stage is there to receive."""
         return raised(self.stage.flush)
 
-    def poison(self) -> None:
-        """Write what no step may depend on over all slots, as something that the runner is told of."""
-        graphs: Any = self.stage.runner.graphs
-        for buffer in graphs.buffers:
-            buffer.tensor.fill_(1 if buffer.tensor.dtype == torch.bool else POISON)
-        graphs.buffers.distrust()
+    def agree_ahead(self, number: int, rows: int) -> None:
+        """Tell this stage's ranks of the next step."""
+        shapes = zip(ALL, (HIDDEN, HIDDEN, CHOSEN), (torch.float64, torch.float64, torch.int32), strict=True)
+        proxies = {key: torch.empty(rows, size, dtype=dtype, device="meta") for key, size, dtype in shapes}
+        beside: dict[str, Any] = {"pp_proxy_tensors": proxies} if self.part.stage else {}
+        self.stage.runner.agree_ahead(batch_of(rows, number), **beside)
 
 
 def check(stage: PipelineStage, batch: Any) -> None:
@@ -88,21 +85,74 @@ def check(stage: PipelineStage, batch: Any) -> None:
     assert torch.equal(outputs.cpu(), expected(batch)) if stage.last else outputs is None
 
 
-def decodes(rank: int, shards: int, options: dict[str, Any], group: Any = None) -> tuple[list[str], int]:
-    """Random steps, of buckets and none, with poisoned slots; exchanges that they took."""
-    place, draw = Place.of(rank, shards, group=group, **options), random.Random(5)  # noqa: S311 - steps, not keys
-    before, found = place.exchanges, list[str]()
-    for number in range(40):
-        place.poison()
-        found.append(place.step(number, draw.choice([0, 1, 2, 3, 4, 5, 7, 8, 8, 9, 12])))
-    place.poison()
-    found.append(place.step(41, 1))
-    runner: Any = place.stage.runner
-    if place.part.stage and runner.config.width == shards == 1:
-        tails = {name: one[1:] for name, one in vars(runner.inputs(2)).items() if name[:3] in ("pp_", "pos")}
-        tail = {name: one.double().flatten().unique().tolist() for name, one in tails.items()}
-        assert tail == {"positions": [0]} | {f"pp_{key}": [0] for key in ALL}
+OWN: Final = {
+    "batch": ("BatchError: slot 'positions'",),
+    "argument": ("ConfigError: pp_proxy_tensors is received from the stage before",),
+    "raises": ("ReplayError: the step raised ValueError: shard ", "ValueError: shard "),
+}
+"""What a rank does wrong in a step, and how its error begins, replayed or not."""
+NEXT: Final = {
+    "keys": "RankError: step {step}: rank {sender} sends 'extra', and no slot of rank {rank} reads it",
+    "shape": "BatchError: slot 'pp_hidden_states'",
+    "rows": "BatchError: BATCH is ",
+    "dtype": "BatchError: slot 'pp_residual'",
+}
+"""What it sends that is wrong, and how the next stage's error begins."""
+
+
+@attrs.frozen
+class Plan:
+    """One step of all ranks. faults: by rank. flushed: whether each waits at once until its proxies are received."""
+
+    number: int
+    rows: int
+    faults: tuple[str, ...]
+    flushed: bool = False
+    ahead: bool = False
+
+    def told(self, shards: int, *, equal: bool) -> list[tuple[str, ...]]:
+        """How the error of each rank may begin, as the rules have it; nothing where the rank has none."""
+        found, size = list[tuple[str, ...]](), len(self.faults)
+        refused = tuple(f"RankError: rank {shard} refused its batch, so that no rank" for shard in range(shards))
+        for stage in range(size // shards):
+            mine = list[tuple[str, ...]]()
+            for rank in range(stage * shards, (stage + 1) * shards):
+                sender, fault = rank - shards, self.faults[rank]
+                given = {"step": self.number + 1, "sender": sender, "rank": rank}
+                if stage and found[sender]:
+                    mine.append((f"RankError: step {self.number + 1}: rank {sender} has nothing for rank {rank}: ",))
+                elif stage and self.faults[sender] in NEXT and (self.rows > 2 or self.faults[sender] != "rows"):
+                    mine.append((NEXT[self.faults[sender]].format(**given), *OWN["argument"], *OWN["batch"]))
+                else:
+                    mine.append(OWN[fault] if fault in ("batch", "argument") else ())
+            if any(mine) and not equal:
+                mine = [(*own, *refused) for own in mine]
+            late = [OWN["raises"] * (self.faults[stage * shards + shard] == "raises") for shard in range(shards)]
+            found += [own or other for own, other in zip(mine, late, strict=True)]
+        return found
+
+
+Said = tuple[list[str], int]
+
+
+def played(rank: int, every: list[Plan], shards: int, options: dict[str, Any], group: Any = None) -> Said:
+    """What each step of a plan says, with poisoned slots, and the flush behind the last; exchanges that they took."""
+    place, found = Place.of(rank, shards, group=group, **options), list[str]()
+    before = place.exchanges
+    for plan in every:
+        prefilled.poison(place.stage.runner)
+        if plan.ahead:
+            place.agree_ahead(plan.number, plan.rows)
+        found.append(place.step(plan.number, plan.rows, plan.faults[rank]))
+        if plan.flushed:
+            place.flush()
     return [*found, place.flush()], place.exchanges - before
+
+
+def steady(size: int) -> list[Plan]:
+    """Steps of random rows, of buckets and none, without a fault."""
+    draw = random.Random(5)  # noqa: S311 - steps, not keys
+    return [Plan(number, draw.choice([0, 1, 2, 3, 4, 5, 7, 8, 8, 9, 12]), ("",) * size) for number in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +170,9 @@ def decodes(rank: int, shards: int, options: dict[str, Any], group: Any = None) 
 )
 def test_decode(two: Processes, four: Processes, size: int, shards: int, options: dict[str, Any]) -> None:
     """The whole model's logits. Ranks that share a stage exchange sizes once a step, or never."""
-    exchanges = 41 if shards > 1 and "equal" not in options else 0
-    assert (two if size == 2 else four).run(decodes, shards, options) == [([""] * 42, exchanges)] * size
+    exchanges = 40 if shards > 1 and "equal" not in options else 0
+    found = (two if size == 2 else four).run(played, steady(size), shards, options)
+    assert found == [([""] * 41, exchanges)] * size
 
 
 def decodes_on_devices(rank: int, options: dict[str, Any]) -> list[str]:
@@ -129,7 +180,7 @@ def decodes_on_devices(rank: int, options: dict[str, Any]) -> list[str]:
     torch.cuda.set_device(rank)
     group: Any = dist.new_group([0, 1], backend="nccl")
     try:
-        return decodes(rank, 1, {"backend": "cuda", **options}, group)[0]
+        return played(rank, steady(2), 1, {"backend": "cuda", **options}, group)[0]
     finally:
         torch.cuda.synchronize()
         dist.destroy_process_group(group)
@@ -141,7 +192,7 @@ def decodes_on_devices(rank: int, options: dict[str, Any]) -> list[str]:
 def test_decode_on_devices(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
     """The same over NCCL, in stream order with the graphs."""
     with ranks(2, tmp_path) as made:
-        assert made.run(decodes_on_devices, options) == [[""] * 42] * 2
+        assert made.run(decodes_on_devices, options) == [[""] * 41] * 2
 
 
 def overtaken(rank: int) -> None:
@@ -165,7 +216,7 @@ def test_what_is_sent_stays_as_it_was(two: Processes) -> None:
     two.run(overtaken)
 
 
-def optional(rank: int, *, captured: bool) -> None:
+def optional(rank: int, captured: bool) -> None:  # noqa: FBT001 - sent as it is
     """The first stage runs eagerly, and sends other keys in each step; the next has graphs for some of them."""
     absent = [{"pp_residual", "pp_topk_indices"}, {"pp_topk_indices"}]
     stage = Place.of(rank, absent=absent).stage if rank and captured else PipelineStage(eager_part(rank, 2))
@@ -178,7 +229,7 @@ def optional(rank: int, *, captured: bool) -> None:
 @pytest.mark.parametrize("captured", [True, False])
 def test_optional_keys(two: Processes, captured: bool) -> None:  # noqa: FBT001 - a parameter
     """Absent ones are absent in the view, never the last step's; a pattern without a graph runs eagerly."""
-    two.run(functools.partial(optional, captured=captured))
+    two.run(optional, captured)
 
 
 def alone(rank: int) -> None:
@@ -216,7 +267,7 @@ def runner_of(inputs: type[Any], step: Any = lambda view: view.hidden_states) ->
 
 
 def lacks(rank: int) -> list[str]:
-    """A required key does not come, once; nor are the batches of both the same, once."""
+    """A required key does not come, once."""
     keys = list[str]()
 
     def step(view: Prefill) -> Any:
@@ -224,66 +275,17 @@ def lacks(rank: int) -> list[str]:
 
     runner = runner_of(LaterPrefill) if rank else runner_of(Prefill, step)
     stage, found = PipelineStage(runner, proxies="pipe"), []
-    for number in range(3):
-        keys[:] = ["hidden_states"] if number else []
-        batch = prefilled.batch_of([3, 2 + rank * (number == 1)], number)
-        found.append(raised(stage, batch) or raised(stage.flush))
+    for keys[:] in ([], ["hidden_states"]):
+        found.append(raised(stage, prefilled.batch_of([3, 2], 1)) or raised(stage.flush))
     return found
 
 
-def test_a_missing_key_and_another_batch(two: Processes) -> None:
-    """Are refused by the stage that reads them."""
-    sender, receiver = two.run(lacks)
-    assert sender == ["", "", ""]
-    assert receiver[0].startswith("MissingSourceError: slot 'hidden_states': argument pipe.hidden_states is missing")
-    assert receiver[1].startswith("BatchError: TOKENS is 5 off slot 'hidden_states' and 6 off slot 'input_ids'")
-    assert receiver[2] == ""
-
-
-OWN: Final = {
-    "batch": ("BatchError: slot 'positions'",),
-    "argument": ("ConfigError: pp_proxy_tensors is received from the stage before",),
-    "raises": ("ReplayError: the step raised ValueError: shard ", "ValueError: shard "),
-}
-"""What a rank does wrong in a step, and how its error begins, replayed or not."""
-NEXT: Final = {
-    "keys": "RankError: step {step}: rank {sender} sends 'extra', and no slot of rank {rank} reads it",
-    "shape": "BatchError: slot 'pp_hidden_states'",
-    "rows": "BatchError: BATCH is ",
-    "dtype": "BatchError: slot 'pp_residual'",
-}
-"""What it sends that is wrong, and how the next stage's error begins."""
-
-
-@attrs.frozen
-class Plan:
-    """One step of all ranks. faults: by rank. flushed: whether each waits at once until its proxies are received."""
-
-    number: int
-    rows: int
-    faults: tuple[str, ...]
-    flushed: bool
-
-    def told(self, shards: int, *, equal: bool) -> list[tuple[str, ...]]:
-        """How the error of each rank may begin, as the rules have it; nothing where the rank has none."""
-        found, size = list[tuple[str, ...]](), len(self.faults)
-        refused = tuple(f"RankError: rank {shard} refused its batch, so that no rank" for shard in range(shards))
-        for stage in range(size // shards):
-            mine = list[tuple[str, ...]]()
-            for rank in range(stage * shards, (stage + 1) * shards):
-                sender, fault = rank - shards, self.faults[rank]
-                given = {"step": self.number + 1, "sender": sender, "rank": rank}
-                if stage and found[sender]:
-                    mine.append((f"RankError: step {self.number + 1}: rank {sender} has nothing for rank {rank}: ",))
-                elif stage and self.faults[sender] in NEXT and (self.rows > 2 or self.faults[sender] != "rows"):
-                    mine.append((NEXT[self.faults[sender]].format(**given), *OWN["argument"], *OWN["batch"]))
-                else:
-                    mine.append(OWN[fault] if fault in ("batch", "argument") else ())
-            if any(mine) and not equal:
-                mine = [(*own, *refused) for own in mine]
-            late = [OWN["raises"] * (self.faults[stage * shards + shard] == "raises") for shard in range(shards)]
-            found += [own or other for own, other in zip(mine, late, strict=True)]
-        return found
+def test_a_missing_key(two: Processes) -> None:
+    """Is refused by the stage that reads it."""
+    sender, (error, after) = two.run(lacks)
+    assert sender == ["", ""]
+    assert error.startswith("MissingSourceError: slot 'hidden_states': argument pipe.hidden_states is missing")
+    assert after == ""
 
 
 def plans(seed: int, steps: int, size: int, shards: int, *, equal: bool) -> list[Plan]:
@@ -301,46 +303,25 @@ def plans(seed: int, steps: int, size: int, shards: int, *, equal: bool) -> list
     return [Plan(number, draw.randint(0, 9), faults(), draw.random() < 0.5) for number in range(steps)]
 
 
-def storm(rank: int, shards: int, equal: bool, seed: int, steps: int) -> list[str]:  # noqa: FBT001 - sent as it is
-    """All steps of a plan; what each says."""
-    place, found = Place.of(rank, shards, equal=equal), list[str]()
-    for plan in plans(seed, steps, dist.get_world_size(), shards, equal=equal):
-        found.append(place.step(plan.number, plan.rows, plan.faults[rank]))
-        if plan.flushed:
-            place.flush()
-    place.flush()
-    return found
-
-
 @pytest.mark.parametrize(("shards", "equal"), [(1, True), (2, False), (2, True)])
 def test_random_faults(four: Processes, shards: int, equal: bool) -> None:  # noqa: FBT001 - a parameter
     """None waits for what does not come, a stage fails together, those behind are told, and the next step is right."""
     every = plans(3, 200, 4, shards, equal=equal)
-    for plan, *said in zip(every, *four.run(storm, shards, equal, 3, 200), strict=True):
+    found = four.run(played, every, shards, {"equal": equal})
+    for plan, *said in zip(every, *(texts[:-1] for texts, _ in found), strict=True):
         for one, wanted in zip(said, plan.told(shards, equal=equal), strict=True):
             assert one.startswith(wanted) if wanted else one == "", (plan, said)
     assert 40 < sum(any(plan.faults) for plan in every) < 160
 
 
-def ahead(rank: int, fault: str) -> tuple[list[str], int]:
-    """Steps agreed on ahead within each stage, every third of which the first stage does wrong; exchanges."""
-    place, found, draw = Place.of(rank, 2), list[str](), random.Random(4)  # noqa: S311 - sizes, no secrets
-    before = place.exchanges
-    for number in range(18):
-        rows = draw.randint(1, 9)
-        shapes = zip(ALL, (HIDDEN, HIDDEN, CHOSEN), (torch.float64, torch.float64, torch.int32), strict=True)
-        proxies = {key: torch.empty(rows, size, dtype=dtype, device="meta") for key, size, dtype in shapes}
-        beside: dict[str, Any] = {"pp_proxy_tensors": proxies} if place.part.stage else {}
-        place.stage.runner.agree_ahead(batch_of(rows, number), **beside)
-        found.append(place.step(number, rows, fault * (number % 3 == 1 and rank < 2)))
-    return [*found, place.flush()], place.exchanges - before
-
-
 @pytest.mark.parametrize("fault", OWN)
 def test_agreed_ahead(four: Processes, fault: str) -> None:
     """What was told ahead of a step that does not come to be is heard, so that the next step can be told of."""
-    for found, exchanges in four.run(ahead, fault):
-        assert [bool(text) for text in found] == [number % 3 == 1 for number in range(18)] + [False]
+    faulty = [number % 3 == 1 for number in range(18)]  # in the first stage
+    faults = [(fault * now, fault * now, "", "") for now in faulty]
+    every = [Plan(number, 1 + number % 9, one, ahead=True) for number, one in enumerate(faults)]
+    for found, exchanges in four.run(played, every, 2, {}):
+        assert [bool(text) for text in found] == [*faulty, False]
         assert exchanges == 18
 
 

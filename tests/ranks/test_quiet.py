@@ -1,7 +1,8 @@
 """Quiet ranks, which exchange nothing: their steps take the shortcuts of a runner without ranks, and give its bytes."""
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.extend import HOST
@@ -20,7 +21,7 @@ from tests.ranks.stepping import runner_on, tokens_of_ranks
 from tests.strategies import noise
 
 
-class Common(Inputs):
+class Alone(Inputs):
     """Slots on the device and on the host, of which one may be absent, and a field that graphs have seen."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
@@ -28,21 +29,11 @@ class Common(Inputs):
     extra: torch.Tensor | None = copied(TOKENS, dtype=torch.float32, pad=0.0, default=None)
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST)
     mode: str = "null"
+    counts: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=DP, dtype=torch.int32)
 
 
-def own_tokens(step: Step) -> list[int]:
-    """Live tokens, as one rank knows them by itself."""
-    return [step.live(TOKENS)]
-
-
-class Alone(Common):
-    """What a runner without ranks counts."""
-
-    counts: torch.Tensor = computed(own_tokens, shape=DP, dtype=torch.int32)
-
-
-class Ranked(Common):
-    """The same, asked of the ranks."""
+class Ranked(Alone):
+    """The same, with counts that are asked of the ranks."""
 
     counts: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
 
@@ -63,25 +54,15 @@ def alone() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, list[DecodeRunner[Any]]]:
-    """Captured runners that a module's tests share, by backend."""
-    return {}
-
-
-def runners_of(backend: Backend, of_one: Ranks, kept: dict[str, list[DecodeRunner[Any]]]) -> list[DecodeRunner[Any]]:
-    """Two with ranks, two without."""
-    if "in_graph" not in backend.capabilities.lowerings:
-        pytest.skip(f"{backend.name} has no in_graph")
-    if backend.name not in kept:
-        options: dict[str, Any] = {"backend": backend, "absent": [{"extra"}], "lowering": "in_graph", "sizes": {DP: 1}}
-        ways: Any = ((of_one, Ranked), (None, Alone))
-        kept[backend.name] = [
-            runner_on(ranks, step, inputs, buckets=buckets, **options)
-            for ranks, inputs in ways
-            for buckets in ([1, 2, 4, 8], [3, 6])
-        ]
-    return kept[backend.name]
+@functools.cache
+def runners_of(backend: str, of_one: Ranks) -> list[DecodeRunner[Any]]:
+    """Two with ranks, two without, which all schedules share."""
+    options: dict[str, Any] = {"backend": backend, "absent": [{"extra"}], "lowering": "in_graph", "sizes": {DP: 1}}
+    return [
+        runner_on(ranks, step, inputs, buckets=buckets, **options)
+        for ranks, inputs in cast("Any", ((of_one, Ranked), (None, Alone)))
+        for buckets in ([1, 2, 4, 8], [3, 6])
+    ]
 
 
 def batch_of(rows: int, seed: int, mode: str, *, extra: bool, device: torch.device) -> dict[str, Any]:
@@ -95,26 +76,17 @@ def batch_of(rows: int, seed: int, mode: str, *, extra: bool, device: torch.devi
     return found | {"extra": noise((rows,), torch.float32, seed + 2).to(device)} if extra else found
 
 
-turns = st.lists(
-    st.tuples(
-        st.integers(0, 1),
-        st.integers(1, 9),
-        st.integers(0, 1 << 20),
-        st.booleans(),
-        st.sampled_from(["null", "null", "null", "full", "refused"]),
-    ),
-    min_size=4,
-    max_size=14,
-)
+modes = st.sampled_from(["null", "null", "null", "full", "refused"])
+turn = st.tuples(st.integers(0, 1), st.integers(1, 9), st.integers(0, 1 << 20), st.booleans(), modes)
 
 
-@given(schedule=turns)
+@given(schedule=st.lists(turn, min_size=4, max_size=14))
 @settings(max_examples=25)
-def test_any_schedule(
-    backend: Backend, alone: Ranks, kept: dict[str, list[DecodeRunner[Any]]], schedule: list[Any]
-) -> None:
+def test_any_schedule(backend: Backend, alone: Ranks, schedule: list[Any]) -> None:
     """Two runners with ranks, in any turn, have the bytes, books and shortcuts of two without; ranks bring what is."""
-    runners = runners_of(backend, alone, kept)
+    if "in_graph" not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no in_graph")
+    runners = runners_of(backend.name, alone)
     for which, rows, seed, extra, mode in [*schedule, *schedule]:  # the second time there are shortcuts
         batch = batch_of(rows, seed, mode, extra=extra, device=backend.device)
         if mode == "refused":

@@ -1,7 +1,6 @@
 """Steps of ranks taken home: one process, without a process group, and the bytes of every slot are the same."""
 
 import functools
-import json
 import pathlib
 import random
 from typing import Any, Final, cast
@@ -77,15 +76,6 @@ def runner_of(kind: str, ranks: Ranks, **options: Any) -> Any:
     return runner_on(ranks, step, Placed, sizes={DP: ranks.size}, backend=backend, **options)
 
 
-@attrs.frozen
-class Home:
-    """What a rank brings home: the file, its slots' bytes by step, and the decisions of all."""
-
-    file: str
-    slots: list[Bytes]
-    agreed: list[Any]
-
-
 LENGTHS: Final = ([3], [2, 4, 1], [16], [9, 8], [1] * 6)
 
 
@@ -98,8 +88,8 @@ def batch_of(kind: str, rank: int, seed: int, draw: random.Random) -> dict[str, 
     return stepping.batch_of(rows[0], seed) if kind == "quiet" else stepping.batch_of(rows[rank], 7 * seed + rank)
 
 
-def recorded(rank: int, folder: str, kind: str) -> Home:
-    """Random steps, some of them idle ones, one beyond all buckets of one rank or another."""
+def recorded(rank: int, folder: str, kind: str) -> tuple[str, list[Bytes], list[Any]]:
+    """Random steps, idle and too large ones among them: the file, slots' bytes by step, and the decisions of all."""
     ranks = soon(equal=kind == "quiet", shards=2 if kind == "quiet" else 1)
     runner, slots, draw = runner_of(kind, ranks), Slots(), random.Random(5)  # noqa: S311 - sizes, no secrets
     path, agreed = pathlib.Path(folder, f"{kind}-{rank}.safetensors"), []
@@ -115,44 +105,43 @@ def recorded(rank: int, folder: str, kind: str) -> Home:
             else:
                 runner.idle()
             agreed.append(runner.agreed)
-    return Home(str(path), slots.steps, agreed)
+    return str(path), slots.steps, agreed
 
 
 @pytest.fixture(scope="module")
-def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """What rank 1 brings home."""
-    found: Home = two.run(recorded, str(tmp_path_factory.mktemp("one")), "cpu")[1]
-    return found
+def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file that rank 1 brings home."""
+    return str(two.run(recorded, str(tmp_path_factory.mktemp("one")), "cpu")[1][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_slot_has_the_same_bytes(two: Processes, tmp_path: pathlib.Path, kind: str) -> None:
     """Padded rows and counts of ranks among them, in the bucket or on the path that all took, and by the same rank."""
-    found: list[Home] = two.run(recorded, str(tmp_path), kind)
+    found = two.run(recorded, str(tmp_path), kind)
     assert not dist.is_initialized()
     forced = 0
-    for rank, home in enumerate(found):
-        file, ranks = RecordedFile.read(home.file), RecordedRanks.of(home.file)
+    for rank, (path, bytes_by_step, agreed) in enumerate(found):
+        file, ranks = RecordedFile.read(path), RecordedRanks.of(path)
         assert (ranks.rank, ranks.size, ranks.equal) == (rank, 2, kind == "quiet")
         runner, slots = runner_of(kind, ranks), Slots()
         runner.watch.add(slots)
-        for number, (record, bytes_then) in enumerate(zip(file.steps, home.slots, strict=True)):
+        for number, (record, bytes_then) in enumerate(zip(file.steps, bytes_by_step, strict=True)):
             done = replay_step(record, runner)
             assert (done.outcome, done.lines) == ("equal", ())
             assert slots.steps[-1] == bytes_then, (number, record.messages)
-            assert runner.agreed == home.agreed[number]
+            assert runner.agreed == agreed[number]
             assert done.decision is not None
             assert done.decision == record.decision
             forced += record.alone not in ("", done.decision.reason)
     assert forced == {"quiet": 0, "eager": 2 * STEPS}.get(kind, forced) >= 0
     assert kind not in BACKENDS or forced > STEPS
-    decisions = [one.decision for one in RecordedFile.read(found[0].file).steps]
-    buckets = {one.bucket for one in decisions if one is not None}
+    buckets = {one.bucket for one in found[0][2] if one is not None}
     assert kind not in prefilled.KINDS or buckets == {4, 16, None}
-    report = replay_file(RecordedFile.read(found[1].file), runner_of(kind, RecordedRanks.of(found[1].file)))
+    path = found[1][0]
+    report = replay_file(RecordedFile.read(path), runner_of(kind, RecordedRanks.of(path)))
     assert report.ok
     assert (len(report.steps), report.notes) == (STEPS, ())
-    text = typer.testing.CliRunner().invoke(app, ["replay", found[1].file]).stdout
+    text = typer.testing.CliRunner().invoke(app, ["replay", path]).stdout
     assert ", rank 1 of 2" in text
     assert kind == "quiet" or "ranks brought " in text
 
@@ -200,34 +189,9 @@ def test_steps_that_did_not_come_to_be(two: Processes, tmp_path: pathlib.Path) -
     )
 
 
-ENGINE: Final = """
-import torch
-from slotgraph import DecodeRunner
-from slotgraph.ranks import Ranks
-from slotgraph.runners.standard.counts import DP
-from tests.ranks.test_recorded import Placed, step
-
-def decode(ranks=None):
-    ranks = Ranks() if ranks is None else ranks
-    return DecodeRunner(Placed, step, buckets=[2, 4, 8], sizes={DP: ranks.size}, ranks=ranks, backend="cpu",
-                        progress=False)
-"""
-
-
-def test_the_command(home: Home, tmp_path: pathlib.Path) -> None:
-    """A function that takes `ranks` gets those of the file."""
-    engine = tmp_path / "engine_at_home.py"
-    engine.write_text(ENGINE)
-    done = typer.testing.CliRunner().invoke(app, ["replay", home.file, f"{engine}:decode", "--format", "json"])
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout)
-    assert {one["outcome"] for one in report["steps"]} == {"equal"}
-    assert any("rank 0" in one["decision"]["reason"] for one in report["steps"])
-
-
-def test_what_does_not_fit_is_refused(home: Home, tmp_path: pathlib.Path) -> None:
+def test_what_does_not_fit_is_refused(home: str, tmp_path: pathlib.Path) -> None:
     """Other ranks, or none; and files of runners that had none."""
-    file = RecordedFile.read(home.file)
+    file = RecordedFile.read(home)
     record = file.runner.ranks
     assert record is not None
     with pytest.raises(RecordingError, match=r"ranks: the file has rank 1 of 2, the runner rank 0 of 2; make it of"):
@@ -246,9 +210,9 @@ def test_what_does_not_fit_is_refused(home: Home, tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
+def test_a_runner_at_home_is_one_as_any(home: str, backend: str) -> None:
     """It is checked, debugged, explained, run and waited for: beside recorded steps all bring what it brings."""
-    ranks = RecordedRanks.of(home.file)
+    ranks = RecordedRanks.of(home)
     runner = runner_of(backend, ranks, debug="poison,parity")
     report = slotgraph.check(runner, progress=False)
     assert report.ok, str(report)
@@ -275,9 +239,9 @@ def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
         ({}, functools.partial(attrs.evolve, decision=Decision("graph", 4, cast("Any", "mood"), "")), "mood"),
     ],
 )
-def test_a_file_that_makes_no_sense(home: Home, tmp_path: pathlib.Path, ranks: Any, step: Any, told: str) -> None:
+def test_a_file_that_makes_no_sense(home: str, tmp_path: pathlib.Path, ranks: Any, step: Any, told: str) -> None:
     """Is refused when it is read, with what is wrong."""
-    file = RecordedFile.read(home.file)
+    file = RecordedFile.read(home)
     assert file.runner.ranks is not None
     changed = None if ranks is None else attrs.evolve(file.runner.ranks, **ranks)
     steps = (step(file.steps[0]), *file.steps[1:])

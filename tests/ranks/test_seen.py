@@ -3,14 +3,13 @@
 import json
 from typing import Any, Final
 
-import attrs
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 import slotgraph
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import html, printed, tables
+from slotgraph.runners.explained.pages import html
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.serial import from_data, to_data
@@ -19,20 +18,10 @@ from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon
+from tests.runners.explained.houses import printed
 
 SCHEDULE: Final = ([1, 7], [3, 2], [2, 9], [12, 9], [1, 11], [2, 2])
 FORCED: Final = {(1, "fits"): 1, (0, "fits"): 2, (1, "too_large"): 2, (0, "too_large"): 1}
-
-
-@attrs.frozen
-class Found:
-    """What one rank has to show."""
-
-    before: RunnerExplanation
-    after: RunnerExplanation
-    metrics: str
-    events: list[Any]
-    exchanges: int
 
 
 def runner_of_counts(ranks: Ranks) -> Any:
@@ -41,8 +30,8 @@ def runner_of_counts(ranks: Ranks) -> Any:
     return runner_on(ranks, lambda view: view.global_num_tokens.clone(), Gathered, **options)
 
 
-def shown(rank: int) -> Found:
-    """Explained before and after some steps, whose metrics and events are kept."""
+def shown(rank: int) -> tuple[RunnerExplanation, RunnerExplanation, str, list[Any], int]:
+    """Explained before and after some steps; their metrics, events and exchanges."""
     ranks = soon()
     runner = runner_of_counts(ranks)
     before = slotgraph.explain(runner)
@@ -53,7 +42,7 @@ def shown(rank: int) -> Found:
     after = slotgraph.explain(runner)
     assert ranks.exchanges == exchanges, "to explain asks nobody"
     runner(stepping.batch_of(SCHEDULE[-1][rank], 9))
-    return Found(before, after, exposition(mine=runner), list(events), ranks.exchanges)
+    return before, after, exposition(mine=runner), list(events), ranks.exchanges
 
 
 def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
@@ -69,38 +58,37 @@ def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
 def test_shown(two: Processes) -> None:
     """Explanations, tables, pages, metrics and events say what all did last, and who forced what."""
     reason = "rank 1: 11 rows are more than the largest bucket, 8"
-    for rank, one in enumerate(two.run(shown)):
-        assert one.before.ranks is not None
-        assert one.before.ranks.agreed is None
-        assert not any(one.before.statistics["ranks"]["forced"].values())
-        ranks = one.after.ranks
+    for rank, (before, after, metrics, logged, exchanges) in enumerate(two.run(shown)):
+        assert before.ranks is not None
+        assert before.ranks.agreed is None
+        assert not any(before.statistics["ranks"]["forced"].values())
+        ranks = after.ranks
         assert ranks is not None
         assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
         assert ranks.agreed == Decision("eager", None, "too_large", reason, rank=1)
-        forced = one.after.statistics["ranks"]["forced"]
+        forced = after.statistics["ranks"]["forced"]
         assert forced == {"0": {"fits": 1, "too_large": 1}, "1": {"fits": 1, "too_large": 2}}
-        assert from_data(json.loads(json.dumps(to_data(one.after))), RunnerExplanation) == one.after
-        for text in (printed(tables(one.after), 300), html(one.after)):
+        assert from_data(json.loads(json.dumps(to_data(after))), RunnerExplanation) == after
+        for text in (printed(after), html(after)):
             assert "global_num_tokens" in text
             assert f"reason={reason}, rank=1" in text
-        assert "given_ranks --> slot_" in mermaid(one.after.declaration)
-        counted = samples(one.metrics, "slotgraph_forced_steps_total")
+        assert "given_ranks --> slot_" in mermaid(after.declaration)
+        counted = samples(metrics, "slotgraph_forced_steps_total")
         assert {key: steps for key, steps in counted.items() if steps} == {
             (str(n), why): s for (n, why), s in FORCED.items()
         }
         assert len(counted) == 2 * 8
-        assert samples(one.metrics, "slotgraph_exchanges_total") == {(): one.exchanges}
-        assert one.exchanges > len(SCHEDULE)
-        events = [event for event in one.events if event["event"] == "fallback"]  # one for each rank and reason
+        assert samples(metrics, "slotgraph_exchanges_total") == {(): exchanges}
+        assert exchanges > len(SCHEDULE)
+        events = [event for event in logged if event["event"] == "fallback"]  # one for each rank and reason
         assert [(event["rank"], event["why"], event["reason"]) for event in events] == [
             (1, "too_large", "rank 1: 9 rows are more than the largest bucket, 8"),
             (0, "too_large", "rank 0: 12 rows are more than the largest bucket, 8"),
         ]
 
 
-def quiet(rank: int) -> RunnerExplanation:
+def quiet(_: int) -> RunnerExplanation:
     """Of ranks that are known to get the same batches."""
-    del rank
     runner = runner_of_counts(soon(equal=True))
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(quiet=runner)

@@ -3,6 +3,7 @@
 The docstring of each test begins with its class in docs/troubleshooting.md, and says what went wrong there.
 """
 
+import functools
 from typing import Any, Final, final
 
 import numpy as np
@@ -22,24 +23,13 @@ from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, Rep
 from slotgraph.dataflow.tails import Pad
 from slotgraph.pool import InputPool
 from tests.backends.test_ring import LazyDevice, chance, play
-from tests.strategies import draw
+from tests.runners.models import decoder
+from tests.strategies import declaration_of, draw
 
 BACKEND: Final = "cpu-capture"
 PAGES: Final = Axis("PAGES")
 CONTEXT: Final = 64
-
-
-def runner_of(inputs: type[Inputs], step: Any, **options: Any) -> DecodeRunner[Any]:
-    """A runner over one bucket of four requests, unless told otherwise."""
-    given: dict[str, Any] = {"buckets": [4], "backend": BACKEND, "progress": False, **options}
-    return DecodeRunner(inputs, step, **given)
-
-
-def captured(inputs: type[Inputs], step: Any, **options: Any) -> DecodeRunner[Any]:
-    """The same, captured."""
-    runner = runner_of(inputs, step, **options)
-    runner.capture()
-    return runner
+captured = functools.partial(decoder, backend=BACKEND)
 
 
 class Ids(Inputs):
@@ -70,11 +60,8 @@ def rope(view: Any) -> Any:
 
 def test_sglang_24361_positions_beyond_the_table() -> None:
     """A: positions in padded rows walk on, step by step, until they are beyond the rope table."""
-
-    class Positions(Inputs):
-        positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True)
-
-    runner = captured(Positions, rope)
+    positions = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True)
+    runner = captured(declaration_of({"positions": positions}), rope)
     runner({"positions": draw(CONTEXT - 9, CONTEXT - 4, (4,), 1)})
     for position in range(40):
         assert runner({"positions": [position]}).tolist() == [position / 4]
@@ -217,9 +204,7 @@ def test_nano_vllm_190_columns_of_a_block_table() -> None:
     assert runner(wide).tolist() == [7]
 
 
-class Lengths(Inputs):
-    """A length of 2 in padded rows, so that their part of the sum is seen."""
-
+class Lengths(Inputs):  # a length of 2 in padded rows, so that their part of the sum is seen
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2)
     total: torch.Tensor = computed(lambda seq_lens: seq_lens.sum(0, keepdim=True), shape=1, dtype=torch.int64)
 
@@ -271,7 +256,8 @@ DRAFT, VERIFY = ({"ids": one, "positions": one} for one in (draw(1, 9, (4,), 1),
 def pooled(**options: Any) -> tuple[InputPool, DecodeRunner[Any], DecodeRunner[Any]]:
     """A pool, and a runner of each of its two phases: all join before the first is captured."""
     pool = InputPool("draft", "verify", **options)
-    one, two = (runner_of(Tokens, scored, phase=pool[phase], sharing=True) for phase in ("draft", "verify"))
+    given: dict[str, Any] = {"buckets": [4], "backend": BACKEND, "sharing": True}
+    one, two = (DecodeRunner(Tokens, scored, phase=pool[phase], **given) for phase in ("draft", "verify"))
     one.capture()
     two.capture()
     return pool, one, two
@@ -299,11 +285,8 @@ def test_sglang_19507_phases_that_do_share() -> None:
 
 def test_sglang_23037_outputs_kept_over_a_replay() -> None:
     """C: what one step hands to the next is the graph's own memory, which the next replay writes before it was read."""
-
-    class Shares(Inputs):
-        shares: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=0.0)
-
-    runner = captured(Shares, lambda view: {"topk_p": view.shares.max(1).values}, debug=True, output_rows=BATCH)
+    shares = declaration_of({"shares": copied(BATCH, 2, dtype=torch.float32, pad=0.0)})
+    runner = captured(shares, lambda view: {"topk_p": view.shares.max(1).values}, debug=True, output_rows=BATCH)
     first = runner({"shares": [[0.1, 0.9], [0.8, 0.2]]})
     cloned = first["topk_p"].clone()
     runner({"shares": [[0.3, 0.7], [0.4, 0.6]]})

@@ -1,6 +1,5 @@
 """What the runners' tests share: each of them runs on both backends that every machine has."""
 
-import sys
 from collections.abc import Iterator
 from typing import cast
 
@@ -21,15 +20,6 @@ def cpu(request: pytest.FixtureRequest) -> str:
 def runner(cpu: str) -> DecodeRunner[PlainInputs]:
     """A captured runner that a module's tests share, each of which must leave it as usable as it was."""
     return plain_runner(cpu)
-
-
-@pytest.fixture
-def _brisk_threads() -> Iterator[None]:
-    """Threads take turns a hundred times as often as they would: more meetings in less time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(before / 100)
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,7 @@ import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import attrs
 import torch
@@ -167,18 +167,10 @@ def anew(kind: str, backend: str, lowering: str) -> Counted:
 
 
 counted = functools.cache(anew)  # one of each, which tests share: its books go on from test to test
-_TIMES: Final[Mapping[Act, tuple[int, int]]] = {
-    "call": (1, 1),
-    "fill": (0, 1),
-    "replay": (1, 1),
-    "replay twice": (2, 1),
-    "refused": (0, 0),
-    "watch": (0, 0),
-}
+_TIMES: Final = dict(zip(get_args(Act), [(1, 1), (0, 1), (1, 1), (2, 1), (0, 0), (0, 0)], strict=True))
 """By act, its steps and its fills."""
-_ACTS: Final[list[Act]] = ["call", "call", *_TIMES]
-_act = st.tuples(st.sampled_from(_ACTS), st.integers(1, MOST) | st.integers(1, 3))
-schedules = st.lists(_act, min_size=1, max_size=30)
+_acts = st.sampled_from(["call", "call", *_TIMES])
+schedules = st.lists(st.tuples(_acts, st.integers(1, MOST) | st.integers(1, 3)), min_size=1, max_size=30)
 
 
 def act(one: Counted, schedule: Sequence[tuple[Act, int]]) -> None:

@@ -41,15 +41,16 @@ def plain_step(view: PlainInputs) -> torch.Tensor:
     return table_on(view.rows.device)[view.rows] * scale[:, None] + view.live + view.places[:, None]
 
 
-def random_batch(requests: int, seed: int) -> Batch:
+def random_batch(requests: int, seed: int, device: Any = "cpu") -> Batch:
     """A batch of one token a request, without a zero or a tail's value in it."""
     draw = torch.Generator().manual_seed(seed)
-    return {
+    batch = {
         "ids": torch.randint(1, WORDS - 1, (requests,), generator=draw),
         "places": torch.randint(1, 1000, (requests,), generator=draw),
         "weights": torch.rand(requests, generator=draw) + 0.5,
         "pairs": torch.rand(requests, 2, generator=draw) + 0.5,
     }
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def batch_for(inputs: type[Inputs], live: Mapping[Axis, int], seed: int, device: Any = "cpu") -> Batch:

@@ -108,13 +108,9 @@ class Layer(nn.Module):  # attention, whose keys go into a cache, and a dense la
         return torch.remainder(hidden + hidden @ self.dense, PRIME)
 
 
-class Layers(nn.Module):  # the inner layers
-    def __init__(self, generator: torch.Generator, *, named: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(generator, named=named) for _ in range(LAYERS)])
-
+class Layers(nn.ModuleList):  # the inner layers
     def forward(self, hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-        for layer in self.layers:
+        for layer in self:
             hidden = layer(hidden, view)
         return hidden
 
@@ -125,7 +121,7 @@ class Model(nn.Module):  # embeddings, inner layers, and a head over the last to
         generator = torch.Generator().manual_seed(seed)
         self.embed = whole(VOCAB, HIDDEN, generator=generator)
         self.rope = whole(ROOM, HIDDEN, generator=generator)
-        self.inner = Layers(generator, named=named)
+        self.inner = Layers([Layer(generator, named=named) for _ in range(LAYERS)])
         self.head = whole(HIDDEN, VOCAB, generator=generator)
 
     def hidden(self, view: Prefill) -> torch.Tensor:  # what the inner layers make of each token
@@ -137,12 +133,11 @@ class Model(nn.Module):  # embeddings, inner layers, and a head over the last to
         return self.hidden(view)[last] @ self.head
 
     def caches(self) -> torch.Tensor:  # what the layers' caches hold, but for the row that padding is written to
-        return torch.stack([layer.cache[1:] for layer in self.inner.layers.children() if isinstance(layer, Layer)])
+        return torch.stack([layer.get_buffer("cache")[1:] for layer in self.inner])
 
     def clear(self) -> None:  # empty those caches
-        for layer in self.inner.layers.children():
-            if isinstance(layer, Layer):
-                layer.cache.zero_()
+        for layer in self.inner:
+            layer.get_buffer("cache").zero_()
 
 
 class Inner(nn.Module):  # a stack that is a function
@@ -197,11 +192,10 @@ def around(
     function: Callable[..., Any], backend: Any, outer: Callable[..., Any] | None = None, **options: Any
 ) -> tuple[BreakableRunner[Prefill], EagerRunner[Prefill]]:
     """A captured breakable runner whose stack is a function, and an eager one over the same step."""
-    given: dict[str, Any] = {"buckets": [4, 8], "output_rows": TOKENS, "stack": "inner", "inputs": Prefill, **options}
-    inputs, step = given.pop("inputs"), Around(function, outer)
-    runner = BreakableRunner(inputs, step, backend=backend, max_batch=5, progress=False, **given)
+    step, given = Around(function, outer), {"buckets": [4, 8], "output_rows": TOKENS, **options}
+    runner: Any = runner_of("breakable", step, backend, **given)
     runner.capture()
-    return runner, EagerRunner(inputs, step, backend=backend, settings=given.get("settings"))
+    return runner, EagerRunner(given.get("inputs", Prefill), step, backend=backend, settings=given.get("settings"))
 
 
 def assert_equal(runner: Runner, eager: EagerRunner[Prefill], device: torch.device, *seeds: int) -> None:
@@ -230,9 +224,9 @@ def model_of(runner: Runner | EagerRunner[Prefill]) -> Model:
     return model
 
 
-def poison(runner: Runner) -> None:
+def poison(runner: Any) -> None:
     """Write what no step may depend on over all inputs, as something that the runner is told of."""
-    buffers = runner.graphs.buffers
-    for buffer in buffers:
-        buffer.tensor.fill_(77)
-    buffers.distrust()
+    if runner.graphs is not None:  # as an eager runner's are
+        for buffer in runner.graphs.buffers:
+            buffer.tensor.fill_(77)
+        runner.graphs.buffers.distrust()

@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.errors import BatchError, ConfigError, SlotGraphError
 from slotgraph.dataflow.sources import Source
-from slotgraph.extend import side
 from slotgraph.pool import InputPool
 from slotgraph.ranks import PipelineStage, Ranks
 from tests.runners.kinds import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, tensors_of
-from tests.runners.models import PlainInputs, plain_step
+from tests.strategies import declaration_of
 
 OPTIONS: dict[str, tuple[Any, list[Any]]] = {
     "buckets": ([2, 6], [[], (), "24", 4, 2.5, [2, 2], [0], [-1], [1.5], ["2"], [True], [None], {2: 1}]),
@@ -158,9 +158,9 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
     *(({"sizes": {HIDDEN: n}}, f"sizes of HIDDEN: .* at least 0, got {n!r}") for n in ("4", -4, None, True, 4.0)),
     ({"sizes": {"HIDDEN": 4}}, "sizes: expected an Axis as each key, got 'HIDDEN'"),
     ({"bind": {"lens": [1]}}, "slot 'lens': expected a tensor to adopt, got list"),
-    ({"bind": {"token": torch.ones(2)}}, "bind names 'token', which is no slot"),
+    ({"bind": {"token": torch.ones(2)}}, "bind names 'token', which is not a slot"),
     *(({"phase": wrong}, "phase: expected a phase of a pool") for wrong in ("decode", POOL)),
-    ({"phase": PHASE.keeping("token")}, "keeping names 'token', which is no slot"),
+    ({"phase": PHASE.keeping("token")}, "keeping names 'token', which is not a slot"),
     ({"ranks": 2}, r"ranks: expected Ranks\(...\), or None, got 2"),
     ({"backend": 3}, "backend: expected a backend's name, a Backend or a class of them, got 3"),
     ({"backend": Backend}, "backend: expected a backend's name"),
@@ -270,67 +270,35 @@ class Anything(Source):
 
 def test_sources_of_users_may_read_anything() -> None:
     """Where a source does not tell what it reads, nothing is known to be unknown."""
-
-    class More(Inputs):
-        tokens: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, source=Anything())
-        hidden: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=0, source=side("extra"), default=None)
-
-    runner = EagerRunner(More, lambda view: view.tokens * 2, backend="cpu")
+    more = declaration_of({"tokens": copied(TOKENS, dtype=torch.int64, pad=0, source=Anything())})
+    runner = EagerRunner(more, lambda view: vars(view)["tokens"] * 2, backend="cpu")
     assert runner({}, more=torch.tensor([3, 4]), something=1).tolist() == [6, 8]
 
 
-@pytest.mark.parametrize("copied_by", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_what_there_is_one_of_cannot_be_copied(copied_by: Callable[[Any], Any], runners: dict[str, Any]) -> None:
+def test_what_there_is_one_of_cannot_be_copied(runners: dict[str, Any]) -> None:
     """A copy of a runner would share its buffers; inside of a container, too. The runner is as it was."""
-    alone = make("EagerRunner")
-    for one in (*runners.values(), alone, InputPool("a", "b"), PipelineStage(alone)):
-        with pytest.raises(SlotGraphError, match=f"a {type(one).__name__} cannot be copied or pickled"):
-            copied_by(one)
-        if copied_by is not copy.copy:
-            with pytest.raises(SlotGraphError, match="cannot be copied or pickled"):
-                copied_by({"runner": [one]})
+    ones = (*runners.values(), InputPool("a", "b"), PipelineStage(make("EagerRunner")))
+    for one, copied_by in itertools.product(ones, (copy.copy, copy.deepcopy, pickle.dumps)):
+        for held in (one, {"runner": [one]}) if copied_by is not copy.copy else (one,):
+            with pytest.raises(SlotGraphError, match=f"a {type(one).__name__} cannot be copied or pickled"):
+                copied_by(held)
     batch = batch_of("DecodeRunner", 3, 4)
     assert torch.equal(runners["DecodeRunner"](batch), batch["tokens"] * 3)
 
 
-configs = st.builds(
-    RunnerConfig,
-    backend=st.sampled_from(["auto", "cpu", "cpu-capture", "third-party"]),
-    buckets=st.none() | st.lists(st.integers(1, 512), min_size=1, max_size=5, unique=True),
-    max_batch=st.integers(1, 512),
-    max_waste=st.floats(0, 1),
-    width=st.integers(1, 8),
-    warmups=st.integers(0, 5),
-    progress=st.booleans(),
-    debug=st.none() | st.booleans() | st.sampled_from(["poison", "parity,poison", "", "addresses, generations"]),
-    no_copy=st.none() | st.booleans(),
-    sharing=st.booleans(),
-    lowering=st.sampled_from(["auto", "in_graph", "fused", "foreach", "slot_by_slot"]),
-    lazy=st.booleans(),
-    error_mode=st.none() | st.sampled_from(["global", "thread_local", "relaxed"]),
-)
-
-
-@given(config=configs)
-def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, config: RunnerConfig) -> None:
-    """What a configuration gives as plain data, written to a file, is read back as the same configuration."""
-    data = config.as_data()
+@given(options=st.sets(st.sampled_from([*OPTIONS])))
+def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, options: set[str]) -> None:
+    """What a file names is read back, default or not; what it leaves out is no keyword, so that any runner takes it."""
+    data = {option: OPTIONS[option][0] for option in options}
     toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())  # which JSON writes alike
     for suffix, text in ((".json", json.dumps(data)), (".toml", toml)):
         file = tmp_path_factory.getbasetemp() / f"round_trip{suffix}"
         file.write_text(text, encoding="utf-8")
-        assert RunnerConfig.load(file) == RunnerConfig.load(str(file)) == config
-
-
-def test_files_give_what_they_name(tmp_path: Path) -> None:
-    """What a file leaves out is no keyword, so that each runner takes it; what it names is one, default or not."""
-    file = tmp_path / "runner.toml"
-    file.write_text("width = 1\nlazy = true\n", encoding="utf-8")
-    assert RunnerConfig.load(file).as_data() == {"width": 1, "lazy": True}
-    DecodeRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
-    with pytest.raises(ConfigError, match="EagerRunner does not use option 'width': leave it out"):
-        EagerRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
-    EagerRunner(PlainInputs, plain_step, **RunnerConfig(backend="cpu").as_data())
+        for path in (file, str(file)):
+            assert RunnerConfig.load(path) == RunnerConfig.of(data)
+            assert RunnerConfig.load(path).as_data() == data
+    with nullcontext() if options <= {"no_copy"} else pytest.raises(ConfigError, match="EagerRunner does not use"):
+        make("EagerRunner", **RunnerConfig.of(data).as_data())
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import BatchError, MissingSourceError, SlotGraphError
 from slotgraph.extend import side
-from tests.runners.models import PlainInputs, assert_right, decoder, nothing_changes, random_batch, runner_by
-from tests.strategies import declaration_of
+from tests.runners.models import PlainInputs, decoder, nothing_changes, random_batch, runner_by
+from tests.strategies import declaration_of, draw
 
 SLOTS = ("ids", "places", "weights", "pairs")
 
@@ -36,10 +36,6 @@ def other_dtype(tensor: torch.Tensor) -> torch.Tensor:
 def texts(tensor: torch.Tensor) -> list[Any]:
     """Nested lists of words."""
     return [texts(row) if row.dim() else str(row.item()) for row in tensor]
-
-
-def _itself(one: Any, _: torch.Tensor) -> Any:
-    return one
 
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
@@ -62,7 +58,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "long array": (lambda tensor: torch.cat([tensor, tensor[:1]]).numpy(), "expected"),
     "None": (lambda _: None, "is missing; "),
     **{
-        type(one).__name__: (functools.partial(_itself, one), f"got {type(one).__name__}")
+        type(one).__name__: (functools.partial(lambda one, _: one, one), f"got {type(one).__name__}")
         for one in ("a", 3, {1}, range(2))
     },
 }
@@ -96,14 +92,6 @@ def test_every_fault_at_once(runner: DecodeRunner[PlainInputs]) -> None:
         runner({**good, "pairs": [*good["pairs"]]})
 
 
-def test_whole_numbers_in_a_list_for_floats(runner: DecodeRunner[PlainInputs]) -> None:
-    """They are floats where the slot's are, beside floats or alone; those of a tensor are not."""
-    batch = random_batch(6, seed=40)
-    batch["weights"], batch["pairs"][:, 0] = torch.arange(6).float(), 3.0
-    pairs = [[3, second] for second in batch["pairs"][:, 1].tolist()]
-    assert_right(runner({**batch, "weights": list(range(6)), "pairs": pairs}), batch)
-
-
 WIDTH = 2
 ROWS: dict[str, Any] = {  # four sources that tell the requests, one of them by their tokens
     "a_first": copied(BATCH, dtype=torch.int64, pad=0),
@@ -123,13 +111,9 @@ def sized(*, backwards: bool, graphs: bool) -> Any:
 
 def rows_batch(*rows: int, seed: int) -> dict[str, Any]:
     """Random numbers, of so many rows by slot."""
-    draw, (one, two, three, four) = torch.Generator().manual_seed(seed), rows
-    return {
-        "a_first": torch.randint(1, 99, (one,), generator=draw),
-        "b_second": torch.randint(1, 99, (two, 3), generator=draw),
-        "nested": {"rows": torch.rand(three, generator=draw)},
-        "d_fourth": torch.randint(1, 99, (four * WIDTH,), generator=draw),
-    }
+    one, two, three, four = rows
+    shapes = {"a_first": (one,), "b_second": (two, 3), "d_fourth": (four * WIDTH,)}
+    return {"nested": {"rows": torch.rand(three)}, **{name: draw(1, 98, shapes[name], seed) for name in shapes}}
 
 
 @given(
@@ -148,14 +132,12 @@ def test_the_slot_that_differs_is_blamed(
     given_rows = [wrong if one else right for one in differs]
     with pytest.raises(BatchError) as caught:
         runner(rows_batch(*given_rows, seed=seed))
-    said = str(caught.value)
+    said, tellers = str(caught.value), str(caught.value).split(": one of them is wrong; slot '")[0]
     if guilty is None:
-        assert f"{right} off slot" in said
-        assert f"{wrong} off slot" in said
-        assert all(repr(name) in said.split(": one of them is wrong", maxsplit=1)[0] for name in names)
+        assert all(f"{rows} off slot" in tellers for rows in (right, wrong))
+        assert all(repr(name) in tellers for name in names)
     else:
         assert said.startswith(f"BATCH is {wrong} off slot {names[guilty]!r} and {right} off slot '")
-        assert "one of them is wrong; slot '" in said
     runner(rows_batch(right, right, right, right, seed=seed))
 
 
@@ -220,9 +202,8 @@ def made() -> torch.Tensor:
 
 
 class KeepingDict(dict[str, Any]):  # makes what it lacks and keeps it, as `defaultdict` does
-    def __missing__(self, key: str) -> torch.Tensor:  # noqa: D105 - as above
-        self[key] = made()
-        return self[key]  # type: ignore[no-any-return]
+    def __missing__(self, key: str) -> Any:  # noqa: D105 - as above
+        return self.setdefault(key, made())
 
 
 MAPPINGS: dict[str, Callable[[Pairs], Pairs]] = {
@@ -247,51 +228,42 @@ class Deep(Inputs):
     scaled: torch.Tensor = computed(lambda scale: scale, shape=1, dtype=torch.int64)
 
 
-def total(view: Deep) -> torch.Tensor:
-    """A number of all sources, another where the optional one is there."""
-    rows = (view.ids + view.more + view.deep + view.given) * view.scaled
-    return rows if view.extra is None else rows + 1000
-
-
-def deep_batch(kind: Callable[[Pairs], Pairs]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Everything that a batch must have, and what comes beside it."""
-    values = {name: torch.tensor([1, 2]) * 10**place for place, name in enumerate(("ids", "more", "deep", "given"))}
-    batch = {"ids": values["ids"], "more": values["more"], "inner": kind({"deep": values["deep"]})}
-    return batch, {"outer": kind({"given": values["given"]})}
-
-
 class Flat(Inputs):  # sources by their names alone, which are read in one go
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     more: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 
+def total(view: Any) -> Any:
+    """A number of all sources, another where the optional one is there."""
+    if isinstance(view, Flat):
+        return view.ids + view.more
+    return (view.ids + view.more + view.deep + view.given) * view.scaled + 1000 * (view.extra is not None)
+
+
 @pytest.mark.parametrize("name", MAPPINGS)
 def test_a_mapping_is_asked_and_not_changed(name: str) -> None:
     """Each kind of mapping gives what it has; what it lacks is missing, whichever part lacks it; no key is added."""
-    kind = MAPPINGS[name]
-    for inputs, right in ((Deep, [3333, 6666]), (Flat, [11, 22])):  # the second reads all its names in one go
-        step: Any = total if inputs is Deep else lambda view: view.ids + view.more
-        for how in (*(f"cpu-capture {one}" for one in LADDER), "eager", "no copy"):
-            runner = runner_by(how, inputs, step, absent=[{"extra"}] if inputs is Deep else [])
-            pairs, beside = deep_batch(kind)
-            pairs, beside = (pairs, beside) if inputs is Deep else ({n: pairs[n] for n in ("ids", "more")}, {})
-            batch = kind(pairs)
-            for _ in range(3):
-                assert runner(batch, **beside).tolist() == right, how
-            for lacking in ("ids", "more"):
-                short = kind({key: value for key, value in pairs.items() if key != lacking})
-                for _ in range(2):
-                    with pytest.raises(MissingSourceError, match=lacking):
-                        runner(short, **beside)
-                assert set(short) == set(pairs) - {lacking}, how
-            if inputs is Deep:
-                with pytest.raises(MissingSourceError, match="deep"):
-                    runner(kind({**pairs, "inner": kind({"other": 1})}), **beside)
-                with pytest.raises(MissingSourceError, match="given"):
-                    runner(batch, outer=kind({"other": 1}))
-                assert (set(pairs["inner"]), set(beside["outer"])) == ({"deep"}, {"given"}), how
-            assert set(batch) == set(pairs), how
+    kind, ways = MAPPINGS[name], (*(f"cpu-capture {one}" for one in LADDER), "eager", "no copy")
+    for inputs, how in itertools.product((Deep, Flat), ways):
+        runner = runner_by(how, inputs, total, absent=[{"extra"}] if inputs is Deep else [])
+        ids, more, deep, outer = (torch.tensor([1, 2]) * 10**place for place in range(4))
+        pairs = {"ids": ids, "more": more, "inner": kind({"deep": deep})}
+        beside = {"outer": kind({"given": outer})} if inputs is Deep else {}
+        batch, right = kind(pairs), [3333, 6666] if inputs is Deep else [11, 22]
+        for _ in range(3):
             assert runner(batch, **beside).tolist() == right, how
+        lacks = [({key: pairs[key] for key in pairs if key != one}, beside, one) for one in ("ids", "more")]
+        if inputs is Deep:
+            lacks += [({**pairs, "inner": kind({"other": 1})}, beside, "deep"), (pairs, {"outer": kind({})}, "given")]
+        for given_pairs, given_beside, lacking in lacks:
+            short = kind(given_pairs)
+            for _ in range(2):
+                with pytest.raises(MissingSourceError, match=lacking):
+                    runner(short, **given_beside)
+            assert set(short) == set(given_pairs), how
+        assert (set(batch), set(pairs["inner"])) == (set(pairs), {"deep"}), how
+        assert inputs is Flat or set(beside["outer"]) == {"given"}, how
+        assert runner(batch, **beside).tolist() == right, how
 
 
 class Sub(torch.Tensor): ...
@@ -300,11 +272,6 @@ class Sub(torch.Tensor): ...
 class Two(Inputs):
     lead: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0, strided=True)
     other: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0, strided=True)
-
-
-def limited_slot() -> Any:
-    """A slot on the host whose numbers have a limit."""
-    return copied(BATCH, dtype=torch.int64, pad=0, placement="host", limit=9, converts=(torch.float32,))
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -316,19 +283,14 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 def escaped(transform: Any, given: torch.Tensor) -> torch.Tensor:
     """What a transform of torch hands to its function."""
     found: list[torch.Tensor] = []
-
-    def seen(one: torch.Tensor) -> torch.Tensor:
-        found.append(one)
-        return one.sum()
-
-    transform(seen)(given)
+    transform(lambda one: found.append(one) or one.sum())(given)  # type: ignore[func-returns-value]
     return found[0]
 
 
 def itself(times: int) -> list[Any]:
     """A list that holds itself."""
     found: list[Any] = []
-    found.extend([found] * times)
+    found += [found] * times
     return found
 
 
@@ -352,12 +314,6 @@ def fake(*, sized: bool) -> Any:
     return mode(shape_env=shapes).from_tensor(torch.ones(2), static_shapes=False)
 
 
-def wrapped() -> Any:
-    """A wrapper around two tensors."""
-    two = importlib.import_module("torch.testing._internal.two_tensor").TwoTensor
-    return two(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))
-
-
 NO_SOURCES: Final[list[Callable[[], Any]]] = [
     lambda: torch.nested.nested_tensor([torch.ones(1)] * 2),
     lambda: torch.nested.nested_tensor([torch.tensor([3.0, 4.0])]),
@@ -370,7 +326,7 @@ NO_SOURCES: Final[list[Callable[[], Any]]] = [
     *(functools.partial(fake, sized=sized) for sized in (True, False)),
     lambda: torch.ones(2, device="meta"),
     lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
-    wrapped,
+    lambda: importlib.import_module("torch.testing._internal.two_tensor").TwoTensor(*[torch.tensor([3.0, 4.0])] * 2),
     torch_.nn.UninitializedParameter,
     lambda: freed(torch.tensor([3.0, 4.0])),
     lambda: freed(torch.ones(4)[::2]),
@@ -401,8 +357,9 @@ SOURCES: Final[list[Callable[[], torch.Tensor]]] = [
 @pytest.mark.parametrize("how", ["cpu-capture foreach", "cpu-capture in_graph", "eager", "no copy"])
 def test_whatever_torch_calls_a_tensor(how: str) -> None:
     """It is copied right or refused by its slot's name, before and after a step like it."""
-    limited_two = declaration_of({"lead": limited_slot(), "other": limited_slot()})
     good = {"lead": torch.tensor([5.0, 6.0]), "other": torch.tensor([1.0, 2.0])}
+    slot = copied(BATCH, dtype=torch.int64, pad=0, placement="host", limit=9, converts=(torch.float32,))
+    limited_two = declaration_of(dict.fromkeys(good, slot))
     cases = itertools.product((Two, limited_two), [*NO_SOURCES, *SOURCES], good, (True, False))
     for inputs, make, place, prepared in cases:
         runner = runner_by(how, inputs, lambda view: view.lead.float() * 100 + view.other)

@@ -1,23 +1,31 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
+import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any, Final
 
+import attrs
 import pytest
+import torch
 import typer.testing
 
-from slotgraph.backends import Availability, choose, names
+from slotgraph import BATCH, TOKENS
+from slotgraph.backends import Availability, Backend, choose, names
 from slotgraph.backends.cpu import CpuBackend
-from slotgraph.dataflow.plan import FillPlan
+from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.runners.commands import app as application
-from slotgraph.runners.commands.app import app
+from slotgraph.runners.commands import bench
+from slotgraph.runners.commands.app import app, screen
+from slotgraph.runners.commands.bench import contestants, declare_decode, draw
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.serial import from_data
+from slotgraph.runners.testing.benchmarks import verify
 
 DECLARATIONS = """
 import torch
@@ -40,7 +48,6 @@ class Outer:
         input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 """
 
-
 BROKEN = """
 import torch
 from slotgraph import BATCH, Inputs, computed, copied
@@ -49,7 +56,6 @@ class BrokenInputs(Inputs):
     lens: torch.Tensor = copied(BATCH, dtype=torch.int32)
     mask: torch.Tensor = computed(lambda lenz: lenz, shape=BATCH, dtype=torch.bool)
 """
-
 
 SERVING = """
 import torch
@@ -77,11 +83,9 @@ made = make()
 made.capture()
 """
 
-
 DECODE = "explained_inputs:DecodeInputs"
 MADE = "explained_serving:made"
 SIZED = ("--size", "batch=7/8", "--size", "hidden=16")
-
 
 MODULE: Final = """
 import sys
@@ -122,7 +126,6 @@ large = [{"ids": torch.arange(9)}, {"ids": torch.arange(7)}]
 empty = []
 odd = [3, None]
 """
-
 
 FILES: Final = {
     "explained_inputs": DECLARATIONS,
@@ -178,7 +181,7 @@ def test_explain_forms(target: str) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_explain_sizes() -> None:
-    """The JSON is the explanation whole. TOKENS is BATCH unless it is given; names are in any case."""
+    """The JSON is the explanation whole, its plan as asked for. TOKENS is BATCH unless given; names are in any case."""
 
     def tokens(found: Explanation) -> list[tuple[int | None, int | None]]:
         return [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"]
@@ -190,6 +193,10 @@ def test_explain_sizes() -> None:
     assert tokens(found) == [(7, 8)]
     assert tokens(explained(DECODE, *SIZED, "--size", "Tokens=9/10")) == [(9, 10)]
     assert tokens(explained("explained_inputs:Outer.Nested", "--size", "batch=2/4")) == [(2, 4)]
+    for lowering in choose("cpu").capabilities.lowerings:
+        options = ("--backend", "cpu", "--lowering", lowering, "--absent", "hidden")
+        plan = explained(DECODE, *SIZED, *options).plan
+        assert (plan and plan.lowering, plan and plan.absent) == (lowering, ("hidden",))
 
 
 @pytest.mark.usefixtures("folder")
@@ -205,24 +212,9 @@ def test_settings_switch_slots(settings: tuple[str, ...], switched_off: tuple[st
 
 
 @pytest.mark.usefixtures("folder")
-def test_plans() -> None:
-    """A plan is by the lowering that is asked for, and without absent slots."""
-
-    def plan(*options: str) -> FillPlan:
-        found = explained(DECODE, *SIZED, "--backend", "cpu", *options).plan
-        assert found is not None
-        return found
-
-    for lowering in choose("cpu").capabilities.lowerings:
-        assert plan("--lowering", lowering).lowering == lowering
-    assert plan("--absent", "hidden").absent == ("hidden",)
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("target", ["broken_inputs:BrokenInputs", "broken_inputs.py:BrokenInputs"])
-def test_declaration_faults_stand_one_a_line(target: str) -> None:
+def test_declaration_faults_stand_one_a_line() -> None:
     """A declaration that breaks rules fails with status 1, and all its faults are told."""
-    result = run("explain", target)
+    result = run("explain", "broken_inputs:BrokenInputs")
     assert result.exit_code == 1
     first, second, third = result.stderr.splitlines()
     assert first == "BrokenInputs breaks 2 rules:"
@@ -289,8 +281,8 @@ NOT_UNDERSTOOD = [
     (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'"),
     (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
     (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
-    (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
-    (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner"),
+    (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is not a subclass of slotgraph.Inputs"),
+    (("json:JSONDecoder",), "in json is not a subclass of slotgraph.Inputs, nor a runner"),
     (("what/is this:X",), "there is no module 'what/is this'"),
     ((DECODE, "--size", "bach=3"), "has no axis 'bach'; did you mean 'batch'?"),
     ((DECODE, "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
@@ -305,8 +297,7 @@ NOT_UNDERSTOOD = [
     ((MADE, "--size", "batch=3"), "--size: is for a declaration; a runner has its own"),
     ((MADE, "--set", "swa"), "--set: is for a declaration"),
     (("explained_serving:mad",), "explained_serving has no 'mad'; did you mean 'made'?"),
-    (("explained_serving:number",), "'number' in explained_serving returned int, which is no subclass"),
-    (("explained_serving:step",), "'step' in explained_serving is no subclass of slotgraph.Inputs, nor a runner"),
+    (("explained_serving:number",), "'number' in explained_serving returned int, which is not a subclass"),
 ]
 FAILS = [
     (("no_inputs:X",), "ModuleNotFoundError at no_inputs.py:1, `import explained_nothing`: No module"),
@@ -406,3 +397,97 @@ def test_an_output_that_takes_nothing() -> None:
     os.close(writing)
     assert done.returncode in (0, 1)
     assert done.stderr.decode() == ""
+
+
+def test_batches_differ_in_addresses_and_values() -> None:
+    """No step finds the sources of the one before, nor their values."""
+    drawn = [vars(draw(declare_decode(12), choose("cpu"), 200, number)) for number in range(3)]
+    for one, other in itertools.pairwise(drawn):
+        for name in one.keys() - {"rows", "is_greedy"}:
+            assert one[name] is not other[name]
+            assert not torch.equal(one[name], other[name])
+
+
+def test_every_contestant_leaves_the_oracles_bytes(backend: Backend) -> None:
+    """Over growing and shrinking batches, tails and outputs included; but a bare replay fills nothing."""
+    inputs = declare_decode(12)
+    found = contestants(inputs, backend, 48)
+    batches = [({BATCH: rows, TOKENS: rows}, draw(inputs, backend, rows)) for rows in (37, 48, 1, 37)]
+    verify("twelve", inputs.slotgraph, backend, found["slot_by_slot"], found, batches)
+    assert set(found) == {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
+    bare = found["bare"]
+    before = {name: slot.clone() for name, slot in bare.slots.items()}
+    bare.call(draw(inputs, backend, 3))
+    assert all(torch.equal(slot, before[name]) for name, slot in bare.slots.items())
+
+
+@pytest.mark.parametrize("changed", ["slots", "outputs"])
+def test_wrong_bytes_end_the_benchmark(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is timed that leaves other slots or returns other outputs than the oracle: the command fails."""
+
+    def stale(*given: Any) -> Any:
+        found = contestants(*given)
+        right = found["per_slot"]
+
+        def call(batch: Any) -> Any:
+            returned = right.call(batch)
+            right.slots["seq_lens"][batch.rows :] += int(changed == "slots")
+            return returned + int(changed == "outputs")
+
+        return {**found, "per_slot": attrs.evolve(right, call=call)}
+
+    inputs, cpu = declare_decode(4), choose("cpu")
+    found, batches = stale(inputs, cpu, 8), [({BATCH: 7, TOKENS: 7}, draw(inputs, cpu, 7))]
+    what = {"outputs": "it returned other outputs", "slots": "slot 'seq_lens', row 7 (its tail)"}[changed]
+    with pytest.raises(WrongBytesError, match=re.escape(f"device by 'per_slot': {what}")):
+        verify("device", inputs.slotgraph, cpu, found["slot_by_slot"], found, batches)
+    monkeypatch.setattr(bench, "contestants", stale)
+    monkeypatch.setattr(bench, "measure", pytest.fail)
+    result = run("bench", "--quick", "--slots", "4", "--backend", "cpu")
+    assert result.exit_code == 1
+    assert "WrongBytesError: 4 slots by 'per_slot': " in result.stderr
+
+
+def test_device_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Device time is shown where it was measured; ratios are to ours."""
+    row = {"slots": 4, "live": 7, "padded": 8, "gpu_us": None}
+    ours, by_hand = {"lowering": "in_graph", "host_us": 10.04}, {"lowering": "per_slot", "host_us": 50.2}
+    bench.show_rows([{**row, **ours, "gpu_us": 5.25}, {**row, **by_hand}], "in_graph", screen())
+    out = capsys.readouterr().out
+    assert [part for part in ("device microseconds of a whole step", "5.0 x", "5.2") if part not in out] == []
+
+
+@pytest.mark.slow
+def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and JSON of one quick run; in a narrow terminal nothing is cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "figures.json"
+    result = run("bench", "--quick", "--slots", "4", "--slots", "12", "--backend", "cpu", "--json", str(file))
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(file.read_text(encoding="utf-8"))
+    found = {(one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
+    steps = {"per_slot", "regrouped", *choose("cpu").capabilities.lowerings, "bare"}
+    assert found == {(name, slots, *size) for name, slots, size in itertools.product(steps, (4, 12), bench.SIZES)}
+    for one in data["rows"]:
+        assert 0 < one["host_p10_us"] <= one["host_us"] <= one["host_p90_us"]
+        assert [one["gpu_us"], one["gpu_p10_us"], one["gpu_p90_us"]] == [None] * 3
+    told = {"backend": "cpu", "ours": "foreach", "quick": True, "torch": torch.__version__}
+    assert told.items() <= data["conditions"].items()
+    for part in ("200/256", "4096/4096", "whole step", "ours: foreach"):
+        assert part in result.stdout
+    assert "…" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_wrong_options_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured whose figures could not be shown."""
+    monkeypatch.setattr(bench, "measure", pytest.fail)
+    for option, value, message in (
+        ("--slots", "1", "greater than or equal to 2"),
+        ("--slots", "x", "valid integer"),
+        ("--json", ".", "Is a directory"),
+        ("--json", "no/such/folder/figures.json", "No such file or directory"),
+    ):
+        result = run("bench", option, value)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())

@@ -1,6 +1,7 @@
 """The draft runner: whole trees by one replay, positions that nobody sees move, batches that stay as they were."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.runners.models import Batch, same_batch, snapshot
 from tests.runners.test_tree import PlainTree
 
 WORDS, WIDE, PLACES = 30, 5, 60
-BUCKETS = (2, 4)
 _DRAW = torch.Generator().manual_seed(3)
 TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
 PLACED = torch.randn(PLACES, WIDE, generator=_DRAW, dtype=torch.float64)
@@ -44,7 +44,6 @@ class Toy:
     topk: int
     steps: int
     device: torch.device
-    calls: int = 0
     cache: torch.Tensor = attrs.field(init=False)
     weights: list[torch.Tensor] = attrs.field(init=False)
 
@@ -54,7 +53,6 @@ class Toy:
         self.weights = [weight.to(self.device) for weight in (TABLE, PLACED, HEAD)]
 
     def __call__(self, view: Any, step: DraftStep) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls += 1
         table, placed, head = self.weights
         assert step.hidden_states is not None
         assert step.input_ids.data_ptr() == view.input_ids.data_ptr()
@@ -109,20 +107,19 @@ def batch_of(requests: int, topk: int, steps: int, seed: int, device: str | torc
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def made(backend: "str | Backend", topk: int, steps: int, **options: Any) -> DraftRunner[ToyInputs]:
-    """A runner that is not captured."""
+OPTIONS: dict[str, Any] = {"absent": [{"seq_lens_cpu"}], "sizes": {standard.HIDDEN: WIDE}, "progress": False}
+
+
+def made(backend: str | Backend, topk: int, steps: int, **options: Any) -> DraftRunner[ToyInputs]:
+    """A captured runner."""
     toy = Toy(topk, steps, (load(backend)() if isinstance(backend, str) else backend).device)
-    given: dict[str, Any] = {"buckets": BUCKETS, "absent": [{"seq_lens_cpu"}], "sizes": {standard.HIDDEN: WIDE}}
-    given |= {"progress": False, **options}
-    return DraftRunner(ToyInputs, toy, topk=topk, steps=steps, backend=backend, **given)
-
-
-@functools.cache
-def captured(backend: str, topk: int, steps: int, lowering: str = "auto") -> DraftRunner[ToyInputs]:
-    """A captured runner, the same one for all tests that leave it as usable as it was."""
-    runner = made(backend, topk, steps, lowering=lowering)
+    given = {"buckets": [2, 4], **OPTIONS, **options}
+    runner = DraftRunner(ToyInputs, toy, topk=topk, steps=steps, backend=backend, **given)
     runner.capture()
     return runner
+
+
+captured = functools.cache(made)  # which all tests leave as usable as it was
 
 
 def assert_right(drafts: Drafts, batch: Batch, topk: int, steps: int) -> None:
@@ -173,21 +170,11 @@ def test_a_bare_declaration(cpu: str) -> None:
         assert drafts.tokens[row].tolist() == [node.token for node in tree.nodes]
 
 
-class PlainPositions(BareInputs):
-    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-
-
-class CopiedIds(BareInputs):
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-
-
-class FlatFirst(BareInputs):
-    topk_index: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-
-
-def rows(count: int, wide: int) -> torch.Tensor:
-    """Anything of a shape."""
-    return torch.rand(count, wide)
+def with_plain(name: str) -> type[Inputs]:
+    """A draft's declaration with a plain slot over tokens."""
+    own = {"__annotations__": {name: torch.Tensor}, name: copied(TOKENS, dtype=torch.int64, pad=0)}
+    made: type[Inputs] = types.new_class("Wrong", (BareInputs,), {}, lambda body: body.update(own))
+    return made
 
 
 def test_batches_of_another_shape(cpu: str) -> None:
@@ -196,12 +183,8 @@ def test_batches_of_another_shape(cpu: str) -> None:
     good = batch_of(2, 2, 3, 1)
     with pytest.raises(BatchError, match=r"slot 'topk_p': expected float32 of shape \[2, 2\]"):
         runner({**good, "topk_p": torch.rand(2, 3)})
-    steps = runner.stats()["steps"]
-    other = {**good, "positions": torch.arange(1, 7), "out_cache_loc": torch.arange(1, 19)}
-    for use in (runner.fill, runner):
-        with pytest.raises(BatchError, match=r"slot 'positions': expected int64 of shape \[4\]"):
-            use(other)
-    assert runner.stats()["steps"] == steps
+    with pytest.raises(BatchError, match=r"slot 'positions': expected int64 of shape \[4\]"):
+        runner({**good, "positions": torch.arange(1, 7), "out_cache_loc": torch.arange(1, 19)})
     assert_right(runner(good), good, 2, 3)
 
 
@@ -219,8 +202,7 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
         seen.append(view.mrope_positions.clone())
         return (table[step.input_ids] * view.mrope_positions.sum(0)[:, None]).double(), None
 
-    given: dict[str, Any] = {"sizes": {standard.HIDDEN: WIDE}, "buckets": [4], "absent": [{"seq_lens_cpu"}]}
-    runner = DraftRunner(Mrope, forward, topk=2, steps=3, backend=backend, **given)
+    runner = DraftRunner(Mrope, forward, topk=2, steps=3, backend=backend, buckets=[4], **OPTIONS)
     runner.capture()
     batch = batch_of(3, 2, 3, 4, device)
     batch["hidden_states"] = batch["hidden_states"].to(torch.bfloat16)
@@ -237,12 +219,16 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
 def test_what_cannot_be_drafted() -> None:
     """Counts below 1, widths and sizes that contradict them, and declarations that lack something are refused."""
     wrong: list[tuple[type[Inputs], dict[str, Any], str]] = [
-        (BareInputs, {"topk": 0}, r"a draft needs topk= of at least 1, got 0"),
-        (BareInputs, {"steps": 1.5}, r"a draft needs steps= of at least 1, got 1.5"),
+        (BareInputs, {"topk": 0}, r"topk: expected a whole number, at least 1, got 0"),
+        (BareInputs, {"steps": 1.5}, r"steps: expected a whole number, at least 1, got 1.5"),
         (BareInputs, {"sizes": {standard.TOPK: 3}}, r"sizes of TOPK is 3, and topk= is 2: give topk= alone"),
-        (PlainPositions, {}, r"slot 'positions' of PlainPositions: .* give it restored=True"),
-        (CopiedIds, {}, r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)"),
-        (FlatFirst, {}, r"FlatFirst needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
+        (with_plain("positions"), {}, r"slot 'positions' of Wrong: .* give it restored=True"),
+        (
+            with_plain("input_ids"),
+            {},
+            r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)",
+        ),
+        (with_plain("topk_index"), {}, r"Wrong needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
     ]
     forward: Any = print  # never called
     for inputs, options, message in wrong:
@@ -254,11 +240,11 @@ def test_what_cannot_be_drafted() -> None:
 def test_what_forward_returns_is_checked(cpu: str) -> None:
     """Logits and hidden states have a row a token, or no bucket is captured, for that reason."""
     wrong: list[tuple[Callable[..., Any], str]] = [
-        (lambda _, step: rows(len(step.input_ids), WORDS), r"\[4, 30\]"),
-        (lambda *_: (rows(3, WORDS), None), r"\[3, 30\], NoneType"),
-        (lambda *_: (rows(4, 1), None), r"\[4, 1\], NoneType"),
+        (lambda *_: torch.rand(4, WORDS), r"\[4, 30\]"),
+        (lambda *_: (torch.rand(3, WORDS), None), r"\[3, 30\], NoneType"),
+        (lambda *_: (torch.rand(4, 1), None), r"\[4, 1\], NoneType"),
         (lambda *_: (None, None), "NoneType, NoneType"),
-        (lambda *_: (rows(4, WORDS), rows(2, 5)), r"\[4, 30\], \[2, 5\]"),
+        (lambda *_: (torch.rand(4, WORDS), torch.rand(2, 5)), r"\[4, 30\], \[2, 5\]"),
     ]
     said = r"draft step 0, must return .* logits of \[4, words\] with at least 2 words, and hidden .* 4 rows, .* got "
     for forward, message in wrong:

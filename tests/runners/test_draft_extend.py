@@ -169,7 +169,7 @@ def test_steps_are_chained(backend_name: str, drawn: list[tuple[int, int]]) -> N
         for one, other in zip(got, due, strict=True):
             torch.testing.assert_close(torch.as_tensor(one).cpu(), other)
         assert same_batch(batch, given)
-    assert len(runner.graphs._captured) == 2 * len(BUCKETS)
+    assert len(runner.graphs.captured) == 2 * len(BUCKETS)
 
 
 class Switched(Inputs):

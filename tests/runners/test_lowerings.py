@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, staged
-from slotgraph.backends import Backend, load
+from slotgraph.backends import load
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.axes import Sizes, extent
 from slotgraph.dataflow.capabilities import LADDER, resolve_dtype
@@ -25,7 +25,7 @@ from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, Rep
 from slotgraph.dataflow.slots import Slot
 from slotgraph.extend import HOST, once, side
 from tests.packing import NAME, backend_of
-from tests.runners.models import decoder, memory_of, same_batch, snapshot
+from tests.runners.models import batch_for, decoder, memory_of, same_batch, snapshot
 from tests.sources import FLAT, HOST_DATA, IN_BUFFERS, KINDS, Maker
 from tests.strategies import declaration_of, same_bytes
 
@@ -38,10 +38,8 @@ MODES: Final[Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
     "no grad": torch.no_grad,
     "meta": lambda: torch.device("meta"),
 }
-each_lowering = pytest.mark.parametrize("lowering", LADDER)
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
-SIZES: dict[type[Inputs], Sizes] = {}
 WIDTH = 2
 BUCKETS = (2, 4, 8)
 ABSENT = frozenset({"extra", "beside"})
@@ -92,44 +90,39 @@ class Rich(Quick):  # slots of every kind that take much, some of which no kerne
     scratch: torch.Tensor = staged(TOKENS, dtype=torch.float32, pad=-0.5)
 
 
-SIZES |= {Quick: {}, Rich: {PAGES: 5, HIDDEN: 3}}
+SIZES: Final[dict[type[Inputs], Sizes]] = {Quick: {}, Rich: {PAGES: 5, HIDDEN: 3}}
 _OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """One whole number of every bit of a tensor and of where it stands."""
+def digest(one: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One whole number of every bit of a tensor and of where it stands; columns of a host slot go row by row.
+
+    CUDA captures no other copy of them.
+    """
+    rows = [one] if one.is_contiguous() or not one.is_cpu else [*one]
+    tensor = torch.stack([row.to(device, non_blocking=True) for row in rows])
     bits = tensor.contiguous().view(_OF_BYTES[tensor.itemsize]).flatten().long()
     return ((torch.arange(bits.numel(), device=bits.device) + 1) * 2654435761 * (bits + 77)).sum()
-
-
-def moved_to(device: torch.device, one: torch.Tensor) -> torch.Tensor:
-    """A copy on the device. Columns of a host slot go row by row: CUDA captures no other copy of them."""
-    if one.is_cpu and not one.is_contiguous():
-        return torch.stack([row.to(device, non_blocking=True) for row in one])
-    return one.to(device, non_blocking=True)
 
 
 def digest_step(view: Any) -> dict[str, torch.Tensor]:
     """A row for each token: its own number, and a digest of every slot with its padded rows; writes what is staged."""
     assert not torch.is_grad_enabled()
     slots, ids = type(view).slotgraph.slots, view.ids
+    shown = [(name, getattr(view, name)) for name in sorted(slots)]
     can_copy = ids.device.type != "npu"  # whose graphs read host slots as operators' parameters alone
-    shown = [(n, getattr(view, n)) for n in sorted(slots)]
-    found = [(n, one) for n, one in shown if one is not None and (can_copy or not one.is_cpu)]
-    moved = [(n, moved_to(ids.device, one)) for n, one in found]
-    all_of_them = torch.stack([digest(one) for _, one in moved])
+    each = {n: digest(one, ids.device) for n, one in shown if one is not None and (can_copy or not one.is_cpu)}
     if "scratch" in slots:
         view.scratch.copy_(ids.float() + 0.125)
         view.heat.mul_(-1)
-    each = {name: all_of_them[index].expand(len(ids)) * 1 for index, (name, _) in enumerate(moved)}
-    return {"rows": ids * 3 + 1, **each}
+    return {"rows": ids * 3 + 1, **{name: one.expand(len(ids)) * 1 for name, one in each.items()}}
 
 
-def runner_of(kind: type[Inputs], backend: str | Backend, **options: Any) -> Any:
+def runner_of(kind: type[Inputs], backend: str, lowering: str) -> Any:
     """A captured runner."""
-    given: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "progress": False, **options}
-    given["backend"] = backend_of(backend) if isinstance(backend, str) else backend
-    return decoder(kind, digest_step, absent=[ABSENT] if kind is Rich else [], **given)
+    options: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "lowering": lowering}
+    absent = [ABSENT] if kind is Rich else []
+    return decoder(kind, digest_step, absent=absent, backend=backend_of(backend), **options)
 
 
 def values(slot: Slot, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -157,11 +150,9 @@ class Pair:
     right: DecodeRunner[Any]
 
     @classmethod
-    def of(cls, kind: type[Inputs], backend: str | Backend, lowering: str, **options: Any) -> "Pair":
+    def of(cls, kind: type[Inputs], backend: str, lowering: str) -> "Pair":
         """Both, captured."""
-        right = backend if isinstance(backend, str) else "cpu"
-        mine = runner_of(kind, backend, lowering=lowering, **options)
-        return cls(mine, runner_of(kind, right, lowering="slot_by_slot"))
+        return cls(*(runner_of(kind, backend, one) for one in (lowering, "slot_by_slot")))
 
     def batches(
         self, rows: int, seed: int, kinds: Sequence[str], absent: frozenset[str] = ABSENT
@@ -203,19 +194,10 @@ def assert_same_views(mine: Inputs, right: Inputs) -> None:
         assert one is None or same_bytes(one.cpu(), other.cpu()), f"{name}: {one} is not {other}"
 
 
-def assert_same_outputs(mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    """Both gave the same."""
-    assert mine.keys() == right.keys()
-    for name, one in mine.items():
-        assert torch.equal(one, right[name]), f"{name}: {one} is not {right[name]}"
+EXACTLY: Final[Any] = {"rtol": 0, "atol": 0}
 
 
-@functools.cache
-def pair_of(kind: type[Inputs], backend: str, lowering: str) -> Pair:
-    """One that all examples share, which go on where others ended."""
-    return Pair.of(kind, backend, lowering)
-
-
+pair_of = functools.cache(Pair.of)  # one that all examples share, which go on where others ended
 rows = st.sampled_from([3, 3, 3, 3, 8, 8, 0, 1, 2, 4, 5, 7, 9, 10])  # the same ones often, with other batches
 kinds = st.one_of(st.just(PLAIN), *(st.lists(st.sampled_from(of), min_size=1) for of in (KINDS, HOST_DATA, IN_BUFFERS)))
 absents = st.sampled_from([ABSENT, ABSENT, frozenset[str](), frozenset({"extra"})])
@@ -268,10 +250,9 @@ class Game:
         if what == "loop" and self.outputs is not None and len(self.outputs) == len(plain["ids"]):
             batch["ids"], plain["ids"] = self.outputs, self.outputs.clone()
             return True
-        slots, ids = self.pair.mine.graphs.buffers, batch["ids"]
-        is_alike = slots["ids"].tensor.dtype == slots["places"].tensor.dtype
-        if what == "twice" and is_alike:  # an array may be over the slot's own memory
-            batch["places"], plain["places"] = ids, plain["ids"].clone()
+        slots = self.pair.mine.graphs.buffers
+        if what == "twice" and slots["ids"].tensor.dtype == slots["places"].tensor.dtype:
+            batch["places"], plain["places"] = batch["ids"], plain["ids"].clone()  # maybe an array over the own memory
             return True
         return False
 
@@ -292,7 +273,7 @@ class Game:
         brought = types.SimpleNamespace(**batch) if len(batch["ids"]) % 2 else batch
         with MODES[mode]():
             outputs = self.pair.mine(brought, **arguments(batch))
-        assert_same_outputs(outputs, self.pair.right(plain, **arguments(plain)))
+        torch.testing.assert_close(outputs, self.pair.right(plain, **arguments(plain)), **EXACTLY)
         assert not any(one.requires_grad for one in outputs.values())
         self.outputs = outputs["rows"]
 
@@ -310,7 +291,7 @@ class Game:
             mine, right = self.views
             with MODES[mode]():
                 outputs = self.pair.mine.replay(mine)
-            assert_same_outputs(outputs, self.pair.right.replay(right))
+            torch.testing.assert_close(outputs, self.pair.right.replay(right), **EXACTLY)
 
     def produce(self, size: int, absent: frozenset[str]) -> Sequence[str]:
         """A producer writes every row of some slots; the batch's own rows are then written there, too."""
@@ -352,21 +333,18 @@ def longer(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])])
 
 
+MISFITS: Final[list[Callable[[Any], Any]]] = [
+    lambda _: None,
+    longer,
+    lambda one: one.to(torch.complex64),
+    lambda one: one.unsqueeze(0),
+    lambda one: ["word"] * (1 + len(one)),
+    lambda _: "word",
+]
 SPOILS: Final[list[tuple[str, Callable[[Any], Any]]]] = [
-    *(
-        (name, spoil)
-        for name in ("ids", "places", "pairs")
-        for spoil in (
-            lambda _: None,
-            longer,
-            lambda one: one.to(torch.complex64),
-            lambda one: one.unsqueeze(0),
-            lambda one: ["word"] * (1 + len(one)),
-            lambda _: "word",
-        )
-    ),
-    *((name, longer) for name in ("heats", "here", "flags", "halves")),
-    *((name, lambda one: ["a"] * (len(one) or 1)) for name in ("here", "flags")),
+    *itertools.product(("ids", "places", "pairs"), MISFITS),
+    *itertools.product(("heats", "here", "flags", "halves"), (longer,)),
+    *itertools.product(("here", "flags"), (lambda one: ["a"] * (len(one) or 1),)),
     ("halves", lambda one: [[1e9] * 3] * len(one) or [[1e9]]),
 ]
 
@@ -409,25 +387,24 @@ class Gaps(Inputs):  # slots of which one may be adopted, with gaps behind slots
     e: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-5)
 
 
-@each_lowering
+@pytest.mark.parametrize("lowering", LADDER)
 @pytest.mark.parametrize("adopts", [False, True])
 def test_wherever_a_source_begins(cpu: str, lowering: str, *, adopts: bool) -> None:
     """A source anywhere in the memory of slots, in gaps or around an adopted slot is read as it was."""
     memory, count = torch.arange(100, 200), 4 if adopts else 30
     bind = {"d": memory[48:52]} if adopts else {}
-    step: Any = lambda view: torch.stack([view.a, view.d, view.e])  # noqa: E731 - as small as one can be
-    options: dict[str, Any] = {"buckets": [count], "output_rows": None, "backend": cpu, "bind": bind}
-    runner = decoder(Gaps, step, lowering=lowering, **options)
+    options: dict[str, Any] = {"buckets": [count], "output_rows": None, "backend": cpu, "lowering": lowering}
+    runner = decoder(Gaps, lambda view: torch.stack([view.a, view.d, view.e]), bind=bind, **options)
     for rows in (1, 3, 4) if adopts else (count,):
-        none = torch.empty(rows, 0, dtype=torch.int64)
         first = {name: torch.arange(rows) + 100 * place for place, name in enumerate("ade", start=1)}
-        view = runner.fill({**first, "b": none, "c": none})
+        first |= dict.fromkeys("bc", torch.empty(rows, 0, dtype=torch.int64))
+        view = runner.fill(first)
         storage = (memory if adopts else view.a).untyped_storage()
         for begin, name in itertools.product(range(storage.nbytes() // 8 - rows + 1), "ade"):
-            runner.fill({**first, "b": none, "c": none})
+            runner.fill(first)
             source = torch.empty(0, dtype=torch.int64).set_(storage, begin, (rows,))  # type: ignore[call-overload]
             wanted = torch.stack([source.clone() if one == name else first[one] for one in "ade"])
-            found = runner({**first, name: source, "b": none, "c": none})
+            found = runner({**first, name: source})
             assert torch.equal(found[:, :rows], wanted), (begin, name)
             assert found[:, rows:].tolist() == [[tail] * (count - rows) for tail in (0, -3, -5)]
 
@@ -477,8 +454,7 @@ class Rows(Inputs):  # slots of which rows may lie apart in the batch's memory
 def test_rows_that_lie_apart_are_read_as_they_lie(kind: torch.dtype) -> None:
     """The kernel reads the first columns of something wider: no copy of them is made before it."""
     options: dict[str, Any] = {"buckets": [4, 8], "lowering": "in_graph", "output_rows": None}
-    step: Any = lambda view: [view.ids * 1, view.mrope * 1, view.spans * 1]  # noqa: E731 - as small as one can be
-    mine = decoder(Rows, step, backend="cpu-capture", **options)
+    mine = decoder(Rows, lambda view: [view.ids * 1, view.mrope * 1, view.spans * 1], backend="cpu-capture", **options)
     seen = Seen()
     for seed in range(4):
         draw, rows = torch.Generator().manual_seed(seed), 3 + seed % 2
@@ -512,16 +488,13 @@ def test_modes_are_not_told_of_each_source(lowering: str) -> None:
 
 def test_sizes_that_were_seen_once_cut_no_more_views() -> None:
     """Once each live size came, a fill of any of them after any other cuts nothing anew."""
-    lengths = copied(BATCH, dtype=torch.int32, pad=3)
-    small = declaration_of({"ids": copied(TOKENS, dtype=torch.int64, pad=0), "lengths": lengths})
-    options: dict[str, Any] = {"buckets": [48], "backend": "cpu", "lowering": "foreach", "output_rows": None}
-    runner = decoder(small, lambda view: view.ids + 1, **options)
-    sizes = list(range(1, 49))
-    batches = {rows: {"ids": torch.arange(rows), "lengths": torch.arange(rows).int()} for rows in sizes}
+    options: dict[str, Any] = {"buckets": [48], "lowering": "foreach", "output_rows": None}
+    runner = decoder(Rows, lambda view: view.ids + 1, **options)
+    batches = [batch_for(Rows, {TOKENS: rows, BATCH: rows}, rows) for rows in range(1, 49)]
     with Seen() as seen:  # a mode that watches operators is part of what a guard looks at
-        for rows in (*sizes, *reversed(sizes)):
-            runner(batches[rows])
+        for batch in (*batches, *reversed(batches)):
+            runner(batch)
         seen.operators.clear()
-        for rows in torch.randint(1, 49, (200,), generator=torch.Generator().manual_seed(2)).tolist():
-            runner(batches[rows])
+        for place in torch.randint(0, 48, (200,), generator=torch.Generator().manual_seed(2)).tolist():
+            runner(batches[place])
     assert not [one for one in seen.operators if "slice" in one]

@@ -1,8 +1,9 @@
 """Host parameters: graphs are handed the values of each step's own batch, padded, once in each replay."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import attrs
 import pytest
@@ -22,7 +23,6 @@ from tests.runners.models import decoder
 from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
 
 Handed = dict[str, Any]
-INNER: Final = ("cpu", "cpu-capture")
 
 
 @final
@@ -35,7 +35,6 @@ class HandingGraph(Graph):
         self._log = log
 
     def check_addresses(self) -> None:
-        """Those of the graph itself."""
         self.graph.check_addresses()
 
     def replay(self) -> None:
@@ -73,11 +72,10 @@ class HandingBackend(HostBackend):
 
 
 CONTEXT = Axis("CONTEXT", fixed=True)
+KNOWN: dict[str, Any] = {"sizes": {CONTEXT: 500}, "settings": {"sparse": False}}
 BUCKETS = (2, 5)
 Batch = dict[str, Any]
-each_inner = pytest.mark.parametrize("inner", INNER)
-
-
+each_inner = pytest.mark.parametrize("inner", ["cpu", "cpu-capture"])
 LENS = "actual_seq_lengths_kv"
 I32, I64 = torch.int32, torch.int64
 
@@ -106,11 +104,8 @@ def right(batch: Batch, padded: int, pad: int = 0) -> Handed:
     """What a graph must be handed of a batch."""
     lens = torch.as_tensor(batch["lens"]).tolist()
     whole = [*lens, *[pad] * (padded - len(lens))]
-    found: Handed = {
-        "actual_seq_lengths_kv": whole,
-        "actual_seq_lengths": [sum(whole[: row + 1]) for row in range(padded)],
-        "num_rows": len(lens),
-    }
+    ends = [*itertools.accumulate(whole)]
+    found: Handed = {"actual_seq_lengths_kv": whole, "actual_seq_lengths": ends, "num_rows": len(lens)}
     if batch.get("window") is not None:
         found["window"] = [*torch.as_tensor(batch["window"]).tolist(), *[-7] * (padded - len(lens))]
     return found
@@ -124,27 +119,20 @@ def seen(view: Parameters) -> torch.Tensor:
 
 def columns(handed: Handed, requests: int) -> list[list[int]]:
     """The same of what was handed over."""
-    lens, ends, rows = (handed[name] for name in ("actual_seq_lengths_kv", "actual_seq_lengths", "num_rows"))
-    found = [lens, ends, [rows] * len(lens), *([handed["window"]] if "window" in handed else [])]
-    return [list(row) for row in zip(*found, strict=True)][:requests]
-
-
-def decode_step(view: Decoding) -> torch.Tensor:
-    """All columns, moved by the tokens."""
-    return seen(view) + view.input_ids[:, None]
+    rows = [[one] * requests if isinstance(one, int) else one[:requests] for one in handed.values()]
+    return [list(row) for row in zip(*rows, strict=True)]
 
 
 @functools.cache
 def decoding(inner: str, lowering: str, *, lazy: bool = False) -> tuple[Any, HandingBackend]:
-    """A captured runner whose graphs are handed parameters."""
+    """A captured runner whose graphs are handed parameters. Its step returns all columns, moved by the tokens."""
     backend = HandingBackend(inner)
-    return handing(backend, lowering=lowering, lazy=lazy), backend
+    return handing(backend, lambda view: seen(view) + view.input_ids[:, None], lowering=lowering, lazy=lazy), backend
 
 
-def handing(backend: Any, step: Any = decode_step, **options: Any) -> Any:
+def handing(backend: Any, step: Any, **options: Any) -> Any:
     """A captured runner."""
-    known: dict[str, Any] = {"sizes": {CONTEXT: 500}, "settings": {"sparse": False}, "absent": [{"window"}]}
-    return decoder(Decoding, step, buckets=BUCKETS, backend=backend, **known, **options)
+    return decoder(Decoding, step, buckets=BUCKETS, backend=backend, absent=[{"window"}], **KNOWN, **options)
 
 
 @st.composite
@@ -154,11 +142,6 @@ def batches(draw: st.DrawFn) -> Batch:
     lens, ids, window = (draw(st.lists(st.integers(1, 99), min_size=requests, max_size=requests)) for _ in range(3))
     make: Any = draw(st.sampled_from([list, torch.tensor, lambda rows: torch.tensor(rows, dtype=torch.int32)]))
     return {"input_ids": torch.tensor(ids), "lens": make(lens), "window": window if draw(st.booleans()) else None}
-
-
-def bucket_for(requests: int) -> int:
-    """The smallest bucket that takes a batch."""
-    return min(bucket for bucket in BUCKETS if bucket >= requests)
 
 
 @each_inner
@@ -172,7 +155,7 @@ def test_each_replay_is_handed_its_own(inner: str, lowering: str, steps: list[Ba
     for batch in (one for one in steps for _ in range(2)):
         outputs = runner(batch)
         requests = len(batch["input_ids"])
-        expected = right(batch, bucket_for(requests))
+        expected = right(batch, 2 if requests <= 2 else 5)
         assert backend.since() == [expected]
         assert (outputs - batch["input_ids"][:, None]).tolist() == columns(expected, requests)
 
@@ -208,11 +191,11 @@ def test_eager_steps(inner: str) -> None:
     batch: Batch = {"input_ids": torch.arange(6), "lens": torch.arange(3, 9), "window": [1, 2, 3, 4, 5, 6]}
     assert runner.decide(batch).why == "too_large"
     assert (runner(batch) - batch["input_ids"][:, None]).tolist() == columns(right(batch, 6), 6)
-    known: dict[str, Any] = {"sizes": {CONTEXT: 500}, "settings": {"sparse": False}, "backend": backend}
+    batch |= {"lens": batch["lens"].int(), "window": torch.tensor(batch["window"])}
     for no_copy in (False, True):
-        given_batch = {**batch, "lens": batch["lens"].int(), "window": torch.tensor(batch["window"])}
         step: Any = lambda view: (view.kv_lens.tolist(), view.rows.item())  # noqa: E731 - as small as one can be
-        assert EagerRunner(Decoding, step, no_copy=no_copy, **known)(given_batch) == ([3, 4, 5, 6, 7, 8], 6)
+        eager = EagerRunner(Decoding, step, no_copy=no_copy, backend=backend, **KNOWN)
+        assert eager(batch) == ([3, 4, 5, 6, 7, 8], 6)
     assert backend.since() == []
 
 
@@ -237,12 +220,12 @@ def test_ordinary_host_values(backend_name: str) -> None:
     device = choose(backend_name).device
     if choose(backend_name).capabilities.host_parameters:
         pytest.skip("operators take the parameters of this device: its own tests hold them")
-    runner = handing(backend_name, step=lambda view: view.input_ids + 1)
+    runner = handing(backend_name, lambda view: view.input_ids + 1)
     for rows in (3, 1, 5, 2):
         batch: Batch = {"input_ids": torch.arange(rows, device=device), "lens": [9 + row for row in range(rows)]}
         view = runner.fill(batch)
         pad = runner.stage.backend.capabilities.fills.get("seq_len_fill", 1)
-        expected = right(batch, bucket_for(rows), pad)
+        expected = right(batch, 2 if rows <= 2 else 5, pad)
         assert (view.kv_lens.device.type, view.window, view.never) == ("cpu", None, None)
         assert view.kv_lens.tolist() == expected["actual_seq_lengths_kv"]
         assert view.actual_seq_lengths.tolist() == expected["actual_seq_lengths"]
@@ -268,22 +251,20 @@ def test_no_part_of_a_parameter(inner: str) -> None:
 
 def test_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
-    known: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
-    with pytest.raises(ConfigError, match="chained names 'own', which is no slot that Chaining copies"):
-        MultiLayerDraftExtendRunner(Chaining, [lambda *_: None], chained=["own"], **known)
-
-
-READS: dict[str, Any] = {
-    "Tensor.tolist": lambda view: view.kv_lens.tolist(),
-    "Tensor.__int__": lambda view: [int(one) for one in view.kv_lens],
-    "Tensor.numpy": lambda view: view.kv_lens.numpy(),
-    "Tensor.item": lambda view: view.kv_lens[-1].item(),
-}
+    options: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
+    with pytest.raises(ConfigError, match="chained names 'own', which Chaining does not copy"):
+        MultiLayerDraftExtendRunner(Chaining, [lambda *_: None], chained=["own"], **options)
 
 
 def test_read_that_would_be_frozen() -> None:
     """cpu-capture says of a parameter that is read on the host that its value would stay, and what to do."""
-    for name, read in READS.items():
+    reads: dict[str, Any] = {
+        "Tensor.tolist": lambda view: view.kv_lens.tolist(),
+        "Tensor.__int__": lambda view: [int(one) for one in view.kv_lens],
+        "Tensor.numpy": lambda view: view.kv_lens.numpy(),
+        "Tensor.item": lambda view: view.kv_lens[-1].item(),
+    }
+    for name, read in reads.items():
         step: Any = lambda view, read=read: [read(view), view.input_ids][1]  # noqa: E731 - as small as one can be
         said = f"cannot use {name} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so"
         with pytest.raises(CaptureError, match=said):

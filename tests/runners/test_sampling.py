@@ -69,13 +69,18 @@ def sample(seed: int = 0, inputs: type[Inputs] = Sampled, **said: Any) -> Sample
     return sample_batch(inputs.slotgraph, Capabilities(), LIVE, seeded(seed), **said)
 
 
-def test_where_sources_stand() -> None:
-    """Mappings along paths, side arguments beside the batch; nothing for what no batch brings."""
+def test_where_sources_and_tensors_are() -> None:
+    """Mappings along paths, side arguments beside the batch; on the device, or on the CPU; roles with their dtypes."""
     found = sample()
     plain = {"input_ids", "positions", "seq_lens", "unlimited_lens", "locations", "flags", "on_host", "lens", "waves"}
     assert set(found.batch) == plain | {"bytes", "tables"}
     assert set(found.batch["tables"]) == {"full", "window"}
     assert {name: list(value) for name, value in found.side.items()} == {"proxy": ["hidden"]}
+    found = sample_batch(Sampled.slotgraph, ON_NPU, LIVE, seeded(), absent={"hidden", "flags"}, device=META)
+    devices = {name: value.device.type for name, value in found.batch.items() if isinstance(value, torch.Tensor)}
+    assert {name for name, device in devices.items() if device == "cpu"} == {"on_host", "lens"}
+    assert found.batch["locations"].dtype == torch.int32
+    assert (found.side, "flags" in found.batch) == ({}, False)
 
 
 @given(seed=st.integers(0, 1 << 30))
@@ -109,15 +114,6 @@ def test_a_fill_admits_it(data: st.DataObject, declaration: type[Inputs], capabi
             assert (value is None) == (name in absent) == (ready.views[name] is None)
             assert value is None or value.dtype == resolve_dtype(slot.dtype, capabilities)
             assert value is None or tuple(value.shape) == extent(slot.shape, turn.live)
-
-
-def test_where_tensors_are() -> None:
-    """Slots on the device get tensors where the caller says, those in host memory on the CPU; roles, their dtypes."""
-    found = sample_batch(Sampled.slotgraph, ON_NPU, LIVE, seeded(), absent={"hidden", "flags"}, device=META)
-    devices = {name: value.device.type for name, value in found.batch.items() if isinstance(value, torch.Tensor)}
-    assert {name for name, device in devices.items() if device == "cpu"} == {"on_host", "lens"}
-    assert found.batch["locations"].dtype == torch.int32
-    assert (found.side, "flags" in found.batch) == ({}, False)
 
 
 def test_values_of_ones_own() -> None:

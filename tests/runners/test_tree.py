@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slotgraph.backends import Backend
 from slotgraph.runners.tree import Accepted, Drafts, Frontier, Tree, accept, ancestors, best_tree, top_tokens
+from tests.strategies import noise
 
 
 @attrs.frozen
@@ -51,7 +52,8 @@ class PlainTree:
 
     def best(self, root: int, count: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of the root and the best count - 1 nodes, in the order in which they were drafted."""
-        ranked = sorted(range(len(self.nodes)), key=lambda node: (-self.nodes[node].score, node))
+        scores = [-math.inf if math.isnan(node.score) else node.score for node in self.nodes]
+        ranked = sorted(range(len(scores)), key=lambda node: (-scores[node], node))
         chosen = sorted(ranked[: count - 1])
         place = {-1: 0, **{node: place for place, node in enumerate(chosen, start=1)}}
         tokens = [root, *(self.nodes[node].token for node in chosen)]
@@ -81,18 +83,13 @@ def plain_walk(tokens: list[int], parents: list[int], targets: list[int], steps:
     return path
 
 
-def logits_of(rows: int, seed: int) -> torch.Tensor:
-    """Random logits, of which no two are equal."""
-    return 3 * torch.randn(rows, WORDS, generator=torch.Generator().manual_seed(seed))
-
-
 def grown(requests: int, topk: int, steps: int, seed: int) -> tuple[Frontier, list[PlainTree]]:
     """The same random tree, in tensors and in plain Python."""
-    shares, tokens = top_tokens(logits_of(requests, seed), topk)
+    shares, tokens = top_tokens(3 * noise((requests, WORDS), torch.float32, seed), topk)
     frontier = Frontier.begin(shares, tokens)
     plain = [PlainTree.begin(s, t) for s, t in zip(shares.tolist(), tokens.tolist(), strict=True)]
     for step in range(1, steps):
-        shares, tokens = top_tokens(logits_of(requests * topk, seed + step).view(requests, topk, WORDS), topk)
+        shares, tokens = top_tokens(3 * noise((requests, topk, WORDS), torch.float32, seed + step), topk)
         frontier = frontier.grow(shares, tokens)
         for request, tree in enumerate(plain):
             tree.grow(shares[request].tolist(), tokens[request].tolist())
@@ -118,63 +115,50 @@ def test_growth(size: tuple[int, int, int, int]) -> None:
         assert frontier.branches[request].tolist() == tree.branches
 
 
-@given(sizes, st.data())
-def test_best_tree(size: tuple[int, int, int, int], data: st.DataObject) -> None:
-    """The root and the best nodes, parents before children, with their depths and with what each may see."""
+ODD = (0.0, 1.0, 1.0, 0.5, 1e-40, 1.5, math.nan, math.inf, -1.0)
+"""Shares that are equal, and such as no softmax gives."""
+
+
+@given(sizes, st.booleans(), st.data())
+def test_best_tree(size: tuple[int, int, int, int], odd: bool, data: st.DataObject) -> None:  # noqa: FBT001 - as drawn
+    """The root and the best nodes, parents before children, with their depths and with what each may see.
+
+    A node whose score is not a number, and with it all below, comes after all that have one.
+    """
     requests, topk, steps, seed = size
-    frontier, plain = grown(requests, topk, steps, seed)
-    count = data.draw(st.integers(1, 1 + frontier.drafts().tokens.shape[1]))
-    roots = torch.arange(100, 100 + requests)
-    tree = best_tree(frontier.drafts(), roots, count)
-    for request, one in enumerate(plain):
-        tokens, parents = one.best(100 + request, count)
-        assert (tree.tokens[request].tolist(), tree.parents[request].tolist()) == (tokens, parents)
+    drafts = (_odd(topk, steps, data) if odd else grown(requests, topk, steps, seed)[0]).drafts()
+    requests, nodes = drafts.tokens.shape
+    scores, count = drafts.scores.clone(), data.draw(st.integers(1, 1 + nodes))
+    for row, parents in zip(scores, drafts.parents.tolist(), strict=True):
+        spoilt = data.draw(st.sets(st.integers(0, nodes - 1), max_size=2))
+        for node, parent in enumerate(parents):
+            if node in spoilt or parent in spoilt:
+                spoilt.add(node)
+                row[node] = math.nan
+    tree = best_tree(attrs.evolve(drafts, scores=scores), torch.arange(100, 100 + requests), count)
+    positions = tree.positions(torch.arange(requests) * 10)
+    for row in range(requests):
+        columns = (drafts.tokens[row].tolist(), scores[row].tolist(), drafts.parents[row].tolist())
+        plain = PlainTree([Node(*one) for one in zip(*columns, strict=True)], [], [])
+        tokens, parents = plain.best(100 + row, count)
+        assert (tree.tokens[row].tolist(), tree.parents[row].tolist()) == (tokens, parents)
         seen = plain_ancestors(parents)
-        assert [set(row.nonzero().flatten().tolist()) for row in tree.mask[request]] == seen
-        assert tree.depths[request].tolist() == [len(above) - 1 for above in seen]
-        positions = tree.positions(torch.arange(requests) * 10)
-        assert positions[request].tolist() == [request * 10 + len(above) - 1 for above in seen]
+        assert [set(one.nonzero().flatten().tolist()) for one in tree.mask[row]] == seen
+        assert tree.depths[row].tolist() == [len(above) - 1 for above in seen]
+        assert positions[row].tolist() == [row * 10 + len(above) - 1 for above in seen]
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.data())
-def test_equal_scores_keep_the_parent(topk: int, steps: int, rounds: int, data: st.DataObject) -> None:
-    """Scores that are equal, zero, more than 1 or no numbers never bring a child without its parent."""
-    odd = st.sampled_from([0.0, 1.0, 1.0, 0.5, 1e-40, 1.5, math.nan, math.inf, -1.0])
+def _odd(topk: int, steps: int, data: st.DataObject) -> Frontier:
+    """One tree, of such shares."""
 
     def drawn(*shape: int) -> torch.Tensor:
         count = math.prod(shape)
-        return torch.tensor(data.draw(st.lists(odd, min_size=count, max_size=count))).view(shape)
+        return torch.tensor(data.draw(st.lists(st.sampled_from(ODD), min_size=count, max_size=count))).view(shape)
 
     frontier = Frontier.begin(drawn(1, topk), torch.arange(topk)[None])
     for _ in range(1, steps):
         frontier = frontier.grow(drawn(1, topk, topk), torch.arange(topk * topk).view(1, topk, topk))
-    drafts = frontier.drafts()
-    count = min(1 + rounds, 1 + drafts.tokens.shape[1])
-    ranked = drafts.scores[0].sort(descending=True, stable=True).indices[: count - 1].tolist()
-    assert all(parent in (-1, *ranked) for parent in drafts.parents[0, ranked].tolist())
-    tree = best_tree(drafts, torch.tensor([7]), count)
-    assert all(parent < node for node, parent in enumerate(tree.parents[0].tolist()))
-
-
-@given(st.integers(1, 3), st.integers(2, 4), st.integers(0, 1000), st.data())
-def test_scores_of_ones_own_that_are_no_numbers(topk: int, steps: int, seed: int, data: st.DataObject) -> None:
-    """A node without a number, and with it all below, comes after all that have one; no parent is left out."""
-    drafts = grown(1, topk, steps, seed)[0].drafts()
-    spoilt = data.draw(st.sets(st.integers(0, drafts.tokens.shape[1] - 1)))
-    parents = drafts.parents[0].tolist()
-    for node, parent in enumerate(parents):
-        if parent in spoilt:
-            spoilt.add(node)
-    scores = drafts.scores.clone()
-    scores[0, sorted(spoilt)] = math.nan
-    count = data.draw(st.integers(1, 1 + drafts.tokens.shape[1]))
-    tokens, right = drafts.tokens[0].tolist(), drafts.scores[0].tolist()
-    ranked = sorted(range(len(tokens)), key=lambda node: (node in spoilt, 0 if node in spoilt else -right[node], node))
-    chosen = sorted(ranked[: count - 1])
-    tree = best_tree(attrs.evolve(drafts, scores=scores), torch.tensor([7]), count)
-    assert tree.tokens[0].tolist() == [7, *(tokens[node] for node in chosen)]
-    above = [0 if parents[node] < 0 else 1 + chosen.index(parents[node]) for node in chosen]
-    assert tree.parents[0].tolist() == [-1, *above]
+    return frontier
 
 
 @given(st.lists(st.integers(0, 100), max_size=20))
@@ -230,8 +214,7 @@ def test_captured(backend: "Backend", topk: int, steps: int, seed: int) -> None:
         tree = best_tree(frontier.drafts(), frontier.tokens[:, 0], 1 + topk * steps)
         return frontier.drafts(), tree, accept(tree.tokens, tree.parents, tree.tokens.roll(-1, 1), steps)
 
-    draw = torch.Generator().manual_seed(seed)
-    filled = [torch.rand(tensor.shape, generator=draw) for tensor in (first, later)]
+    filled = [noise(tuple(tensor.shape), tensor.dtype, seed) for tensor in (first, later)]
     first.fill_(0.5)
     later.fill_(0.5)
     with backend.stream():

@@ -10,16 +10,17 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, constant, copied
+from slotgraph import BATCH, EagerRunner, Inputs, computed, constant, copied
 from slotgraph.backends import choose, load
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import ComputeError
 from slotgraph.extend import HOST
 from tests.runners import prefilled
 from tests.runners.kinds import EVERY_KIND, anew
-from tests.runners.models import PlainInputs, decoder, plain_step, random_batch
+from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
 from tests.strategies import declaration_of, draw
 
 BATCHES = [(rows, seed) for seed, rows in enumerate((3, 8, 3, 9, 4))]
@@ -40,11 +41,6 @@ def called(runner: Any, batch: Any) -> Any:
     return runner({name: torch.relu(one) + one if name == "weights" else one for name, one in batch.items()}) * 2
 
 
-def filled(runner: Any, batch: Any) -> Any:
-    """A fill and a replay."""
-    return runner.replay(runner.fill(batch)) * 2
-
-
 def decided(runner: Any, batch: Any) -> Any:
     """What else a runner is asked."""
     decision, stats = runner.decide(batch), runner.stats()
@@ -54,11 +50,9 @@ def decided(runner: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(("lowering", "lazy"), [*zip(LADDER, itertools.cycle((False, True)), strict=False)])
 def test_every_step_is_right(lowering: str, *, lazy: bool) -> None:
     """Captured, eager and late captured steps, by every use, give what they give without the compiler."""
-    options: dict[str, Any] = {"backend": "cpu-capture", "lowering": lowering, "lazy": lazy, "progress": False}
-    one, other = (DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], **options) for _ in range(2))
-    one.capture()
-    other.capture()
-    for use in (called, filled, decided):
+    options: dict[str, Any] = {"backend": "cpu-capture", "lowering": lowering, "lazy": lazy}
+    one, other = (plain_runner(**options) for _ in range(2))
+    for use in (called, lambda runner, batch: runner.replay(runner.fill(batch)) * 2, decided):
         compiled: Any = torch.compile(use, backend="eager")
         for rows, seed in BATCHES:
             batch = random_batch(rows, seed)
@@ -85,27 +79,19 @@ def test_other_runners(kind: str, *, inside: bool) -> None:
 
 def test_a_compiled_step_stays_compiled() -> None:
     """A runner inside of a compiled function runs a compiled step as ever; one graph cannot hold a runner."""
-    graphs = []
-
-    def counting(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    counting = CompileCounter()
     step = torch.compile(lambda view: view.ids + view.places, backend=counting)
     runner, batch = EagerRunner(PlainInputs, step, backend="cpu"), random_batch(3, 1)
     compiled = torch.compile(called, backend="eager")
     assert torch.equal(compiled(runner, batch), (batch["ids"] + batch["places"]) * 2)
-    assert graphs
+    assert counting.frame_count
     with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
         torch.compile(lambda: runner(batch), backend="eager", fullgraph=True)()
 
 
 CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")],
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 )
-
-
 CAST = [2, 4, 8]
 
 
@@ -113,23 +99,16 @@ class Ids(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.float32,))
 
 
-class Model(torch.nn.Module):
-    """Weights in float32, which autocast casts; autocast is on around it, inside of it, or both."""
+def cast_at(where: str, device: str) -> tuple[torch.nn.Module, Any]:
+    """Layers in float32, each used twice, which autocast casts around a step, inside of it, or both; and the step."""
+    one, two, tanh = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Tanh()
+    layers = torch.nn.Sequential(torch.nn.Embedding(32, 16), *[one, tanh, two, tanh] * 2).to(device)
 
-    def __init__(self, where: str, device: str) -> None:
-        super().__init__()
-        self.where = where
-        self.table = torch.nn.Parameter(torch.randn(32, 16))
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
-        self.to(device)
-        self.autocast = torch.autocast(device, torch.bfloat16)
+    def step(view: Any) -> Any:
+        with nullcontext() if where == "around" else torch.autocast(device, torch.bfloat16):
+            return layers(view.ids)
 
-    def forward(self, view: Any) -> torch.Tensor:  # each weight is used twice
-        with self.autocast if self.where != "around" else nullcontext():
-            hidden = self.table[view.ids]
-            for layer in [*self.layers, *self.layers]:
-                hidden = torch.tanh(layer(hidden))
-            return hidden
+    return layers, step
 
 
 @pytest.mark.parametrize("device_backend", ["cpu-capture", CUDA])
@@ -138,7 +117,7 @@ class Model(torch.nn.Module):
 def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy: bool) -> None:
     """Each bucket's graph gives what the model gives, in any order, also once autocast has ended and weights change."""
     device = "cuda" if device_backend == "cuda" else "cpu"
-    model = Model(where, device)
+    layers, model = cast_at(where, device)
     outer: Any = nullcontext() if where == "inside" else torch.autocast(device, torch.bfloat16)
     with outer:
         model(Ids(ids=torch.arange(3, device=device)))  # as engines do, which fills the cache of casts
@@ -147,7 +126,7 @@ def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy
             runner({"ids": draw(0, 31, (rows,), rows).to(device)})
     for turn in range(3):
         with torch.no_grad():
-            for weight in model.parameters():
+            for weight in layers.parameters():
                 weight.mul_(-0.75)
         torch.randn(1 << 16, device=device)  # which takes what was freed
         for rows in (1, 7, 3, 2, 8, 4):
@@ -172,16 +151,14 @@ def default_device(which: str | None) -> Iterator[None]:
 
 
 def _plain(outputs: Any) -> list[Any]:
-    if attrs.has(type(outputs)):
-        outputs = attrs.asdict(outputs, recurse=False)
-    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(outputs)]
+    parts = attrs.asdict(outputs, recurse=False) if attrs.has(type(outputs)) else outputs
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(parts)]
 
 
 def on_default(*needs: str, placement: Any = "device") -> type[Inputs]:
     """A declaration with a function that makes its tensor on whatever device is the default."""
     functions = {(): lambda step: torch.arange(3) + step.live(BATCH), ("ids",): lambda ids: torch.arange(ids.shape[0])}
-    shape = BATCH if needs else 3
-    counts = computed(functions[needs], shape=shape, dtype=torch.int64, placement=placement)
+    counts = computed(functions[needs], shape=BATCH if needs else 3, dtype=torch.int64, placement=placement)
     return declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=0), "counts": counts})
 
 
@@ -205,10 +182,8 @@ def test_a_function_obeys_the_callers_default(cpu: str) -> None:
         EagerRunner(fixed, step, backend="cpu").fill({})  # a constant's function does so, too
     for inputs in (on_default(), on_default(placement=HOST), of_ids):
         runners: list[Any] = [EagerRunner(inputs, step, backend=backend)]
-        for lowering in backend.capabilities.lowerings:
-            options: dict[str, Any] = {"backend": backend, "lowering": lowering, "progress": False}
-            runners.append(DecodeRunner(inputs, step, buckets=[2], **options))
-            runners[-1].capture()
+        each: Any = {"buckets": [2], "backend": backend}
+        runners += [decoder(inputs, step, lowering=one, **each) for one in backend.capabilities.lowerings]
         for runner in runners:
             right = runner(batch).tolist()
             try:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,7 @@ class MicroInputs(Inputs):  # every kind of slot whose rows belong to a request 
     starts: torch.Tensor = computed(  # of all rows before it, so that a slice of the whole would be wrong
         lambda lens: lens.cumsum(0) - lens, shape=BATCH, dtype=torch.int64
     )
-    later: torch.Tensor = computed(lambda starts, lens: starts + lens, shape=BATCH, dtype=torch.int64)
+    later: torch.Tensor = computed(lambda starts, ranks: starts + ranks, shape=BATCH, dtype=torch.int64)
     ranks: torch.Tensor = constant(lambda step: list(range(step.padded(BATCH))), shape=BATCH, dtype=torch.int64)
     made: torch.Tensor = staged(BATCH, dtype=torch.float32, pad=0)
     logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
@@ -206,9 +207,6 @@ class RaggedInputs(Inputs):
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     counts: torch.Tensor = computed(lambda step: [step.live(BATCH), step.live(TOKENS)], shape=2, dtype=torch.int64)
-
-
-class SwitchedInputs(RaggedInputs):
     flags: torch.Tensor = computed(lambda lens: lens * 2, shape=BATCH, dtype=torch.int64, when="flags")
     note: torch.Tensor = computed(lambda remark: 1 if remark is None else 2, shape=1, dtype=torch.int64)
     remark: Any
@@ -216,18 +214,16 @@ class SwitchedInputs(RaggedInputs):
 
 def test_requests_of_different_lengths() -> None:
     """Where tokens do not follow from requests, a cut needs both ranges, and says so."""
-    runner = EagerRunner(RaggedInputs, lambda view: view, backend="cpu")
-    view = runner.fill({"ids": torch.arange(10, 17), "lens": torch.tensor([3, 1, 3])})
-    micro = view.narrow(BATCH, 1, 3, tokens=(3, 7))
-    assert (micro.ids.tolist(), micro.lens.tolist(), micro.counts.tolist()) == ([13, 14, 15, 16], [1, 3], [2, 4])
-    with pytest.raises(BatchError, match=r"say which tokens these rows have, narrow\(BATCH, a, b, tokens=\(c, d\)\)"):
-        view.narrow(BATCH, 1, 3)
-    for flags, remark in itertools.product((False, True), (None, "here")):  # None, and what the whole saw
-        switched = EagerRunner(SwitchedInputs, lambda view: view, backend="cpu", settings={"flags": flags})
-        batch = {"ids": torch.arange(4), "lens": torch.tensor([1, 3]), **({"remark": remark} if remark else {})}
-        part = switched.fill(batch).narrow(BATCH, 1, 2, tokens=(1, 4))
-        assert (part.flags.tolist() if flags else part.flags) == ([6] if flags else None)
-        assert part.note.tolist() == [1 if remark is None else 2]
+    batch: dict[str, Any] = {"ids": torch.arange(10, 17), "lens": torch.tensor([3, 1, 3])}
+    for flags, remark in itertools.product((False, True), ({}, {"remark": "here"})):  # None, and what the whole saw
+        runner = EagerRunner(RaggedInputs, lambda view: view, backend="cpu", settings={"flags": flags})
+        view = runner.fill({**batch, **remark})
+        part = view.narrow(BATCH, 1, 3, tokens=(3, 7))
+        assert (part.ids.tolist(), part.lens.tolist(), part.counts.tolist()) == ([13, 14, 15, 16], [1, 3], [2, 4])
+        assert (part.flags.tolist() if flags else part.flags) == ([2, 6] if flags else None)
+        assert part.note.tolist() == [2 if remark else 1]
+        with pytest.raises(BatchError, match=r"say which tokens these rows have, narrow\(BATCH, a, b, tokens=\(c, d\)"):
+            view.narrow(BATCH, 1, 3)
 
 
 class Halved(Inputs):  # what each half of a captured step may have of its own, and what it may not
@@ -239,34 +235,21 @@ class Halved(Inputs):  # what each half of a captured step may have of its own, 
     tag: int
 
 
-def halves(view: Halved) -> list[Halved]:
-    """Two micro-batches of two rows."""
-    return [view.narrow(BATCH, 0, 2), view.narrow(BATCH, 2, 4)]
-
-
 def test_captured_micro_batches(cpu: str) -> None:
     """Halves in a captured step see each replay's own rows and what follows from them; what the host does is told."""
 
-    def runner_of(step: Any) -> DecodeRunner[Halved]:
-        return DecodeRunner(Halved, step, buckets=[4], backend=cpu, output_rows=BATCH, progress=False)
+    def runner_of(row: Callable[[Halved], torch.Tensor]) -> Any:
+        step: Any = lambda view: torch.cat([row(view.narrow(BATCH, start, start + 2)) for start in (0, 2)])  # noqa: E731
+        return decoder(Halved, step, buckets=[4], backend=cpu, output_rows=BATCH)
 
-    def row(half: Halved) -> torch.Tensor:
-        return half.ids + half.doubled * 1000 + half.tag_now * 10
-
-    runner = runner_of(lambda view: torch.cat([row(half) for half in halves(view)]))
-    runner.capture()
+    runner = runner_of(lambda half: half.ids + half.doubled * 1000 + half.tag_now * 10)
     for rows in (3, 1, 4):
         ids = torch.arange(1, rows + 1)
         assert runner({"ids": ids, "tag": rows}).tolist() == (ids * 2001 + rows * 10).tolist()
     for name, twice in itertools.product(("counts", "shifted"), (False, True)):
-
-        def step(view: Halved, name: str = name, twice: bool = twice) -> torch.Tensor:  # noqa: FBT001 - of the loop
-            parts = [half.narrow(BATCH, 0, 1) if twice else half for half in halves(view)]
-            return torch.cat([getattr(part, name) + part.ids for part in parts])
-
         said = f"slot '{name}' follows from what the host computes, and a captured step"
         with pytest.raises(CaptureError, match=said):
-            runner_of(step).capture()
+            runner_of(lambda half: getattr(half.narrow(BATCH, 0, 1) if twice else half, name))  # noqa: B023 - at once
 
 
 def test_what_cannot_be_narrowed() -> None:
@@ -277,7 +260,7 @@ def test_what_cannot_be_narrowed() -> None:
             view.narrow(BATCH, start, stop)
     with pytest.raises(BatchError, match="TOKENS"):
         view.narrow(TOKENS, 0, 4)
-    batch = RaggedInputs(ids=torch.arange(3), lens=torch.arange(3))
+    batch = RaggedInputs(ids=torch.arange(3), lens=torch.arange(3), remark=None)
     with pytest.raises(BatchError, match="only a view, which a fill handed out, can be narrowed"):
         batch.narrow(BATCH, 0, 1)
 
@@ -294,31 +277,20 @@ class PrefillInputs(Inputs):  # requests of several tokens each: both axes vary 
     sevens: torch.Tensor = constant(7, shape=(BATCH, COLUMNS), dtype=torch.int32)
 
 
-def as_seen(view: PrefillInputs) -> dict[str, torch.Tensor]:
-    """Copies of all that a step sees."""
-    return {name: getattr(view, name).clone() for name in PrefillInputs.slotgraph.slots}
-
-
 @pytest.mark.parametrize("no_copy", [False, True])
 def test_exact_views(cpu: str, *, no_copy: bool) -> None:
     """A step sees the live rows alone; each axis grows by itself to the next power of two, and says so once."""
-    runner = EagerRunner(PrefillInputs, as_seen, backend=cpu, sizes={COLUMNS: 3}, no_copy=no_copy)
-    turns: list[tuple[tuple[int, int, int], list[tuple[int, int, int]]]] = [
-        ((5, 2, 3), [(8, 2, 4)]),
-        ((8, 2, 4), []),
-        ((9, 1, 1), [(16, 2, 4)]),
-        ((0, 0, 0), []),
-        ((2, 1, 0), []),
-        ((3, 3, 33), [(16, 4, 64)]),
-        ((17, 4, 64), [(32, 4, 64)]),
-        ((17, 4, 64), []),
-    ]
-    for sizes, grown in turns:
+    names = PrefillInputs.slotgraph.slots
+    copies: Any = lambda view: {name: getattr(view, name).clone() for name in names}  # noqa: E731 - as small as can be
+    runner = EagerRunner(PrefillInputs, copies, backend=cpu, sizes={COLUMNS: 3}, no_copy=no_copy)
+    sizes_of_steps = (5, 2, 3), (8, 2, 4), (9, 1, 1), (0, 0, 0), (2, 1, 0), (3, 3, 33), (17, 4, 64), (17, 4, 64)
+    growth = {(5, 2, 3): [(8, 2, 4)], (9, 1, 1): [(16, 2, 4)], (3, 3, 33): [(16, 4, 64)], (17, 4, 64): [(32, 4, 64)]}
+    for sizes in sizes_of_steps:
         batch = batch_for(PrefillInputs, dict(zip((TOKENS, BATCH, PAGES), sizes, strict=True)), 1)
         with capture_logs() as events:
             seen = runner(batch)
         found = [event["sizes"] for event in events if event["event"] == "grown"]
-        assert no_copy or [(one["TOKENS"], one["BATCH"], one["PAGES"]) for one in found] == grown
+        assert no_copy or [(one["TOKENS"], one["BATCH"], one["PAGES"]) for one in found] == growth.pop(sizes, [])
         assert {name: torch.equal(seen[name], batch[name]) for name in batch} == dict.fromkeys(batch, True)
         assert seen["tokens"].tolist() == [sizes[0]] * 2
         assert torch.equal(seen["squares"], batch["ids"] ** 2)
@@ -326,7 +298,7 @@ def test_exact_views(cpu: str, *, no_copy: bool) -> None:
 
 
 def test_no_copy(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step sees the batch's own tensors, by argument or by environment; the argument wins; else it sees copies."""
+    """A step sees the batch's own tensors, by argument, which wins, or environment; else copies; both are checked."""
     cases = (None, True, True), (None, None, False), ("1", None, True), ("1", False, False), ("0", None, False)
     for variable, argument, hands_through in cases:
         if variable is not None:
@@ -337,11 +309,6 @@ def test_no_copy(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
             view, outputs = runner(batch)
             assert {getattr(view, name) is batch[name] for name in batch} == {hands_through}
             assert_right(outputs, batch)
-
-
-def test_what_is_handed_through_is_checked(cpu: str) -> None:
-    """A batch that is handed through is checked as ever."""
-    runner = EagerRunner(PlainInputs, plain_step, backend=cpu, no_copy=True)
-    for slot, bad in (("weights", torch.rand(4)), ("places", torch.rand(5)), ("pairs", None)):
-        with pytest.raises(BatchError, match=f"'{slot}'"):
-            runner({**random_batch(5, seed=6), slot: bad})
+        for slot, bad in (("weights", torch.rand(4)), ("places", torch.rand(5)), ("pairs", None)):
+            with pytest.raises(BatchError, match=f"'{slot}'"):
+                runner({**random_batch(5, seed=6), slot: bad})

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
 import attrs
@@ -25,32 +25,25 @@ _RECORD = Capabilities(
 
 
 class FakeEvent(Event):
-    """A moment."""
-
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """The past has passed."""
         return True
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def elapsed_time(self, end_event: "FakeEvent") -> float:
-        """Host time, in milliseconds."""
         return (end_event._seconds - self._seconds) * 1e3
 
 
-class FakeGraph(Graph):
-    """A step that is called again."""
-
+class FakeGraph(Graph):  # a step that is called again
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
         self.outputs = step()
 
     def replay(self) -> None:
-        """Call it again."""
         self.outputs = self._step()
 
 
@@ -61,17 +54,14 @@ class _Fake(Backend):
 
     @classmethod
     def is_available(cls) -> Availability:
-        """Everywhere."""
         return Availability(available=True)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Unlike every adapter of slotgraph's own."""
         return _RECORD
 
     @property
     def device(self) -> torch.device:
-        """The CPU."""
         return torch.device("cpu")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
@@ -81,21 +71,13 @@ class _Fake(Backend):
             garbage = torch.full((math.prod(shape) * dtype.itemsize,), 0xA5, dtype=torch.uint8)
             return garbage.view(dtype).view(shape)
 
-    def pool(self) -> object | None:
-        """There is none."""
-        return None
-
     @contextmanager
-    def _stream(self) -> Iterator[object]:
+    def stream(self) -> Iterator[object]:
         self._on_stream += 1
         try:
             yield self
         finally:
             self._on_stream -= 1
-
-    def stream(self) -> AbstractContextManager[object]:
-        """A stream that knows whether work is on it."""
-        return self._stream()
 
     def capture(
         self,
@@ -115,14 +97,12 @@ class _Fake(Backend):
             raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
     def event(self) -> Event:
-        """Now."""
         return FakeEvent()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def memory(self) -> Memory:
-        """The host's."""
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page, 0)
 
@@ -136,26 +116,20 @@ class FakeBackend(_Fake):
 
 
 @final
-class SingleBackend(_Fake):
-    """The device on a bad day: no foreach at all."""
-
+class SingleBackend(_Fake):  # the device on a bad day: no foreach at all
     name: ClassVar[str] = "fake-device-single"
     priority: ClassVar[int] = -6
 
     @property
     def capabilities(self) -> Capabilities:
-        """One copy a slot."""
         return attrs.evolve(_RECORD, foreach_device=False)
 
 
 @final
-class AbsentBackend(_Fake):
-    """The same device, on a machine that has none."""
-
+class AbsentBackend(_Fake):  # the same device, on a machine that has none
     name: ClassVar[str] = "fake-device-absent"
     priority: ClassVar[int] = 1000
 
     @classmethod
     def is_available(cls) -> Availability:
-        """Not here."""
         return Availability(available=False, reason="no fake device: modprobe fake")

@@ -11,19 +11,15 @@ from torch import nn
 
 from slotgraph import BreakableRunner, graph_break
 from slotgraph.runners.state import Holdings
-from tests.runners.check.planted import found_by
-from tests.runners.check.planted import runner_of as captured
+from tests.runners.check.test_planted import found_by
+from tests.runners.check.test_planted import runner_of as captured
 from tests.runners.models import TABLE, PlainInputs, random_batch
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
 
-BATCHES = [random_batch(rows, rows) for rows in (3, 8)]
 
-
-class Model(nn.Module):
-    """A table that a step reads, one that it does not, and a cache that it writes."""
-
+class Model(nn.Module):  # a table that a step reads, one that it does not, and a cache that it writes
     def __init__(self, device: Any = "cpu") -> None:
         super().__init__()
         self.table = TABLE.clone().to(device)
@@ -45,27 +41,22 @@ def runner_of(step: Callable[[Any], Any], backend: "Backend | str" = "cpu-captur
 
 def told(runner: Any, **options: Any) -> list[str]:
     """What the check says."""
-    device = runner.stage.backend.device
-    batches = [{name: value.to(device) for name, value in batch.items()} for batch in BATCHES]
+    batches = [random_batch(rows, rows, runner.stage.backend.device) for rows in (3, 8)]
     return [finding.message for finding in found_by("addresses", runner, batches, **options)]
 
 
-def _replace_table(model: Model) -> None:
+def _replace_table(model: Any) -> None:
     model.table = model.table.clone()
 
 
-def _layer(model: Model) -> Any:
-    return model.inner[0]
-
-
-CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "attribute": (_replace_table, "aten::index reads self.table, and the memory of the capture is freed (float32"),
     "parameter": (
-        lambda model: setattr(_layer(model), "weight", nn.Parameter(_layer(model).weight.detach().clone())),
+        lambda model: setattr(model.inner[0], "weight", nn.Parameter(model.inner[0].weight.detach().clone())),
         "reads self.inner.0.weight, and the memory of the capture is freed",
     ),
     "data": (
-        lambda model: setattr(_layer(model).bias, "data", _layer(model).bias.data.clone()),
+        lambda model: setattr(model.inner[0].bias, "data", model.inner[0].bias.data.clone()),
         "reads self.inner.0.bias, and the memory of the capture is freed",
     ),
     "item": (
@@ -127,18 +118,14 @@ def test_late_captures(backend: "Backend") -> None:
     assert bool(told(runner)) == (backend.name != "cpu")
 
 
-class Broken(nn.Module):
-    """One table in graphs, one in a break, one outside."""
-
+class Broken(nn.Module):  # one table in graphs, one in a break, one outside
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"stack": _Stack()})
+        self.stack: Any = _Stack()
         self.outside = TABLE.clone()
 
-    def forward(self, view: Any) -> torch.Tensor:
-        """The stack, between two reads."""
-        hidden: torch.Tensor = self.layers["stack"](self.outside[view.rows])
-        return hidden
+    def forward(self, view: Any) -> Any:
+        return self.stack(self.outside[view.rows])
 
 
 class _Stack(nn.Module):
@@ -146,52 +133,39 @@ class _Stack(nn.Module):
         super().__init__()
         self.scale, self.eager = torch.tensor(2.0), torch.tensor(3.0)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In a graph, in a break, in a graph."""
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # in a graph, in a break, in a graph
         return self.middle(hidden * self.scale) * self.scale
 
     @graph_break
-    def middle(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In each step anew."""
+    def middle(self, hidden: torch.Tensor) -> torch.Tensor:  # in each step anew
         return hidden + self.eager
 
 
-def broken_runner(model: Broken, backend: str) -> BreakableRunner[Any]:
-    """A captured runner for it."""
-    options: Any = {"buckets": [4, 8], "max_batch": 8, "output_rows": None, "backend": backend}
-    runner = BreakableRunner(PlainInputs, model, stack=model.layers["stack"], **options)
+def broken_runner() -> tuple[Broken, BreakableRunner[Any]]:
+    """Such a model, and a captured runner for it."""
+    model = Broken()
+    options: Any = {"buckets": [4, 8], "max_batch": 8, "output_rows": None, "backend": "cpu-capture"}
+    runner = BreakableRunner(PlainInputs, model, stack="stack", **options)
     runner.capture()
-    return runner
+    return model, runner
 
 
 def test_breaks_may_read_what_they_like() -> None:
     """What the captured part holds counts. What breaks read, and what runs around the stack, is each step's own."""
-    model = Broken()
-    runner = broken_runner(model, "cpu-capture")
-    stack: Any = model.layers["stack"]
-    model.outside, stack.eager = model.outside.clone(), stack.eager.clone()
-    assert found_by("addresses", runner, BATCHES) == []
-    stack.scale = stack.scale.clone()
-    (found,) = found_by("addresses", runner, BATCHES)
-    assert "aten::mul reads self.scale" in found.message
+    model, runner = broken_runner()
+    model.outside, model.stack.eager = model.outside.clone(), model.stack.eager.clone()
+    assert told(runner) == []
+    model.stack.scale = model.stack.scale.clone()
+    (found,) = told(runner)
+    assert "aten::mul reads self.scale" in found
 
 
 @attrs.define
-class Kept:
-    """Tensors in an attrs class with slots."""
-
+class Kept:  # an attrs class with slots
     inner: list[torch.Tensor]
 
 
 GLOBAL = torch.randn(2)
-
-
-def _wrapped(function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    return call
 
 
 def test_ways_to_a_tensor() -> None:
@@ -201,23 +175,18 @@ def test_ways_to_a_tensor() -> None:
     def inner(view: Any) -> Any:
         return first + GLOBAL + view
 
-    @_wrapped
     def step(scale: torch.Tensor, view: Any) -> Any:
         return inner(view) + kept.inner[0] + scale + model.step(view)
 
-    before = Holdings.of(functools.partial(step, torch.randn(6)))
-    assert {
-        "[0]",
-        "kept.inner[1]",
-        "inner.first",
-        "inner.GLOBAL",
-        "model.table",
-        "model.inner.0.weight",
-    } <= before.found.keys()
+    wrapped = functools.update_wrapper(lambda *args: len(args), step)
+    before = Holdings(functools.partial(wrapped, torch.randn(6)))
+    before.look()
+    ways = {"[0]", "kept.inner[1]", "inner.first", "inner.GLOBAL", "model.table", "model.inner.0.weight"}
+    assert ways <= before.found.keys()
     assert before.changed() == []
     kept.inner[1] = torch.randn(5)
-    (change,) = before.changed()
-    assert (change.holding.name, change.what) == ("kept.inner[1]", "the memory of the capture is freed")
+    ((holding, now),) = before.changed()
+    assert (holding.name, holding.is_freed, now is kept.inner[1]) == ("kept.inner[1]", True, True)
     table = before.found["model.table"]
     assert not table.is_freed
     del model.table

@@ -1,8 +1,10 @@
 """Checking a runner: which batches, what is left as it was, what is refused, and what the report says."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,18 +17,11 @@ from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.hooks import Watcher
-from tests.runners.check.planted import OURS, runner_of, sound, tables_on
+from tests.runners.check.test_planted import OURS, found_by, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
-
-QUICK = ("poison",)
-
-
-def plain_batches(rows: int, generator: torch.Generator) -> Any:
-    """A random batch of so many requests."""
-    return random_batch(rows, int(torch.randint(0, 1000, (), generator=generator)))
 
 
 @settings(max_examples=20)
@@ -48,34 +43,20 @@ def test_batches_reach_every_bucket(buckets: set[int], rounds: int, seed: int) -
 
 def test_nothing_is_left_behind(backend: "Backend") -> None:
     """After a check outputs are right, the cache holds what it did, and watchers were told of nothing."""
-    seen: list[Any] = []
-
-    class Counting(Watcher):
-        def filled(self, view: Inputs) -> None:
-            seen.append(view)
-
     runner = runner_of(sound, backend)
     cache = tables_on(backend.device)[1]
     cache.normal_()
-    before, watcher = cache.clone(), Counting()
+    before, watcher = cache.clone(), mock.Mock(spec=Watcher)
     runner.watch.add(watcher)
     assert slotgraph.check(runner, progress=False).ok
-    assert not seen
+    assert not watcher.method_calls
     assert runner.watch.watchers == (watcher,)
     assert torch.equal(cache, before)
-    plain = plain_runner(backend)
-
-    def batches(rows: int, generator: torch.Generator) -> Any:
-        return _moved(plain_batches(rows, generator), backend)
-
-    assert slotgraph.check(plain, batches, progress=False).ok
+    plain, device = plain_runner(backend), backend.device
+    made = slotgraph.check(plain, lambda rows, draw: random_batch(rows, draw.initial_seed(), device), progress=False)
+    assert made.ok
     for rows in (3, 8, 1, 5):
-        batch = random_batch(rows, rows)
-        assert_right(plain(_moved(batch, backend)).cpu(), batch)
-
-
-def _moved(batch: dict[str, torch.Tensor], backend: "Backend") -> dict[str, torch.Tensor]:
-    return {name: value.to(backend.device) for name, value in batch.items()}
+        assert_right(plain(random_batch(rows, rows, device)).cpu(), random_batch(rows, rows))
 
 
 def test_given_batches(cpu: str) -> None:
@@ -85,28 +66,18 @@ def test_given_batches(cpu: str) -> None:
     report = slotgraph.check(runner, batches, progress=False)
     assert report.ok, str(report)
     assert report.steps["poison"] == 2
-    passed = [note for note in report.notes if "passed over" in note]
-    assert passed == [
-        "a batch was passed over, which no graph takes: 9 rows are more than the largest bucket, 8",
-        "a batch was passed over, which no graph takes: 10 rows are more than the largest bucket, 8",
-    ]
+    told = "a batch was passed over, which no graph takes: {} rows are more than the largest bucket, 8"
+    assert [note for note in report.notes if "passed over" in note] == [told.format(9), told.format(10)]
 
 
 def test_sources_in_place(backend: "Backend") -> None:
     """Batches whose live rows lie in the slots themselves keep them, though garbage is written all around."""
     runner = plain_runner(backend)
-
-    def produce(rows: int, generator: torch.Generator) -> Any:
-        batch = _moved(plain_batches(rows, generator), backend)
-        slot = runner.inputs(4 if rows <= 4 else 8).weights[:rows]
-        slot.copy_(batch["weights"])
-        return {**batch, "weights": slot}
-
-    batch = produce(3, torch.Generator().manual_seed(4))
-    before = {name: value.clone() for name, value in batch.items()}
+    given, slot = random_batch(3, 4), runner.inputs(4).weights[:3]
+    batch = {**random_batch(3, 4, backend.device), "weights": slot.copy_(given["weights"])}
     assert slotgraph.check(runner, [batch], progress=False, only=("poison", "coverage")).ok
-    assert torch.equal(batch["weights"], before["weights"])
-    assert_right(runner(batch).cpu(), {name: value.cpu() for name, value in before.items()})
+    assert torch.equal(slot.cpu(), given["weights"])
+    assert_right(runner(batch).cpu(), given)
 
 
 def test_refusals(cpu: str) -> None:
@@ -114,7 +85,7 @@ def test_refusals(cpu: str) -> None:
     runner = plain_runner(cpu)
     with pytest.raises(errors.ConfigError, match="there is no check 'poisson': checks are poison, parity"):
         slotgraph.check(runner, only=("poisson",))
-    with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is no slot of PlainInputs"):
+    with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is not a slot of PlainInputs"):
         slotgraph.check(runner, read_outside=["idz"])
     with pytest.raises(errors.ConfigError, match="batches= has none"):
         slotgraph.check(runner, [])
@@ -122,19 +93,13 @@ def test_refusals(cpu: str) -> None:
         slotgraph.check(DecodeRunner(PlainInputs, plain_step, buckets=[2], backend=cpu))
 
 
-def test_step_that_is_never_the_same(cpu: str) -> None:
+def test_step_that_is_never_the_same() -> None:
     """A step with state that nobody is told of is said to have it, and nothing is said of its slots."""
-    calls = []
-
-    def counts(view: Any) -> torch.Tensor:
-        calls.append(view)
-        return sound(view) + len(calls)
-
-    if cpu == "cpu":
-        report = slotgraph.check(runner_of(counts, cpu), only=QUICK, progress=False)
-        assert [finding.slot for finding in report.findings] == [None]
-        assert "gives other outputs for the same inputs (live row 0 of the output changed" in str(report)
-        assert "pass that as state=[...]" in str(report)
+    calls = itertools.count()
+    (found,) = found_by("poison", runner_of(lambda view: sound(view) + next(calls), "cpu"))
+    assert found.slot is None
+    assert "gives other outputs for the same inputs (live row 0 of the output changed" in found.message
+    assert "pass that as state=[...]" in found.message
 
 
 def test_report(cpu: str) -> None:
@@ -156,54 +121,44 @@ def test_report(cpu: str) -> None:
     assert str(Finding("parity", None, "x")) == "parity: x"
 
 
-class Advanced(Inputs):
-    """A slot that a producer stages, and that each step moves on."""
-
+class Advanced(Inputs):  # a slot that a producer stages, and that each step moves on
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, limit=9)
     place: torch.Tensor = staged(TOKENS, dtype=torch.int64, pad=0)
 
 
-def advancing(view: Advanced) -> torch.Tensor:
-    """Reads the slot, then moves it on."""
+def _advancing(view: Advanced) -> torch.Tensor:
     made = view.ids * 10 + view.place
     view.place.add_(1)
     return made
 
 
 class Pairs(Inputs):
-    """Rows of several numbers."""
-
     pairs: torch.Tensor = copied(BATCH, 4, dtype=torch.float32, pad=0)
 
 
-class Waves(Inputs):
-    """Complex numbers, of which a tail keeps earlier ones, and another bears what live rows have."""
-
+class Waves(Inputs):  # complex numbers, of which a tail keeps earlier ones, and another bears what live rows have
     waves: torch.Tensor = copied(TOKENS, dtype=torch.complex64, pad=once(1))
     others: torch.Tensor = copied(TOKENS, dtype=torch.complex64, pad=0, poison="stale")
 
 
-class Plain:
-    """What no one knows to be made of fields."""
-
+class Plain:  # what no one knows to be made of fields
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows, self.name, self.own = rows, "rows", self
 
 
-SOUND: list[tuple[type[Inputs], Callable[[Any], Any], dict[str, Any]]] = [
-    (Advanced, advancing, {}),
-    (Pairs, lambda view: (view.pairs * 2)[:, 1], {}),
-    (Waves, lambda view: (view.waves * view.others).conj(), {}),
-    (Waves, lambda view: (view.waves * view.others).conj().imag, {}),
-    (PlainInputs, lambda view: Plain(plain_step(view)), {"output_rows": None}),
-]
+ODD: dict[str, tuple[type[Inputs], Callable[[Any], Any], dict[str, Any]]] = {
+    "advanced": (Advanced, _advancing, {}),
+    "column": (Pairs, lambda view: (view.pairs * 2)[:, 1], {}),
+    "conj": (Waves, lambda view: (view.waves * view.others).conj(), {}),
+    "imag": (Waves, lambda view: (view.waves * view.others).conj().imag, {}),
+    "object": (PlainInputs, lambda view: Plain(plain_step(view)), {"output_rows": None}),
+}
 
 
-@pytest.mark.parametrize(("inputs", "step", "options"), SOUND, ids=["advanced", "column", "conj", "imag", "object"])
-def test_sound_steps_of_odd_kinds(
-    cpu: str, inputs: type[Inputs], step: Callable[[Any], Any], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", ODD)
+def test_sound_steps_of_odd_kinds(cpu: str, kind: str) -> None:
     """Slots that steps move on, one row of strided outputs, complex numbers, plain objects."""
+    inputs, step, options = ODD[kind]
     report = slotgraph.check(runner_of(step, cpu, inputs, **options), progress=False)
     assert report.ok, str(report)
 
@@ -214,9 +169,9 @@ def test_outputs_in_plain_objects(cpu: str) -> None:
     def step(view: PlainInputs) -> Plain:
         return Plain(plain_step(view) + view.weights.sum())
 
-    report = slotgraph.check(runner_of(step, cpu, PlainInputs, output_rows=None), progress=False, only=QUICK)
-    assert [(finding.check, finding.slot) for finding in report.findings] == [("poison", "weights")]
-    assert "live row 0 of the output.rows changed" in str(report)
+    (found,) = found_by("poison", runner_of(step, cpu, PlainInputs, output_rows=None))
+    assert found.slot == "weights"
+    assert "live row 0 of the output.rows changed" in found.message
 
 
 def test_empty_batches(cpu: str) -> None:

@@ -47,9 +47,9 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "checked_engine", raising=False)
 
 
-def run(*arguments: str) -> typer.testing.Result:
+def run(arguments: str) -> typer.testing.Result:
     """The command, as a shell would call it."""
-    return typer.testing.CliRunner().invoke(app, ["check", *arguments])
+    return typer.testing.CliRunner().invoke(app, ["check", *arguments.split()])
 
 
 def cells_of(table: str) -> dict[str, list[str]]:
@@ -60,16 +60,14 @@ def cells_of(table: str) -> dict[str, list[str]]:
 
 def test_finding() -> None:
     """A runner with a bug exits with 1; the table names check and slot, the sentence below it the row; or as data."""
-    found = run("checked_engine:faulty", "--seed", "4")
+    found = run("checked_engine:faulty --seed 4")
     assert found.exit_code == 1
     cells = cells_of(found.stdout)
     assert list(cells) == ["poison", "parity", "addresses", "coverage", "races"]
     assert (cells["poison"], cells["races"]) == (["8", "1", "weights"], ["8", "0", "-"])
     assert "poison: live row 0 of the output changed" in found.stdout
     assert "when the tail of slot 'weights' held nan instead of 1.0" in found.stdout
-    found = run(
-        "checked_engine:faulty", *["--format", "json", "--only", "poison", "--only", "coverage", "--rounds", "1"]
-    )
+    found = run("checked_engine:faulty --format json --only poison --only coverage --rounds 1")
     assert found.exit_code == 1
     data = json.loads(found.stdout)
     assert data["steps"] == {"poison": 6, "coverage": 6}
@@ -83,22 +81,22 @@ def test_sound() -> None:
         assert (found.exit_code, found.stderr) == (0, "")
         assert "DecodeRunner: no findings (poison on " in found.stdout
     for name, steps in (("make_batch", "8"), ("TWO", "2")):
-        found = run("checked_engine.py:make_sound", "--batches", name, "--only", "poison")
+        found = run(f"checked_engine.py:make_sound --batches {name} --only poison")
         assert (found.exit_code, cells_of(found.stdout)) == (0, {"poison": [steps, "0", "-"]})
 
 
-REFUSED = [
-    ("checked_engine:number", 2, "'number' in checked_engine is no runner, nor a function without"),
-    ("checked_engine:make_trouble", 1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
-    ("checked_engine:captured --only poisson", 2, "there is no check 'poisson': checks are poison, parity"),
-    ("checked_engine:captured --batches number", 2, "'number' in checked_engine is no batches"),
-    ("checked_engine:captured --rounds 0", 2, "--rounds"),
-]
+REFUSED = {
+    "number": (2, "'number' in checked_engine is not a runner, nor a function without"),
+    "make_trouble": (1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
+    "captured --only poisson": (2, "there is no check 'poisson': checks are poison, parity"),
+    "captured --batches number": (2, "'number' in checked_engine is no batches"),
+    "captured --rounds 0": (2, "--rounds"),
+}
 
 
 def test_refusals() -> None:
     """What is not understood exits with 2, what a user's code raises with 1; each says what it was."""
-    for arguments, status, said in REFUSED:
-        found = run(*arguments.split())
+    for arguments, (status, said) in REFUSED.items():
+        found = run(f"checked_engine:{arguments}")
         assert found.exit_code == status, arguments
         assert said in " ".join(found.stderr.split()), found.stderr

@@ -1,20 +1,26 @@
-"""Coverage: garbage that shows what is not written, and slots that nothing reads, if that can be known."""
+"""Coverage: garbage that shows what is not written, and slots that nothing reads, in any of torch's modes."""
 
+import contextlib
+import pathlib
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, output
 from slotgraph.extend import once
 from slotgraph.runners.bits import garbage
-from tests.runners.check.planted import Sound, found_by, runner_of, sound
+from slotgraph.runners.recording.records import RecordedFile
+from slotgraph.runners.recording.replaying import replay_file
+from tests.runners.check.test_planted import found_by, report_of, runner_of
 from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
-from tests.strategies import DTYPES
+from tests.strategies import DTYPES, draw
 
 
 @settings(max_examples=30)
@@ -48,9 +54,7 @@ def test_garbage_is_taken_back(cpu: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert memory_of(runner) == before
 
 
-class Shapes(Inputs):
-    """Slots that a step may read in many ways, or not at all."""
-
+class Shapes(Inputs):  # slots that a step may read in many ways, or not at all
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     looked_at: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     sliced: torch.Tensor = copied(TOKENS, 2, dtype=torch.float32, pad=0)
@@ -83,7 +87,7 @@ def test_unread_slots() -> None:
     """A finding for each if that can be known, else a note with the reason. None for what is read outside."""
     runner = DecodeRunner(Shapes, reads_some, buckets=[4], backend="cpu", progress=False)
     runner.capture()
-    report = slotgraph.check(runner, only=("coverage",), progress=False, read_outside=["outside"])
+    report = report_of("coverage", runner, read_outside=["outside"])
     assert [finding.slot for finding in report.findings] == ["looked_at"]
     assert "drop=['looked_at']" in report.findings[0].message
     reasons = {
@@ -97,29 +101,73 @@ def test_unread_slots() -> None:
     ]
 
 
-class Lengths(Inputs):
-    """Two slots."""
+CONTEXTS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
+    "outside": contextlib.nullcontext,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+ROWS: Final = 8
+TABLE: Final = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+LAYER: Final = torch.nn.Linear(1, 4)
 
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    lens: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x)
 
 
-@pytest.mark.parametrize(
-    ("step", "inputs"),
-    [
-        (lambda view: view.ids + torch.tensor(view.lens.tolist()), Lengths),
-        (lambda view: view.ids + torch.as_tensor(view.lens.numpy() * 2), Lengths),
-        (lambda view: (view.ids * 2, view.lens), Lengths),
-        pytest.param(
-            lambda view: torch.cond(view.ids.sum() > 3, torch.mul, torch.add, (view.ids, view.lens)),
-            Lengths,
-            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="its cond takes no inputs that share memory"),
-        ),
-        (torch.compile(sound, backend="eager"), Sound),
-    ],
-    ids=["list", "array", "handed out", "operator of functions", "compiled"],
-)
-def test_reads_that_are_no_plain_operators(step: Callable[[Any], Any], inputs: type[Inputs]) -> None:
-    """What the host takes as numbers, what the step hands out, what functions take, and a step that is compiled."""
-    report = slotgraph.check(runner_of(step, "cpu", inputs, buckets=[4]), progress=False, only=("coverage",))
-    assert (report.findings, report.notes) == ((), ())
+READS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "long": lambda x: x.long(),
+    "to a dtype": lambda x: x.to(torch.float64),
+    "type": lambda x: x.type("torch.LongTensor"),
+    "view of views": lambda x: x.unsqueeze(1).expand(-1, 3)[:, 1].view(-1).float(),
+    "embedding module": torch.nn.Embedding(16, 4),
+    "linear module": lambda x: LAYER(x.float()[:, None]),
+    "softmax": lambda x: functional.softmax(x.float()[:, None].expand(-1, 4), dim=-1),
+    "attention": lambda x: _attended(x.float()[:, None, None].expand(-1, 2, 4)),
+    "product": lambda x: torch.einsum("b,d->bd", x.float(), TABLE[0]),
+    "index": lambda x: TABLE[x],
+    "compiled": torch.compile(lambda x: x.long() + 1, backend="eager"),
+    "handed out": lambda x: x,
+}
+BY_HOST: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "list": lambda x: torch.tensor(x.tolist()),
+    "array": lambda x: torch.as_tensor(x.numpy() * 2),
+    "operator of functions": lambda x: torch.cond(x.sum() > 3, torch.mul, torch.add, (x, x + 1)),
+}
+"""Reads by the host, and by an operator that takes functions, of steps that run again instead of a graph."""
+
+
+class Slots(Inputs):  # one that a step reads in many ways, and one that it reads in none
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, limit=15)
+    forgotten: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, limit=15)
+
+
+def step_of(read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Slots], Any]:
+    """A step that reads one slot, and looks at the shape of a part of the other."""
+    return lambda view: (view.forgotten[:1].shape[1:], read(view.ids))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_check_accuses_the_unread_slot_alone(cpu: str, context: str) -> None:
+    """However a step reads a slot, the check knows it; the slot that nothing reads, or only looks at, is told."""
+    for name, read in {**READS, **(BY_HOST if (cpu, context) == ("cpu", "outside") else {})}.items():
+        with CONTEXTS[context]():
+            report = slotgraph.check(runner_of(step_of(read), cpu, Slots, buckets=[ROWS]), progress=False, rounds=1)
+        assert [finding.slot for finding in report.findings] == ["forgotten"], f"{name}: {report}"
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_debug_modes_and_recordings(cpu: str, context: str, tmp_path: pathlib.Path) -> None:
+    """Debug modes accuse no step and change none, and a recorded step is the same when it is run again."""
+    for number, read in enumerate(READS.values()):
+        with CONTEXTS[context]():
+            plain = runner_of(step_of(read), cpu, Slots, buckets=[ROWS])
+            watched = runner_of(step_of(read), cpu, Slots, buckets=[ROWS], debug="generations,addresses,poison,parity")
+            with slotgraph.record(watched, tmp_path / f"{number}.safetensors", outputs=True) as recording:
+                for rows in (3, ROWS, 1):
+                    batch = {
+                        name: draw(1, 15, (rows,), seed=7 * rows, dtype=torch.int32) for name in Slots.slotgraph.slots
+                    }
+                    assert torch.equal(watched(batch)[1].clone(), plain(batch)[1])
+            again = replay_file(RecordedFile.read(recording.path), plain).steps
+        assert [step.outcome for step in again] == ["equal"] * 3

@@ -1,9 +1,11 @@
 """What the tests of explanations share: runners with something of everything, and names that mean harm."""
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from slotgraph import (
     BATCH,
@@ -23,8 +25,11 @@ from slotgraph import (
 )
 from slotgraph.backends import Backend
 from slotgraph.extend import once, side
+from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
+from slotgraph.runners.explained.pages import tables
 from slotgraph.runners.pool import InputPool
+from tests.runners.models import PlainInputs, plain_step
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -137,6 +142,13 @@ def many_runner(lowering: str = "in_graph") -> DecodeRunner[Any]:
     return DecodeRunner(inputs, lambda view: view.a_slot_with_a_name_01, buckets=buckets, **options)
 
 
+def printed(explanation: Explanation | RunnerExplanation) -> str:
+    """The tables as a wide terminal has them."""
+    console = Console(file=io.StringIO(), width=400, highlight=False, record=True)
+    console.print(tables(explanation))
+    return console.export_text()
+
+
 def places(explanation: RunnerExplanation) -> Mapping[str, SlotPlace]:
     """Each slot's place."""
     return {place.slot: place for place in explanation.memory.places}
@@ -147,22 +159,11 @@ def steps(explanation: RunnerExplanation, kind: str) -> list[FillStep]:
     return [step for step in explanation.buckets[-1].fill.steps if step.kind == kind]
 
 
-class DraftHalf(Inputs):
-    """What another runner of the pool reads."""
-
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    mask: torch.Tensor = copied(TOKENS, 300, dtype=torch.uint8, pad=0)
-
-
 def pooled_runner() -> DecodeRunner[FullInputs]:
     """A runner that shares its memory with two others."""
     pool = InputPool("draft", "verify", "extend", overlaps=[("verify", "extend")])
     options: dict[str, Any] = {"backend": "cpu", "buckets": [4], "progress": False}
-
-    def doubled(view: DraftHalf) -> torch.Tensor:
-        return view.input_ids * 2
-
-    others = [DecodeRunner(DraftHalf, doubled, phase=pool[phase], **options) for phase in ("draft", "extend")]
+    others = [DecodeRunner(PlainInputs, plain_step, phase=pool[phase], **options) for phase in ("draft", "extend")]
     runner = full_runner(phase=pool["verify"])
     for one in others:
         one.capture()

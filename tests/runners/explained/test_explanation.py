@@ -17,7 +17,7 @@ from slotgraph.runners.pool import InputPool
 from slotgraph.runners.serial import from_data, to_data
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
 from tests.runners.kinds import RUNNERS, batch_of, captured
-from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, batch_for, plain_runner, plain_step, random_batch
 from tests.runners.prefilled import KINDS, Model, runner_of
 
 
@@ -87,13 +87,6 @@ class Written(Inputs):
     lens: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=1, placement="host")
 
 
-def written_batch(rows: int) -> dict[str, torch.Tensor]:
-    """Random values that are no tail's."""
-    slots, dtypes = Written.slotgraph.slots, {"ids": torch.int64, "places": torch.int64, "scales": torch.float32}
-    shapes = {name: (2, rows) if name == "pairs" else (rows,) for name in slots}
-    return {name: torch.randint(3, 9, shapes[name], dtype=dtypes.get(name, torch.int32)) for name in slots}
-
-
 @pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot"])
 def test_calls_are_those_that_are_made(lowering: str) -> None:
     """Copies and resets of a fill that finds every tail dirty are as many operators as are told."""
@@ -101,9 +94,9 @@ def test_calls_are_those_that_are_made(lowering: str) -> None:
     runner = DecodeRunner(Written, lambda view: view.ids + 1, **options)
     runner.capture()
     for rows in (7, 2, 7):
-        runner.fill(written_batch(rows))
+        runner.fill(batch_for(Written, {TOKENS: rows}, rows))
     with Calls() as calls:
-        runner.fill(written_batch(2))
+        runner.fill(batch_for(Written, {TOKENS: 2}, 2))
     found = slotgraph.explain(runner).buckets[0].fill
     copies, resets = calls.counts["copy_"] + calls.counts["_foreach_copy_"], calls.counts["fill_"]
     resets += calls.counts["_foreach_zero_"]

@@ -1,9 +1,12 @@
 """Tables, page and pictures: whole, offline, readable, and deaf to what names try to say to a browser."""
 
 import json
+import os
 import re
+import runpy
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -12,7 +15,7 @@ import slotgraph
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import html, pictures, printable, printed, tables
+from slotgraph.runners.explained.pages import html, pictures, printable
 from slotgraph.runners.serial import to_data
 from tests.runners.explained.houses import (
     HARM,
@@ -21,10 +24,13 @@ from tests.runners.explained.houses import (
     harmful_runner,
     many_runner,
     pooled_runner,
+    printed,
     proxy,
 )
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
+PAGE = Path(__file__).parents[3] / "docs" / "observe.md"
+VARIABLE = "SLOTGRAPH_WRITE_PICTURES"
 
 
 class Parsed(HTMLParser):
@@ -70,17 +76,12 @@ def pooled() -> RunnerExplanation:
     return slotgraph.explain(pooled_runner())
 
 
-def shown(explanation: RunnerExplanation) -> str:
-    """The tables as a wide terminal has them."""
-    return printed(tables(explanation), 400)
-
-
 def test_tables_and_page_say_it_all() -> None:
     """Slots, steps, plans, places, bytes, decisions and shared memory are in both, and each slot by name."""
     explanation = pooled()
     page = Parsed(html(explanation))
     assert {"h2", "pre"} <= {tag for tag, _ in page.tags}
-    for text in (shown(explanation), page.text):
+    for text in (printed(explanation), page.text):
         for part in (
             "DecodeRunner on cpu",
             "slots of FullInputs",
@@ -94,9 +95,9 @@ def test_tables_and_page_say_it_all() -> None:
         ):
             assert part in text
         assert all(text.count(slot.name) >= 3 for slot in explanation.declaration.slots)
-    assert "nothing is captured yet: call capture()" in shown(many())
+    assert "nothing is captured yet: call capture()" in printed(many())
     for part in ("fused kernel, the graph's first node", " 0.25 ", "eager.too_large.steps"):
-        assert part in shown(full()), part
+        assert part in printed(full()), part
 
 
 def test_page_loads_and_runs_nothing() -> None:
@@ -123,7 +124,7 @@ def test_hostile_names_are_letters() -> None:
     assert not re.search("[\x00\x1b\u202e]", page)
     assert json.loads(json.dumps(to_data(explanation)))["buckets"][0]["graphs"][0]["why"].endswith(HARM)
     assert "<script>" not in mermaid(explanation.declaration)
-    assert "<script>alert(1)</script>" in shown(explanation)
+    assert "<script>alert(1)</script>" in printed(explanation)
 
 
 @pytest.mark.parametrize("explained", [full, many, harmful, pooled])
@@ -145,3 +146,15 @@ def test_alike_buckets_share_a_row() -> None:
     assert [name for name, _ in many().fills] == ["9 buckets, 1 to 256", "eager, not padded"]
     names = [name for name, _ in slotgraph.explain(many_runner("foreach")).fills]
     assert names == ["8 buckets, 1 to 128", "bucket 256", "eager, not padded"], "the last has copies apart"
+
+
+def test_pictures_of_the_docs(tmp_path: Path) -> None:
+    """A page of the docs has its example's pictures of today; with SLOTGRAPH_WRITE_PICTURES=1 they are written."""
+    page, example = PAGE.read_text(encoding="utf-8"), tmp_path / "reading_example.py"
+    example.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    for name, picture in pictures(slotgraph.explain(runpy.run_path(str(example))["verify"])).items():
+        file = PAGE.parent / "pictures" / f"reading-{name}.svg"
+        if os.environ.get(VARIABLE) == "1":
+            file.write_text(picture, encoding="utf-8")
+        assert file.read_text(encoding="utf-8") == picture, f"draw it anew: {VARIABLE}=1 pytest {__file__}"
+        assert f"](pictures/{file.name})" in page

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied, output
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied, output
 from slotgraph.backends import load
 from slotgraph.extend import side
 
@@ -19,11 +19,6 @@ def lengths_of(batch: Any) -> Any:
     return batch.requests.lengths
 
 
-def live_requests(step: Step) -> int:
-    """Computed on the host."""
-    return step.live(BATCH)
-
-
 class Mixed(Inputs):
     """Host and device data, lists, arrays, functions, side arguments, an optional slot, fields, an output."""
 
@@ -32,7 +27,7 @@ class Mixed(Inputs):
     weights: torch.Tensor = copied(TOKENS, dtype=torch.float32, pad=0, source="nested.weights")
     mask: torch.Tensor = copied(TOKENS, dtype=torch.bool, pad=False, source=side("proxy.mask"))
     bias: torch.Tensor | None = copied(TOKENS, WIDE, dtype=torch.bfloat16, pad=0, default=None)
-    live: torch.Tensor = computed(live_requests, shape=1, dtype=torch.int32)
+    live: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
     scores: torch.Tensor = output(TOKENS, WIDE, dtype=torch.float32)
     tag: Any
 

@@ -16,7 +16,6 @@ from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, Recor
 from slotgraph.runners.recording.records import RecordedFile, StepRecord, Value
 from slotgraph.runners.recording.replaying import replay_file, replay_step
 from slotgraph.runners.statistics import Decision
-from tests.runners.models import memory_of
 from tests.runners.recording.steps import Flaw, mixed_batch, mixed_runner, mixed_side
 
 
@@ -38,12 +37,8 @@ def rows(count: int, value: int = 1) -> dict[str, torch.Tensor]:
 
 def recorded(file: pathlib.Path) -> list[tuple[int, list[int] | None]]:
     """Each step's number and its rows, None where only sizes are kept."""
-    read = RecordedFile.read(file)
-    found = []
-    for step in read.steps:
-        elements = step.slots[0].elements
-        found.append((step.number, None if elements is None else elements.tolist()))
-    return found
+    steps = [(step.number, step.slots[0].elements) for step in RecordedFile.read(file).steps]
+    return [(number, None if elements is None else elements.tolist()) for number, elements in steps]
 
 
 def test_last_steps(tmp_path: pathlib.Path) -> None:
@@ -67,12 +62,7 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
     with slotgraph.record(runner, file), pytest.raises(CheckError, match="row 0") as caught:
         runner(mixed_batch(3, 1), **mixed_side(3, 1))
     assert "recorded in" in caught.value.__notes__[0]
-    (step,) = RecordedFile.read(file).steps
-    assert step.raised is not None
-    assert step.raised.kind == "CheckError"
-    again = mixed_runner("cpu-capture", flaw)
-    flaw.frozen = 3.0
-    assert replay_file(RecordedFile.read(file), again).steps[0].outcome == "different"
+    assert [step.raised and step.raised.kind for step in RecordedFile.read(file).steps] == ["CheckError"]
 
 
 @pytest.mark.parametrize(
@@ -81,10 +71,8 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
         ({"path": "x.pt"}, r"'x\.pt' cannot be recorded to: it is no \.safetensors file"),
         ({"path": "nowhere/x.safetensors"}, "'nowhere/x.safetensors' cannot be recorded to: No such file"),
         ({"path": None}, "None cannot be recorded to"),
-        ({"path": "folder.safetensors"}, "it is no .safetensors file"),
         ({"path": "x" * 300 + ".safetensors"}, "cannot be recorded to: File name too long"),
         ({"path": "a\0b.safetensors"}, "cannot be recorded to: .*null"),
-        ({"path": "/proc/x.safetensors"}, "cannot be recorded to"),
         ({"last": 0}, "last: expected a whole number, at least 1, got 0"),
         ({"last": True}, "got True"),
     ],
@@ -94,31 +82,27 @@ def test_wrong_options(
 ) -> None:
     """What makes no sense is refused at once, before a step is lost; nothing is watched, and nothing left behind."""
     monkeypatch.chdir(tmp_path)
-    pathlib.Path("folder.safetensors").mkdir()
     runner = eager()
     given = {"path": tmp_path / "x.safetensors", **options}
     with pytest.raises(ConfigError, match=says):
         slotgraph.record(runner, given.pop("path"), **given)
     assert not runner.watch.watchers
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["folder.safetensors"]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_failing_step(backend_name: str, tmp_path: pathlib.Path) -> None:
     """A step that raises leaves a file, and its error says where; the error, its sizes and its values are in it."""
     device, flaw, file = load(backend_name)().device, Flaw(), tmp_path / "failing.safetensors"
     runner = mixed_runner(backend_name, flaw)
-    with slotgraph.record(runner, file) as recording:
+    with slotgraph.record(runner, file):
         runner(mixed_batch(3, 1, device), **mixed_side(3, 1, device))
         assert not file.exists()
         flaw.error = ValueError("the cache is full")
         with pytest.raises(ValueError, match="cache is full") as caught:
             runner(mixed_batch(5, 2, device), **mixed_side(5, 2, device))
-        assert caught.value.__notes__ == [
-            f"slotgraph: the last steps are recorded in {file}; `slotgraph replay` runs them again"
-        ]
-        header = RecordedFile.read(file)
-        recording.close()
-    good, bad = header.steps
+        told = f"slotgraph: the last steps are recorded in {file}; `slotgraph replay` runs them again"
+        assert caught.value.__notes__ == [told]
+        good, bad = RecordedFile.read(file).steps
     assert (good.decision, good.replays) == (Decision("graph", 4, "fits", "bucket 4 fits"), 1)
     assert (good.live, good.raised) == ((("BATCH", 3), ("TOKENS", 3)), None)
     told = "5 rows are more than the largest bucket, 4"
@@ -128,24 +112,6 @@ def test_failing_step(backend_name: str, tmp_path: pathlib.Path) -> None:
     assert "steps.py" in bad.raised.traceback
     assert [one.name for one in bad.slots] == ["ids", "lengths", "weights", "mask", "bias"]
     assert [one.kind for one in bad.slots] == ["tensor", "plain", "array", "tensor", "tensor"]
-
-
-def test_refused_batch_changes_nothing(backend_name: str, tmp_path: pathlib.Path) -> None:
-    """A batch that is refused while steps are recorded leaves buffers, and the view filled before, as they were."""
-    runner = mixed_runner(backend_name)
-    device = runner.stage.backend.device
-    with slotgraph.record(runner, tmp_path / "refused.safetensors", outputs=True):
-        view = runner.fill(mixed_batch(3, 1, device), **mixed_side(3, 1, device))
-        before, memory = runner.replay(view).clone(), memory_of(runner)
-        bad = mixed_batch(3, 2, device)
-        bad.ids = [1.5, 2.5, 3.5]
-        with pytest.raises(BatchError, match="slot 'ids'") as caught:
-            runner(bad, **mixed_side(3, 2, device))
-        assert "recorded in" in caught.value.__notes__[0]
-        assert memory_of(runner) == memory
-        assert torch.equal(runner.replay(view), before)
-    steps = RecordedFile.read(tmp_path / "refused.safetensors").steps
-    assert [step.raised and step.raised.kind for step in steps] == [None, "BatchError"]
 
 
 def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +199,10 @@ def test_failed_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> None:
     """Sources are copied in the stream's order, though they are overwritten before a device gets to the copies."""
-    backend = load(backend_name)()
+    backend, file = load(backend_name)(), tmp_path / "x.safetensors"
     runner = EagerRunner(Rows, lambda view: view.rows * 2, backend=backend)
     source = torch.full((1 << 16,), 3, device=backend.device)
-    with slotgraph.record(runner, tmp_path / "x.safetensors") as recording:
+    with slotgraph.record(runner, file) as recording:
         for number in range(4):
             source.fill_(number)
             if backend_name == "cuda":
@@ -244,12 +210,8 @@ def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> No
             runner({"rows": source})
         source.fill_(99)
         recording.save()
-    read = RecordedFile.read(tmp_path / "x.safetensors")
-    for step in read.steps:
-        assert step.slots[0].where == "device"
-        elements = step.slots[0].elements
-        assert elements is not None
-        assert torch.equal(elements, torch.full((1 << 16,), step.number))
+    assert [step.slots[0].where for step in RecordedFile.read(file).steps] == ["device"] * 4
+    assert recorded(file) == [(number, [number] * (1 << 16)) for number in range(4)]
 
 
 def test_replay_needs_the_data(tmp_path: pathlib.Path) -> None:

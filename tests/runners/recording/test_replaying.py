@@ -7,7 +7,6 @@ import re
 import sys
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import typer.testing
@@ -117,19 +116,6 @@ def test_state_goes_on_from_step_to_step(backend_name: str, tmp_path: pathlib.Pa
     again, cache = made()
     assert [step.outcome for step in report_of(tmp_path / "x.safetensors", again).steps] == ["equal"] * 3
     assert cache.item() == 18.0
-
-
-def test_eager(backend_name: str, tmp_path: pathlib.Path) -> None:
-    """An eager runner's steps are held to the recording."""
-    device = load(backend_name)().device
-    runner = EagerRunner(Mixed, Scored(device), backend=backend_name)
-    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
-        runner(mixed_batch(3, 1, device, bias=False), **mixed_side(3, 1, device))
-    flaw = Flaw()
-    assert report_of(tmp_path / "x.safetensors", EagerRunner(Mixed, Scored(device, flaw), backend=backend_name)).ok
-    flaw.frozen = 3.0
-    found = report_of(tmp_path / "x.safetensors", EagerRunner(Mixed, Scored(device, flaw), backend=backend_name))
-    assert re.match(r"outputs row 0, at \[0, 0\]: here .*, recorded ", found.steps[0].lines[0])
 
 
 @pytest.mark.parametrize("kind", prefilled.KINDS)
@@ -248,18 +234,12 @@ def test_what_does_not_keep_a_step_from_running_is_noted(tmp_path: pathlib.Path)
         report_of(tmp_path / "x.safetensors", made(3, 4))
 
 
-@attrs.frozen
-class Own(Source):
-    """A source of a user's own class."""
-
-    def read(self, batch: Any, side: Any) -> Any:
-        """What the batch hides."""
-        del side
-        return batch.hidden
-
-
 def test_sources_that_cannot_be_stood_in_for() -> None:
     """A source of another class, or two that exclude one another, is refused by name."""
+
+    class Own(Source):
+        def read(self, batch: Any, side: Any) -> Any:
+            raise NotImplementedError
 
     class Hidden(Inputs):
         a: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, source=Own())
@@ -276,36 +256,23 @@ def test_sources_that_cannot_be_stood_in_for() -> None:
     assert rebuilt(Nested.slotgraph, {"b": 2}, fields).batch == {"x": {"kept": 1, "real": 2}}
 
 
-@pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A current directory with a user's module; what it brings to sys is taken back."""
-    (tmp_path / "replayed_runners.py").write_text(MODULE, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "replayed_runners", raising=False)
-    return tmp_path
-
-
 def command(*arguments: str) -> Any:
     """One command, in this process."""
     return typer.testing.CliRunner().invoke(app, ["replay", *arguments])
 
 
-@pytest.fixture
-def taken_home(folder: pathlib.Path) -> pathlib.Path:
-    """A folder with a file of two steps, the last of which raised."""
+def test_command(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status says whether all is the same; JSON says what differs, or what the file holds; 2 is a refusal."""
+    (tmp_path / "replayed_runners.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "replayed_runners", raising=False)
     runner = importlib.import_module("replayed_runners").right()
     runner.capture()
     with slotgraph.record(runner, "home.safetensors", outputs=True):
         runner({"input_ids": [2, 5, 9], "limits": {"window": [7]}})
         with pytest.raises(BatchError):
             runner({"input_ids": [2.5], "limits": {"window": [7]}})
-    return folder
-
-
-@pytest.mark.usefixtures("taken_home")
-def test_command() -> None:
-    """The exit status says whether all is the same; JSON says what differs, or what the file holds; 2 is a refusal."""
     assert command("home.safetensors", "replayed_runners:right", "--step", "0").exit_code == 0
     done = command("home.safetensors", "replayed_runners.py:late", "--format", "json")
     assert done.exit_code == 1

@@ -51,7 +51,7 @@ def metadata_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
 
 
 def extra_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-    """Hand the stack a tensor that is no slot, and has one row a request."""
+    """Hand the stack a tensor that is not a slot, and has one row a request."""
     return inner(hidden, extra=view.extend_seq_lens * view.scale)
 
 
@@ -88,21 +88,16 @@ def test_view_that_is_not_there(cpu: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "outer"),
     [
-        pytest.param(lambda hidden, view: scaled(hidden * 2, view) + 1, None, id="view"),
-        pytest.param(
-            lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.out_cache_loc, view.positions)),
-            None,
-            id="slots",
-        ),
-        pytest.param(lambda hidden, view: scaled(hidden, current_view(type(view))), None, id="asked-view"),
-        pytest.param(lambda hidden, _: with_current_view(hidden) - 1, None, id="asks-itself"),
-        pytest.param(lambda hidden, metadata: with_metadata(hidden * 2, metadata), metadata_of, id="metadata"),
-        pytest.param(
-            lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2, extra_of, id="unread-tensor"
-        ),
-        pytest.param(lambda hidden, _: with_gradients(hidden), None, id="no-gradients"),
-        pytest.param(lambda hidden, view: with_gradients(scaled(with_current_view(hidden), view)), None, id="three"),
+        (lambda hidden, view: scaled(hidden * 2, view) + 1, None),
+        (lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.input_ids, view.positions)), None),
+        (lambda hidden, view: scaled(hidden, current_view(type(view))), None),
+        (lambda hidden, _: with_current_view(hidden) - 1, None),
+        (lambda hidden, metadata: with_metadata(hidden * 2, metadata), metadata_of),
+        (lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2, extra_of),
+        (lambda hidden, _: with_gradients(hidden), None),
+        (lambda hidden, view: with_gradients(scaled(with_current_view(hidden), view)), None),
     ],
+    ids=["view", "slots", "asked-view", "asks-itself", "metadata", "unread-tensor", "no-gradients", "three"],
 )
 def test_arguments_are_live(backend: Backend, stack: Any, outer: Any) -> None:
     """Whatever way a break gets at this step's metadata, it is this step's, for any number of requests."""
@@ -125,10 +120,7 @@ def test_answers_that_change(backend: Backend) -> None:
     runner, eager = around(lambda hidden, _: changing(hidden)[0] * 2, backend)
     batch = batch_of([3], 1, backend.device)
     for answer, said in (
-        (
-            lambda hidden: (hidden[:-1], 3),
-            r"result 0 is float\d+ of shape \[3, 2\], and was float\d+ of shape",
-        ),
+        (lambda hidden: (hidden[:-1], 3), r"result 0 is float\d+ of shape \[3, 2\], and was float\d+ of shape"),
         (lambda hidden: (hidden.half(), 3), "result 0 is float16"),
         (lambda hidden: [hidden, 3], "returned another structure than at capture"),
         (lambda hidden: (hidden, 4), "result 1 is 4, and was 3 at capture: return what changes"),
@@ -203,7 +195,7 @@ def test_break_that_raises_in_a_step(backend: Backend) -> None:
 
 
 def test_graph_alone(backend: Backend) -> None:
-    """A graph with breaks is no step: replayed without its runner, it says so."""
+    """A graph with breaks is not a step: replayed without its runner, it says so."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} has no graphs")
     runner, _ = around(scaled, backend)

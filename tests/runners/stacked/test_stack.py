@@ -37,23 +37,6 @@ def plus_rows(hidden: torch.Tensor, pool: Any) -> torch.Tensor:
     return torch.add(hidden, pool.rows)
 
 
-def test_arguments_of_all_kinds(backend: Backend) -> None:
-    """Tensors are moved, keywords and nested structures too, values are held to those of the capture."""
-
-    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        pair = {"a": hidden + 1, "b": (hidden[:, :1] * 2, None)}
-        return inner(hidden, view, pair, factor=3, mode=Mode.TWO, dtype=torch.float64, positions=view.positions)
-
-    def stack(hidden: torch.Tensor, view: Prefill, pair: Any, **more: Any) -> torch.Tensor:
-        assert more["mode"] is Mode.TWO
-        assert pair["b"][1] is None
-        hidden = hidden * more["factor"] + pair["a"] * pair["b"][0] + more["positions"].to(more["dtype"])[:, None]
-        return torch.sub(scaled(hidden, view), pair["a"])
-
-    runner, eager = around(stack, backend, outer)
-    assert_equal(runner, eager, backend.device, 1, 2)
-
-
 @pytest.mark.parametrize(
     ("at_capture", "later", "said"),
     [
@@ -133,9 +116,32 @@ def first_request(hidden: torch.Tensor, part: Prefill) -> torch.Tensor:
     return torch.add(hidden * int(part.extend_seq_lens.sum()), part.input_ids.shape[0])
 
 
+def all_kinds(hidden: torch.Tensor, view: Prefill, pair: Any, **more: Any) -> torch.Tensor:
+    """A stack that takes nested structures, and keywords of all kinds."""
+    assert more["mode"] is Mode.TWO
+    assert pair["b"][1] is None
+    hidden = hidden * more["factor"] + pair["a"] * pair["b"][0] + more["positions"].to(more["dtype"])[:, None]
+    return torch.sub(scaled(hidden, view), pair["a"])
+
+
+def all_kinds_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+    """Hand the stack all that."""
+    pair = {"a": hidden + 1, "b": (hidden[:, :1] * 2, None)}
+    return inner(hidden, view, pair, factor=3, mode=Mode.TWO, dtype=torch.float64, positions=view.positions)
+
+
+def looks_at_requests(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+    """A stack that asks what is the same in each step of a slot over requests."""
+    lengths = view.extend_seq_lens
+    known = lengths is not None and lengths.device == hidden.device and lengths.dtype == torch.int32
+    return scaled(hidden, view) + lengths.ndim if known else hidden
+
+
 @pytest.mark.parametrize(
     ("stack", "outer"),
     [
+        (all_kinds, all_kinds_of),
+        (looks_at_requests, None),
         (lambda hidden, pool: plus_rows(hidden * 2, pool), pool_of),
         (lambda hidden, part: first_request(hidden, part) + 1, first_of),
         # slots over tokens are where they were, also in an object of each step's
@@ -145,10 +151,9 @@ def first_request(hidden: torch.Tensor, part: Prefill) -> torch.Tensor:
         ),
     ],
 )
-def test_objects_of_one_step(backend: Backend, stack: Any, outer: Any) -> None:
-    """Breaks read what is live of an object that each step makes anew."""
-    runner, eager = around(stack, backend, outer)
-    assert_equal(runner, eager, backend.device, 1, 2)
+def test_arguments_of_all_kinds(backend: Backend, stack: Any, outer: Any) -> None:
+    """Tensors are moved, values are those of the capture, and breaks read what is live of an object of each step."""
+    assert_equal(*around(stack, backend, outer), backend.device, 1, 2)
 
 
 LATER: list[bool] = []
@@ -193,8 +198,7 @@ def test_stack_that_writes_its_argument(backend: Backend) -> None:
         total = torch.empty(2, dtype=torch.float64, device=hidden.device)
         return inner(hidden, view, total) + hidden + total
 
-    runner, eager = around(stack, backend, outer)
-    assert_equal(runner, eager, backend.device, 1, 2)
+    assert_equal(*around(stack, backend, outer), backend.device, 1, 2)
 
 
 def test_ways_to_name_the_stack(backend: Backend) -> None:
@@ -222,21 +226,21 @@ def test_forward_is_put_back(backend: Backend) -> None:
     model.inner.forward = own  # type: ignore[method-assign] # as some libraries do
     runner = runner_of("breakable", model, backend, buckets=[4])
     runner.capture()
-    plain = Model().to(backend.device)
-    batch = batch_of([2, 1], 2, backend.device)
-    with torch.no_grad():
+    plain, batch = Model().to(backend.device), batch_of([2, 1], 2, backend.device)
+
+    @torch.no_grad()
+    def check() -> None:
         view = runner.fill(batch)
         assert torch.equal(runner.replay(view), plain(view) * 2)
-    assert model.inner.forward is own
+        assert model.inner.forward is own
+
+    check()
     hook = model.inner.register_forward_hook(lambda *_: [(_ for _ in ()).throw(fault) for fault in faults] and None)
     faults.append(OSError("in a hook"))
     with pytest.raises(OSError, match="in a hook"):
         runner(batch)
     hook.remove()
-    assert model.inner.forward is own
-    with torch.no_grad():
-        view = runner.fill(batch)
-        assert torch.equal(runner.replay(view), plain(view) * 2)
+    check()
 
 
 def asked_field(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
@@ -244,20 +248,8 @@ def asked_field(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
     return torch.mul(hidden, current_view(Prefill).scale)
 
 
-def test_slots_over_requests_may_be_looked_at(backend: Backend) -> None:
-    """What is the same of such a slot in each step may be asked: device, dtype, number of dims, presence."""
-
-    def stack(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
-        lengths = view.extend_seq_lens
-        known = lengths is not None and lengths.device == hidden.device and lengths.dtype == torch.int32
-        return scaled(hidden, view) + lengths.ndim if known else hidden
-
-    runner, eager = around(stack, backend)
-    assert_equal(runner, eager, backend.device)
-
-
 MISSING: list[tuple[Any, Any, str]] = [
-    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: .* no attribute 'rows'; modules there: 'layers'"),
+    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: .* no attribute 'rows'; modules there: '0', '1'"),
     (Model(), "model", r"leads nowhere: 'Model' object has no attribute 'model'; modules there: 'inner'"),
     (Model(), "head", r"stack is a module, or a dotted path to one under the step; head is Parameter"),
     (Model(), 3, r"stack is a module, or a dotted path to one under the step; int is int"),
@@ -351,15 +343,11 @@ def test_what_breaks_see(backend: Backend) -> None:
     around(noting, backend, inputs=Told, settings={"swa": True}, buckets=[2], absent=[{"extra"}], warmups=0)
     assert all(view == {**SEEN[0], "_slotgraph_view": view["_slotgraph_view"]} for view in SEEN[:3])
     first, last = SEEN[0], SEEN[-1]
-    assert first["extend_seq_lens"] == [2]
-    assert first["extend_start_loc"] == [0]
-    assert first["input_ids"] == [1, 2]
-    assert first["positions"] == [3, 3]
-    assert first["weights"] == [[2.5, 2.5]]
+    tokens = {"input_ids": [1, 2], "positions": [3, 3], "extra": [9, 9], "swa": [4, 4], "mode": "prefill", "scale": 5}
+    requests = {"extend_seq_lens": [2], "extend_start_loc": [0], "weights": [[2.5, 2.5]]}
+    assert {name: first[name] for name in (*tokens, *requests)} == tokens | requests
     assert len(first["table"]) == 1
-    assert (first["extra"], last["extra"]) == ([9, 9], None)
-    assert first["swa"] == [4, 4]
-    assert (first["scale"], first["mode"]) == (5, "prefill")
+    assert last["extra"] is None
 
 
 def test_slots_that_are_switched_off(backend: Backend) -> None:
@@ -377,8 +365,8 @@ def test_slots_that_are_switched_off(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"typo": 1}, r"Given.placeholder\(\) names 'typo', which is no copied slot and no field"),
-        ({"extend_start_loc": [0]}, "names 'extend_start_loc', which is no copied slot and no field"),
+        ({"typo": 1}, r"Given.placeholder\(\) names 'typo', which is neither a copied slot nor a field"),
+        ({"extend_start_loc": [0]}, "names 'extend_start_loc', which is neither a copied slot nor a field"),
         ({"extend_seq_lens": [1, 2]}, r"slot 'extend_seq_lens': its placeholder: expected int32 of shape \[1\], got"),
         ({"extend_seq_lens": 1.5}, r"its placeholder: expected int32 of shape \[1\], got the number 1.5"),
         ({"extend_seq_lens": True}, r"its placeholder: expected int32 of shape \[1\], got the number True"),

@@ -1,22 +1,24 @@
-"""Mixins combine as plain bases, in any order; slots are overridden, dropped, and of the model's dtype."""
+"""Mixins combine as plain bases, in any order; the counts that they compute, against plain Python."""
 
 import types
 from typing import Any
 
-import numpy as np
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, copied, standard
-from slotgraph.dataflow.axes import Step
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, standard
+from slotgraph.backends import Backend
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
-from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
+from slotgraph.dataflow.errors import ComputeError, ConfigError, DeclarationError, DeclarationErrors
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.sizing import limits_of
-from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
+from slotgraph.runners.standard import counts
+from slotgraph.speculative import WIDTH
+from tests.runners.models import decoder
+from tests.runners.standard.batches import NPU, batch_of, fixed_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
 BASES = (
@@ -66,26 +68,6 @@ def test_any_base_with_any_mixins(
         assert same_bytes(got, expected), name
 
 
-def test_override_and_drop() -> None:
-    """A slot that is declared again is the new one, a dropped slot or field is gone, and a made-up one is refused."""
-
-    class Own(standard.DecodeInputs, standard.Mamba, drop=["seq_lens_cpu", "capture_hidden_mode", "mamba_track_mask"]):
-        seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-1)
-
-    slots = Own.slotgraph.slots
-    assert slots["seq_lens"].dtype == torch.int64
-    assert "seq_lens_cpu" not in slots
-    assert "mamba_track_mask" not in slots
-    assert "mamba_track_indices" in slots
-    assert Own.slotgraph.fields == {}
-    with pytest.raises(DeclarationErrors) as refused:
-
-        class Wrong(standard.DecodeInputs, drop=["capture_hidden_modes"]):
-            pass
-
-    assert "Wrong drops 'capture_hidden_modes', which no base declares" in str(refused.value.exceptions[0])
-
-
 def test_mixins_that_say_different_things_are_refused() -> None:
     """Counts are of buckets, told by ranks or carried: not both."""
     for bases in (
@@ -106,12 +88,9 @@ def test_models_dtype() -> None:
     class Mine(standard.DecodeInputs, standard.PipelineProxies, standard.InputEmbeds):
         """Mine."""
 
-    slots = Mine.slotgraph.slots
-    before = standard.PipelineProxies.slotgraph.slots["pp_residual"]
-    assert {slots[name].dtype for name in ("pp_hidden_states", "pp_residual", "input_embeds")} == {torch.float32}
-    assert (slots["pp_residual"].shape, slots["pp_residual"].optional) == (before.shape, True)
-    assert slots["pp_residual"].rule() == before.rule()
-    assert slots["next_token_logits"].dtype == torch.float32
+    slots, before = Mine.slotgraph.slots, standard.PipelineProxies.slotgraph.slots["pp_residual"]
+    assert {slots[name].dtype for name in ("pp_hidden_states", "input_embeds", "next_token_logits")} == {torch.float32}
+    assert slots["pp_residual"] == attrs.evolve(before, dtype=torch.float32)
     assert (Mine.__name__, Mine.__doc__, Mine.__module__) == ("Mine", "Mine.", __name__)
     ids = torch.arange(3)
     made = Mine(input_ids=ids, positions=ids, out_cache_loc=ids, req_pool_indices=ids, seq_lens=ids)
@@ -126,23 +105,160 @@ def test_models_dtype() -> None:
     assert "hidden_states" not in Dropped.slotgraph.slots
 
 
-def test_bounded_context() -> None:
-    """A request longer than the context is named with its row, its length and the limit; one as long passes."""
+ways = st.sampled_from(
+    [lambda one: one, attrs.asdict, lambda one: types.SimpleNamespace(**attrs.asdict(one), other="name")]
+)
+"""Settings as the class for them, as a mapping, as an object of the user's own."""
 
-    class Bounded(standard.DecodeInputs, standard.BoundedContext):
+
+def sharded(live: int, padded: int, sharding: standard.Sharding) -> int:
+    """Rows of this rank's part, counted one by one, that are live."""
+    part = range(padded)
+    if sharding.scattered:
+        chunk = padded // sharding.attn_tp_size
+        part = range(chunk * sharding.attn_tp_rank, chunk * (sharding.attn_tp_rank + 1))
+    return sum(row < live for row in part)
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> standard.Sharding:
+    """A rank among one to eight."""
+    ranks = draw(st.integers(1, 8))
+    rank = draw(st.integers(0, ranks - 1))
+    return standard.Sharding(attn_tp_size=ranks, attn_tp_rank=rank, scattered=draw(st.booleans()))
+
+
+@given(sharding=shardings(), chunk=st.integers(0, 40), rest=st.integers(0, 7), way=ways, data=st.data())
+def test_num_token_non_padded(
+    *, sharding: standard.Sharding, chunk: int, rest: int, way: Any, data: st.DataObject
+) -> None:
+    """Each rank counts the live rows of its own part; a bucket that does not divide is refused where it is cut."""
+    padded = chunk * sharding.attn_tp_size + rest
+    live = data.draw(st.integers(0, padded))
+    step = Step({TOKENS: live}, {TOKENS: padded})
+    if sharding.scattered and padded % sharding.attn_tp_size:
+        said = rf"slot 'num_token_non_padded': {padded} padded tokens do not divide among {sharding.attn_tp_size} "
+        with pytest.raises(ComputeError, match=said):
+            counts.num_token_non_padded(step, way(sharding))
+        return
+    assert counts.num_token_non_padded(step, way(sharding)) == sharded(live, padded, sharding)
+
+
+@given(width=st.integers(1, 6), data=st.data())
+def test_last_correct(width: int, data: st.DataObject) -> None:
+    """Multi-layer: behind the front, and within a request's own rows where a padded one has -1."""
+    front = data.draw(st.integers(0, width - 1))
+    correct = data.draw(st.lists(st.integers(0, width - front - 1), max_size=8))
+    padded = [*correct, *[-1] * data.draw(st.integers(0, 4))]
+    step = Step({}, {BATCH: len(padded), WIDTH: width})
+    starts = counts.even_starts(step)
+    assert starts.tolist() == [i * width for i in range(len(padded))]
+    found = counts.last_correct(torch.tensor(padded, dtype=torch.int32), starts, torch.tensor([front]).int())
+    assert found.dtype == torch.int64
+    assert found.tolist() == [i * width + max(front + count, 0) for i, count in enumerate(padded)]
+    assert all(row // width == i for i, row in enumerate(found.tolist()))
+
+
+@given(lens=st.lists(st.integers(1, 9), max_size=8), requests=st.integers(0, 4), tokens=st.integers(0, 9))
+def test_first_tokens(lens: list[int], requests: int, tokens: int) -> None:
+    """Prefill: where each request begins; padded requests begin at a row that is there, wherever there is one."""
+    rows = sum(lens) + tokens
+    padded = torch.tensor([*lens, *[0] * requests], dtype=torch.int32)
+    found = counts.first_tokens(padded, torch.empty(rows)).tolist()
+    assert found[: len(lens)] == [sum(lens[:i]) for i in range(len(lens))]
+    assert all(0 <= row < max(rows, 1) for row in found)
+
+
+def test_settings_that_make_no_sense() -> None:
+    """A wrong rank or a name that is not there is refused by its name, and missing settings when a runner is made."""
+    step = Step({TOKENS: 1}, {TOKENS: 2})
+    for rank in (-1, 2, 5):
+        with pytest.raises(
+            ConfigError, match=rf"attn_tp_rank: expected a rank from 0, below attn_tp_size, 2, got {rank}"
+        ):
+            counts.num_token_non_padded(step, {"attn_tp_size": 2, "attn_tp_rank": rank, "scattered": True})
+    with pytest.raises(ConfigError, match="settings have no 'scattered'"):
+        counts.num_token_non_padded(step, {"attn_tp_size": 2, "attn_tp_rank": 0})
+
+    class Experts(standard.PrefillInputs, standard.ExpertParallel):
         pass
 
-    def check(batch: dict[str, Any]) -> None:
-        for limit in limits_of(Bounded.slotgraph, {standard.CONTEXT: 16}):
-            limit.check(batch)
+    with pytest.raises(DeclarationError, match=r"slot 'num_token_non_padded': .* asks for `settings`"):
+        DecodeRunner(Experts, lambda view: view.positions, buckets=[2], backend="cpu")
 
-    fits: list[Any] = [[3, 16], np.array([16, 1]), torch.tensor([16, 2], dtype=torch.int32)]
-    over: list[Any] = [[3, 17], np.array([2, 17]), torch.tensor([16, 17], dtype=torch.int64)]
-    for lens in fits:
-        check({"seq_lens": lens, "seq_lens_cpu": lens})
-    for lens in over:
-        said = r"slot 'seq_lens_cpu': row 1 is 17, over the limit of CONTEXT = 16"
-        with pytest.raises(BatchError, match=said):
-            check({"seq_lens": torch.tensor([3, 17]), "seq_lens_cpu": lens})
-    with pytest.raises(BatchError, match=r"slot 'seq_lens': row 1 is 17"):
-        check({"seq_lens": [3, 17]})
+
+class Extended(standard.DraftExtendInputs, standard.ExpertParallel, standard.DataParallelGatheredExtend):
+    """Counts on the host and on the device."""
+
+
+def plain(live: int, padded: int, accepted: list[int], sharding: standard.Sharding) -> dict[str, list[int]]:
+    """The counts of WIDTH tokens a request, two ranks, in plain Python."""
+    rows = accepted + [3] * (padded - live)
+    return {
+        "num_token_non_padded": [sharded(live * 3, padded * 3, sharding)],
+        "global_num_tokens": [padded * 3] * 2,
+        "global_num_tokens_for_logprob": [padded] * 2,
+        "select_index": [i * 3 + count - 1 for i, count in enumerate(rows)],
+        "extend_seq_lens": [3] * padded,
+    }
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
+def test_counts_in_a_runner(backend: Backend, lowering: str) -> None:
+    """Every lowering, exact fills and micro-batches show the counts that plain Python gives for their sizes."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no lowering {lowering!r}")
+    sharding = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=True)
+    how: dict[str, Any] = {"sizes": fixed_of(Extended), "settings": sharding, "backend": backend}
+    options = {"buckets": [2, 8], "width": 3, "lowering": lowering, "output_rows": BATCH, **how}
+    runner = decoder(Extended, lambda view: view.select_index + 0, **options)
+    names = [*plain(1, 1, [1], sharding)]
+
+    def extended(live: int, accepted: list[int]) -> dict[str, Any]:
+        batch, _ = batch_of(Extended.slotgraph, sizes_of(Extended, live, 3), live)
+        return {**batch, "num_accept_tokens": accepted, "num_correct_drafts": accepted}
+
+    for live, padded in ((2, 2), (1, 2), (7, 8), (0, 2), (3, 8)):
+        accepted = [1 + row % 3 for row in range(live)]
+        view = runner.fill(extended(live, accepted))
+        outputs = runner.replay(view)
+        right = plain(live, padded, accepted, sharding)
+        assert {name: getattr(view, name).tolist() for name in names} == right
+        assert outputs.tolist() == right["select_index"][:live]
+        if padded == 8:
+            part = view.narrow(BATCH, 2, 6)
+            rows = max(min(live - 2, 4), 0)
+            assert {n: getattr(part, n).tolist() for n in names} == plain(rows, 4, accepted[2:][:rows], sharding)
+    how["sizes"] = {**fixed_of(Extended), WIDTH: 3}
+    for no_copy in (False, True):
+        eager = EagerRunner(Extended, lambda view: view.select_index, no_copy=no_copy, **how)
+        view = eager.fill(extended(4, [3, 1, 2, 2]))
+        assert {name: getattr(view, name).tolist() for name in names} == plain(4, 4, [3, 1, 2, 2], sharding)
+        with pytest.raises(ComputeError, match="9 padded tokens do not divide among 2"):
+            eager(extended(3, [3, 1, 2]))
+
+
+shards_of = st.integers(1, 5)
+batches_of = st.lists(st.integers(0, 40), min_size=1, max_size=5)
+
+
+@given(requests=batches_of, shards=shards_of, width=st.integers(1, 4), spare=st.integers(0, 12), rest=st.integers(0, 4))
+def test_counts_of_ranks(*, requests: list[int], shards: int, width: int, spare: int, rest: int) -> None:
+    """Each rank sees every batch's tokens and requests once, and counts the live rows of its own part of the bucket."""
+    padded, fixed = (max(requests) * width + spare) * shards + rest, {standard.DP: len(requests)}
+    told = [{BATCH: rows, TOKENS: rows * width} for rows in requests]
+    for batch, live in enumerate(told):
+        step, seen = Step(live | fixed, {BATCH: padded, TOKENS: padded, **fixed}), 0
+        for place in range(shards):
+            ranks = ranked(batch * shards + place, len(requests) * shards, shards, told)
+            assert counts.agreed_tokens(step, ranks) == [one[TOKENS] for one in told]
+            assert counts.agreed_requests(step, ranks) == requests
+            if padded % shards:
+                with pytest.raises(ComputeError, match=f"{padded} padded tokens .* {shards} .* or drop the slot there"):
+                    counts.own_tokens(step, ranks)
+                continue
+            sharding = standard.Sharding(attn_tp_size=shards, attn_tp_rank=place, scattered=shards > 1)
+            own = counts.own_tokens(step, ranks)
+            assert own == sharded(live[TOKENS], padded, sharding) == counts.num_token_non_padded(step, sharding)
+            seen += own
+        assert seen == (0 if padded % shards else live[TOKENS])

@@ -168,25 +168,13 @@ def test_placeholder_is_a_batch(backend_name: str) -> None:
     assert "orig_seq_lens" not in Short.placeholder(Step({TOKENS: 2}, {TOKENS: 2}))
 
 
-SPLIT = "slotgraph_tests::cosine"
 TOKEN_BUCKETS = [6, 12]
 ALONE = standard.Sharding(attn_tp_size=1, attn_tp_rank=0, scattered=False)
 
 
-@torch.library.custom_op(SPLIT, mutates_args=())
-def cosine(hidden: torch.Tensor) -> torch.Tensor:
-    """Where a step is cut."""
-    return torch.cos(hidden)
-
-
-@cosine.register_fake
-def _(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(hidden)
-
-
 class Stack(nn.Module):  # two pieces around a split
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # one row a token
-        return torch.add(cosine(hidden * 3), 1)
+        return torch.add(torch.cos(hidden * 3), 1)
 
 
 class Model(nn.Module):  # rows of tokens; of as many as there are requests where the outputs follow them
@@ -206,7 +194,7 @@ def make(kind: str, inputs: type[Inputs], model: Model) -> BreakableRunner[Any] 
     given |= {"sizes": fixed_of(inputs) | width, "settings": ALONE, "progress": False}
     if kind == "breakable":
         return BreakableRunner(inputs, model, **given)
-    return PrefillRunner(inputs, model, splits=[SPLIT], **given)
+    return PrefillRunner(inputs, model, splits=[torch.cos], **given)
 
 
 WHOLE = [name for name, inputs in CLASSES.items() if "positions" in inputs.slotgraph.slots]

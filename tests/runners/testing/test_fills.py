@@ -18,7 +18,7 @@ from slotgraph.runners.sampling import Sample
 from slotgraph.runners.testing import ground
 from slotgraph.testing import assert_fill_equals_oracle, batches
 from tests.packing import PackingBackend
-from tests.runners.testing.declared import HIDDEN, Mixed
+from tests.runners.explained.houses import HIDDEN, FullInputs
 from tests.strategies import declarations
 
 FEW = 12
@@ -26,12 +26,12 @@ FEW = 12
 
 def test_every_backend(slotgraph_backend: Backend) -> None:
     """Each lowering of each backend leaves the oracle's bytes."""
-    assert_fill_equals_oracle(Mixed, {HIDDEN: 5}, backend=slotgraph_backend, least=0, max_examples=FEW)
+    assert_fill_equals_oracle(FullInputs, {HIDDEN: 5}, backend=slotgraph_backend, least=0, max_examples=FEW)
 
 
 def test_packed_uploads() -> None:
     """So does one whose host data goes up in packets."""
-    assert_fill_equals_oracle(Mixed, backend=PackingBackend(), max_examples=FEW)
+    assert_fill_equals_oracle(FullInputs, backend=PackingBackend(), max_examples=FEW)
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.nested_given])
@@ -41,7 +41,7 @@ def test_random_declarations(declaration: type[Inputs]) -> None:
     assert_fill_equals_oracle(declaration, backend="cpu", least=0, max_examples=3)
 
 
-def found(inputs: type[Inputs] = Mixed, *, shrunk: bool = False, **said: Any) -> str:
+def found(inputs: type[Inputs] = FullInputs, *, shrunk: bool = False, **said: Any) -> str:
     """What is said of a planted bug. shrunk: of the smallest example that Hypothesis comes to."""
     usual = settings.get_current_profile_name()
     settings.register_profile("unshrunk", settings(phases=[Phase.generate]))
@@ -59,7 +59,7 @@ def test_a_tail_that_no_one_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the first step, whose tails hold random bytes; lowering, step and sizes are named."""
     monkeypatch.setattr(Ready, "reset", lambda *_: None)
     message = found(lowerings=("foreach",))
-    assert "Mixed filled by 'foreach', step 1 of " in message
+    assert "FullInputs filled by 'foreach', step 1 of " in message
     assert "(its tail): it holds" in message
 
 
@@ -106,14 +106,15 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
         ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
         lens: torch.Tensor | None = copied(BATCH, dtype=torch.int32, pad=1, default=None)
 
-    plain = oracle._reset_tail
+    fill = oracle.fill_slot_by_slot
 
-    def wrong(slot: Any, view: torch.Tensor, step: Any, number: Any) -> None:
-        plain(slot, view, step, number)
-        if step.padded(TOKENS) >= 5 and slot is Small.slotgraph.slots["ids"] and step.live(TOKENS) < 5:
-            view[4] = 99
+    def wrong(declaration: Any, buffers: Any, capabilities: Any, step: Any, *given: Any, **more: Any) -> Any:
+        views: Any = fill(declaration, buffers, capabilities, step, *given, **more)
+        if step.padded(TOKENS) >= 5 > step.live(TOKENS):
+            views["ids"][4] = 99
+        return views
 
-    monkeypatch.setattr(oracle, "_reset_tail", wrong)
+    monkeypatch.setattr(ground, "fill_slot_by_slot", wrong)
     message = found(Small, lowerings=("foreach",), shrunk=True)
     assert "step 1 of 1, Turn(BATCH=1/1, TOKENS=1/5)" in message
     assert "slot 'ids', row 4 (its tail): it holds 0, and the oracle's 99" in message
@@ -122,8 +123,10 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot whose view is there where it ought to be absent."""
     fill = oracle.fill_slot_by_slot
-    monkeypatch.setattr(ground, "fill_slot_by_slot", lambda *given, **more: {**fill(*given, **more), "flags": None})
-    assert "slot 'flags' is there, and the oracle's is not" in found(lowerings=("foreach",))
+    monkeypatch.setattr(
+        ground, "fill_slot_by_slot", lambda *given, **more: {**fill(*given, **more), "hidden_states": None}
+    )
+    assert "slot 'hidden_states' is there, and the oracle's is not" in found(lowerings=("foreach",))
 
 
 def test_sizes_that_do_not_fit() -> None:
@@ -131,19 +134,18 @@ def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="max_sizes names HIDDEN, an axis that no slot has"):
         assert_fill_equals_oracle(standard.DecodeInputs, {HIDDEN: 3}, settings=standard.Sharding())
     with pytest.raises(ConfigError, match="max_sizes names TOKENS, which follows from others by relations="):
-        assert_fill_equals_oracle(Mixed, {TOKENS: 3}, relations={TOKENS: BATCH * 2})
+        assert_fill_equals_oracle(FullInputs, {TOKENS: 3}, relations={TOKENS: BATCH * 2})
 
 
-eager = EagerRunner(Mixed, lambda view: view, backend="cpu", sizes={HIDDEN: 3}, no_copy=False)
+eager = EagerRunner(FullInputs, lambda view: view, backend="cpu", sizes={HIDDEN: 3}, no_copy=False)
 
 
-@given(sample=batches(Mixed, least=0))
+@given(sample=batches(FullInputs, least=0))
 def test_a_runner_takes_each(sample: Sample) -> None:
     """Nested, beside the batch, on the host or absent: a runner fills from it, and shows it."""
     view = eager.fill(sample.batch, **sample.side)
-    assert torch.equal(view.tables, sample.batch["paging"]["tables"])
-    assert (view.hidden is None) == ("proxy" not in sample.side)
-    assert (view.flags is None) == ("flags" not in sample.batch)
+    assert torch.equal(view.block_tables, sample.batch["tables"]["decode"])
+    assert (view.hidden_states is None) == ("proxy" not in sample.side)
 
 
 def test_slots_of_one_source_are_absent_together() -> None:

@@ -78,15 +78,16 @@ class Options:
     model: str = attrs.field(
         default="smollm2",
         metadata=_says(
-            "smollm2 (SmolLM2-135M-Instruct from the package index), random (a small Llama with seeded weights), a folder of a Llama-like checkpoint, or a name on the hub, as in org/name",
+            "smollm2 (SmolLM2-135M-Instruct from the package index), random (a small Llama with seeded weights), a "
+            "folder of a Llama-like checkpoint, or a name on the hub, as in org/name",
             metavar="NAME",
         ),
     )
     prompts: str = attrs.field(
         default="",
         metadata=_says(
-            "file with a prompt a line, or - for standard input (default: prompts.txt beside this program; texts.txt with "
-            "--model random)",
+            "file with a prompt a line, or - for standard input (default: prompts.txt beside this program; texts.txt "
+            "with --model random)",
             metavar="FILE",
         ),
     )

@@ -120,8 +120,8 @@ class Report:
     decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
     eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
     time. batched: its continuous batching. measured, prefill_times: what decode and prefill steps take, None where they
-    were not timed. ranks: None where there was one process; with data parallelism all else is of all ranks, with tensor parallelism of rank 0, with
-    pipeline parallelism of the last one.
+    were not timed. ranks: None where there was one process; with data parallelism all else is of all ranks, with tensor
+    parallelism of rank 0, with pipeline parallelism of the last one.
     """
 
     model: str

@@ -1,0 +1,66 @@
+"""Pages that list tests, invariants.md and troubleshooting.md: they name tests that there are, and all of them."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+INVARIANTS, HAZARDS = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("invariants.md", "troubleshooting.md")
+)
+NAMED: Final = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+PROJECTS: Final = {
+    "SGLang": ("sglang", "sgl-project/sglang"),
+    "vLLM": ("vllm", "vllm-project/vllm"),
+    "TensorRT-LLM": ("trtllm", "NVIDIA/TensorRT-LLM"),
+    "vllm-ascend": ("vllm_ascend", "vllm-project/vllm-ascend"),
+    "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
+    "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
+}
+ROW: Final = re.compile(
+    r"^\| \[(?P<project>[\w-]+) #(?P<number>\d+)\]\((?P<link>\S+)\) \| (?P<kind>[A-H]) \|(?P<rest>.*)\|$", re.MULTILINE
+)
+
+
+def docstrings(path: Path) -> dict[str, str]:
+    """The docstrings of a module's tests, by name."""
+    nodes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_docstring(node) or "" for node in nodes if node.name.startswith("test_")}
+
+
+def test_every_invariant_has_both_tests() -> None:
+    """One that holds it and one with a planted fault; the page names tests of other folders, too."""
+    named = NAMED.findall(INVARIANTS)
+    assert [f"{path}::{name}" for path, name in named if name not in docstrings(ROOT / path)] == []
+    assert INVARIANTS.count("tests/") == len(named) + 2, "a test is named in another form"
+    ours = {name for path in (ROOT / "tests" / "invariants").glob("test_*.py") for name in docstrings(path)}
+    assert ours - {name for _, name in named} == set()
+    sections = re.split(r"^## \d+\. ", INVARIANTS.split("## What the CPU")[0], flags=re.MULTILINE)[1:]
+    assert len(sections) == 14
+    for section in sections:
+        inside = {name for path, name in NAMED.findall(section) if path.startswith("tests/invariants/")}
+        assert set() < {name for name in inside if name.startswith("test_planted_")} < inside, section
+    assert "\ninvariants\n" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_table_and_the_scenarios_are_one_list() -> None:
+    """Each report's tests have its project, number and class; each test has its row; links lead to the reports."""
+    scenarios = docstrings(ROOT / "tests" / "regressions" / "test_reports.py")
+    known = {name: said.partition(": ")[0] for name, said in scenarios.items()}
+    named, found = list[str](), [match.groupdict() for match in ROW.finditer(HAZARDS)]
+    for row in found:
+        wrong, cure, tests = (cell.strip() for cell in row["rest"].split(" | "))
+        assert wrong
+        assert cure
+        prefix, repository = PROJECTS[row["project"]]
+        names = re.findall(r"`(test_\w+)`", tests)
+        assert names
+        for name in names:
+            assert name.startswith(f"test_{prefix}_{row['number']}_")
+            assert known[name] == row["kind"]
+        named += names
+        assert row["link"] == f"https://github.com/{repository}/issues/{row['number']}"
+    assert sorted(named) == sorted(known)
+    assert {row["kind"] for row in found} == set("ABCDEFGH")
+    assert len({(row["project"], row["number"]) for row in found}) == len(found) >= 24
