@@ -92,8 +92,8 @@ class Declaration:
         for name in names:
             if name not in kinds[kind]:
                 instead = hint(name, kinds[kind], f"{kind or 'known'} are {', '.join(kinds[kind]) or 'none'}")
-                what = f"{kind} slot".strip()
-                raise ConfigError(f"{argument} names {name!r}, which is no {what} of {self.name}: {instead}")
+                what = f"{'an' if kind == 'optional' else 'a'} {kind} slot".replace("  ", " ")
+                raise ConfigError(f"{argument} names {name!r}, which is not {what} of {self.name}: {instead}")
 
     def given(self, step: Step) -> dict[str, Any]:
         """What functions of computed slots are given by name, beside slots and fields."""

@@ -153,7 +153,7 @@ def are_batches(value: Any) -> bool:
 def find(
     target: str,
     is_wanted: Callable[[Any], bool] = lambda value: isinstance(value, Runner),
-    why: str = "no runner, nor a function without required arguments that makes one",
+    why: str = "not a runner, nor a function without required arguments that makes one",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
@@ -277,7 +277,7 @@ def explain(
     of_a_step |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
     found: Explanation | RunnerExplanation
     with reported():
-        named = find(target, is_explained, "no subclass of slotgraph.Inputs, nor a runner")
+        named = find(target, is_explained, "not a subclass of slotgraph.Inputs, nor a runner")
         if isinstance(named, Runner):
             for option in (name for name, given in of_a_step.items() if given):
                 refuse("is for a declaration; a runner has its own: leave it out", option)

@@ -147,7 +147,7 @@ def _value_of(value: Value, stage: Stage[Any]) -> Any:
             return value.elements.clone().numpy()
         return value.elements.to(stage.backend.device if value.where == DEVICE else "cpu", copy=True)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RecordingError(f"{value.name!r} is no {value.kind}: {error}") from error
+        raise RecordingError(f"{value.name!r} is not a {value.kind}: {error}") from error
 
 
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:

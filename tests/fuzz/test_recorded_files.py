@@ -195,9 +195,9 @@ NASTY: list[tuple[Callable[[Any], object], str]] = [
     (lambda f: first(f.s).update(shape=[-2]), "its header says int64"),
     (lambda f: first(f.s, "fields").update(data="[" * 99999), "plain data is nested too deeply"),
     (lambda f: f.s["runner"].update(facts={"a": [[1]]}), "expected str"),
-    (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
-    (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
-    (lambda f: f.h["0.slots.ids"].update(dtype="F4"), "no recording that can be read"),
+    (lambda f: f.h.pop("0.slots.ids"), "not a recording that can be read"),
+    (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "not a recording that can be read"),
+    (lambda f: f.h["0.slots.ids"].update(dtype="F4"), "not a recording that can be read"),
     (lambda f: f.h.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}), "both have '../../x'"),
 ]
 
@@ -214,7 +214,7 @@ def test_nasty_files(file: pathlib.Path) -> None:
     """What is no such file at all, a pickle among it, and text that has broken readers where the steps should be."""
     pickled = b"\x80\x04\x95" + pickle.dumps({"a": 1})
     for content in (b"", b"1234567", LENGTH.pack(1 << 63) + b"{}", LENGTH.pack(3) + b"{}", LENGTH.pack(0), pickled):
-        assert "no recording that can be read" in refused(file, content)
+        assert "not a recording that can be read" in refused(file, content)
     assert "no steps of slotgraph" in refused(file, LENGTH.pack(2) + b"{}")
     header, _, elements = taken_apart()
     for text in NASTY_TEXTS:

@@ -153,8 +153,8 @@ def test_junk_is_refused(runner: str) -> None:
 
 CLEAR: list[tuple[dict[str, Any], str]] = [
     *(({"absent": wrong}, "absent: expected a list of patterns") for wrong in (["hidden"], "hidden", {"hidden"})),
-    ({"absent": [{"hiden"}]}, "absent names 'hiden', which is no optional slot of .*: did you mean 'hidden'"),
-    ({"absent": [{"tokens"}]}, "absent names 'tokens', which is no optional slot of .*: optional are hidden"),
+    ({"absent": [{"hiden"}]}, "absent names 'hiden', which is not an optional slot of .*: did you mean 'hidden'"),
+    ({"absent": [{"tokens"}]}, "absent names 'tokens', which is not an optional slot of .*: optional are hidden"),
     *(({"sizes": {HIDDEN: n}}, f"sizes of HIDDEN: .* at least 0, got {n!r}") for n in ("4", -4, None, True, 4.0)),
     ({"sizes": {"HIDDEN": 4}}, "sizes: expected an Axis as each key, got 'HIDDEN'"),
     ({"bind": {"lens": [1]}}, "slot 'lens': expected a tensor to adopt, got list"),

@@ -290,7 +290,7 @@ NOT_UNDERSTOOD = [
     ((DECODE, *SIZED, "--size", "batch=3"), "BATCH is given twice"),
     ((DECODE, "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
     ((DECODE, "--set", "=3"), "expected NAME or NAME=VALUE"),
-    ((DECODE, "--absent", "swa"), "absent names 'swa', which is no optional slot of"),
+    ((DECODE, "--absent", "swa"), "absent names 'swa', which is not an optional slot of"),
     ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
     ((DECODE, "--format", "xml"), "xml"),
     ((DECODE, "--format", "html"), "a page is made of a runner"),

@@ -224,7 +224,7 @@ def test_what_cannot_be_chained() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),
         ({"steps": [3]}, r"steps= is a list of functions"),
-        *(({"chained": [n]}, f"chained names '{n}', which is no copied slot of Derived") for n in ("idss", "twice")),
+        *(({"chained": [n]}, f"chained names '{n}', which is not a copied slot of Derived") for n in ("idss", "twice")),
         ({"chained": ["ids"]}, r"slot 'twice' is computed once, from 'ids', of which each step has its own"),
     ]
     for options, message in wrong:

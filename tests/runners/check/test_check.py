@@ -114,7 +114,7 @@ def test_report(cpu: str) -> None:
     text = str(report).splitlines()
     assert text[0].startswith("DecodeRunner: 1 finding (poison on 19 steps, coverage on 19 steps; ")
     assert text[1].startswith("poison: live row 0 of the output changed")
-    assert text[2].startswith("note: slot 'places' was held")
+    assert text[2].startswith("note: slot 'places' was checked")
     with pytest.raises(errors.CheckError, match="1 finding"):
         report.raise_if_failed()
     CheckReport(runner="R", findings=(), steps={}).raise_if_failed()

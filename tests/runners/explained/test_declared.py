@@ -133,11 +133,11 @@ def test_absent_slots_and_slots_in_place() -> None:
         ({"extents": {**SIZES, HIDDEN: (32, 64)}}, "HIDDEN=32/64: expected one size"),
         (
             {"pattern": Pattern(["seq_lens"])},
-            "absent names 'seq_lens', which is no optional slot of Explained: optional are mrope",
+            "absent names 'seq_lens', which is not an optional slot of Explained: optional are mrope",
         ),
         (
             {"pattern": Pattern((), ["count"])},
-            "in_place names 'count', which is no copied slot of Explained: did you mean 'counts'?",
+            "in_place names 'count', which is not a copied slot of Explained: did you mean 'counts'?",
         ),
         ({"lowering": "fused"}, "lowering 'fused': this backend has foreach, slot_by_slot; or say 'auto'"),
     ],

@@ -68,7 +68,7 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"path": "x.pt"}, r"'x\.pt' cannot be recorded to: it is no \.safetensors file"),
+        ({"path": "x.pt"}, r"'x\.pt' cannot be recorded to: it is not a \.safetensors file"),
         ({"path": "nowhere/x.safetensors"}, "'nowhere/x.safetensors' cannot be recorded to: No such file"),
         ({"path": None}, "None cannot be recorded to"),
         ({"path": "x" * 300 + ".safetensors"}, "cannot be recorded to: File name too long"),
