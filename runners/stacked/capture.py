@@ -50,7 +50,7 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     declaration, capabilities = stage.declaration, stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also where no slot is over those
     values = dict(stage.inputs.placeholder(request))
-    copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
+    copied = declaration.sources
     for name in values.keys() - {*copied, *declaration.fields, *declaration.disabled}:
         raise CaptureError(
             f"{declaration.name}.placeholder() names {name!r}, which is neither a copied slot nor a field"
