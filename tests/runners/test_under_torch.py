@@ -89,6 +89,22 @@ def test_a_compiled_step_stays_compiled() -> None:
         torch.compile(lambda: runner(batch), backend="eager", fullgraph=True)()
 
 
+def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-ups compile a step once for each bucket, in the state in which it is captured."""
+    counting, capture, compiled = CompileCounter(), load("cpu").capture, list[int]()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        before = counting.frame_count
+        graph = capture(*args, **options)
+        compiled.append(counting.frame_count - before)
+        return graph
+
+    monkeypatch.setattr(load("cpu"), "capture", counted)
+    step = torch.compile(lambda view: view.ids + view.places, backend=counting, dynamic=False)
+    decoder(PlainInputs, step, backend="cpu", buckets=[2, 4])
+    assert (compiled, counting.frame_count) == ([0, 0], 2)
+
+
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 )
