@@ -179,12 +179,11 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch of itself, where it compiles
 def test_a_compiled_step(generate: Generate, prompts: str) -> None:
     """`--compile` captures torch.compile(step), tokens stay equal, and a backend that cannot hold it is refused."""
-    graphs = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     small = ("--prompts", prompts, "--buckets", "2", "--max-batch", "2", *QUICK)
     status, report, _ = generate("--compile", "--backend", "cpu", *small)
     assert (status, report["comparison"]["difference"], report["eager_steps"]) == (0, None, 0)
-    assert graphs["unique_graphs"] > before
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     assert report["texts"] == generate("--backend", "cpu", *small)[1]["texts"]
     with pytest.raises(module("serving.options").OptionsError, match="--backend cpu or cuda"):
         generate("--compile", *small)
