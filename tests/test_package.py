@@ -1,0 +1,112 @@
+"""What is released: the sdist and the wheel hold what they should, and a fresh environment runs the quick start."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("dataflow", "backends", "runners")
+MADE = shutil.ignore_patterns(".*", "_build", "build", "dist", "htmlcov", "__pycache__", "*.egg-info")
+"""What git does not keep either: built, cached, installed."""
+BLOCKS = """
+import doctest, re, sys
+
+def walk(text, names):
+    blocks = re.findall(r"^```python\\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    examples = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for number, block in enumerate(blocks):
+        if block.startswith(">>>"):
+            examples.run(doctest.DocTestParser().get_doctest(block, names, f"block {number}", None, 0))
+        else:
+            exec(block, names)
+    print(len(blocks), examples.tries, examples.failures)
+
+walk(open(sys.argv[1], encoding="utf-8").read(), globals())
+"""
+"""Runs the Python blocks of a page in the main module: how many there are, examples tried, and examples that failed."""
+
+
+def run(*words: Path | str, cwd: Path) -> str:
+    """Run a command in a folder, as for a user without variables of ours: what it printed."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLOTGRAPH_", "PIP_"))}
+    done = subprocess.run([*map(str, words)], cwd=cwd, env=own, capture_output=True, text=True, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def files(folder: Path) -> set[str]:
+    """The files of a folder, but those that a build leaves there; links to folders are not followed."""
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {name for name in found if ".egg-info/" not in name}
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """What is in a wheel, by name."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, so that a build leaves nothing in it; dist/ has the sdist, and the wheel made from it."""
+    for tool in ("build.__main__", "twine"):
+        pytest.importorskip(tool, reason="builds the package: pip install 'slotgraph[package]'")
+    copy = tmp_path_factory.mktemp("package") / "tree"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=MADE)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", copy.parent / "dist", copy, cwd=copy.parent)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    """The wheel that was made from the sdist."""
+    (found,) = (tree.parent / "dist").glob("*.whl")
+    return found
+
+
+def test_the_sdist_is_the_checkout(tree: Path) -> None:
+    """It holds every file, the folders that src/ links to as packages, and no link."""
+    own = files(tree)
+    linked = {f"src/slotgraph/{name}" for name in own if name.startswith(FOLDERS)}
+    assert {"docs/_static/book.css", "docs/pictures/timeline.svg", "tests/test_package.py", "LICENSE"} <= own
+    (sdist,) = (tree.parent / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = [member for member in archive if not member.isdir()]
+    assert all(member.isfile() for member in members)
+    assert (own | linked) - {member.name.partition("/")[2] for member in members} == set()
+
+
+def test_the_wheel_is_the_package(tree: Path, wheel: Path) -> None:
+    """It holds every module, and is the same from the sdist and from the checkout; an index would take both files."""
+    own = files(tree / "src") | {f"slotgraph/{folder}/{name}" for folder in FOLDERS for name in files(tree / folder)}
+    assert {name for name in contents(wheel) if ".dist-info/" not in name} == own
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tree.parent, tree, cwd=tree.parent)
+    assert contents(tree.parent / wheel.name) == contents(wheel)
+    run(sys.executable, "-m", "twine", "check", "--strict", *(tree.parent / "dist").iterdir(), cwd=tree.parent)
+
+
+def test_the_quick_start_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """In an environment where slotgraph is the wheel's, in an empty folder: the page's blocks, and the commands."""
+    home, empty = tmp_path / "home", tmp_path / "empty"
+    empty.mkdir()
+    venv.create(home, with_pip=True)
+    run(home / "bin/pip", "install", "--no-index", "--no-deps", wheel, cwd=empty)
+    (packages,) = home.glob("lib/*/site-packages")
+    theirs = [path for path in sys.path if path.endswith("-packages")]  # torch and the rest are too large to install
+    (packages / "theirs.pth").write_text("\n".join(theirs), encoding="utf-8")
+    python = home / "bin/python"
+    shown = run(python, "-c", "import slotgraph.dataflow as inner; print(inner.__file__)", cwd=empty)
+    assert Path(shown.strip()).is_relative_to(packages / "slotgraph")
+    blocks, tried, failed = run(python, "-c", BLOCKS, ROOT / "docs/quick-start.md", cwd=empty).splitlines()[-1].split()
+    assert (int(blocks) > 10, int(tried) > 10, int(failed)) == (True, True, 0)
+    assert run(home / "bin/slotgraph", "--version", cwd=empty) == f"slotgraph {wheel.name.split('-')[1]}\n"
+    assert "cpu-capture" in run(home / "bin/slotgraph", "backends", cwd=empty)
+    assert [*empty.iterdir()] == []
