@@ -1,6 +1,7 @@
 """What is released: the sdist and the wheel hold what they should, and a fresh environment runs the quick start."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,8 +97,8 @@ def test_the_quick_start_runs_from_the_wheel(made: tuple[Path, Path, Path], tmp_
     (packages / "theirs.pth").write_text("\n".join(theirs), encoding="utf-8")
     shown = run(home / "bin/python", "-c", "import slotgraph.dataflow as inner; print(inner.__file__)", cwd=empty)
     assert Path(shown.strip()).is_relative_to(packages / "slotgraph")
-    blocks, failed = run(home / "bin/python", "-c", BLOCKS, ROOT / "docs/quick-start.md", cwd=empty).split()[-2:]
-    assert (int(blocks) > 10, failed) == (True, "0")
+    shown = run(home / "bin/python", "-c", BLOCKS, ROOT / "docs/quick-start.md", cwd=empty)
+    assert re.fullmatch(r"\d\d 0\n", shown), shown  # and slotgraph itself prints nothing
     assert run(home / "bin/slotgraph", "--version", cwd=empty) == f"slotgraph {wheel.name.split('-')[1]}\n"
     assert "cpu-capture" in run(home / "bin/slotgraph", "backends", cwd=empty)
     assert [*empty.iterdir()] == []
