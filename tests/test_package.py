@@ -90,8 +90,9 @@ def test_the_quick_start_runs_from_the_wheel(made: tuple[Path, Path, Path], tmp_
     """In an environment where slotgraph is the wheel's, in an empty folder: the page's blocks, and the commands."""
     wheel, home, empty = made[-1], tmp_path / "home", tmp_path / "empty"
     empty.mkdir()
-    venv.create(home, with_pip=True)
-    run(home / "bin/pip", "install", "--no-index", "--no-deps", wheel, cwd=empty)
+    venv.create(home)
+    pip = (sys.executable, "-m", "pip", "--python", home / "bin/python")
+    run(*pip, "install", "--no-index", "--no-deps", wheel, cwd=empty)
     (packages,) = home.glob("lib/*/site-packages")
     theirs = [path for path in sys.path if path.endswith("-packages")]  # torch and the rest are too large to install
     (packages / "theirs.pth").write_text("\n".join(theirs), encoding="utf-8")
