@@ -116,11 +116,12 @@ VARIABLE: Final = "SLOTGRAPH_DEBUG"
 """The environment variable that says which debug modes are on, where a runner is not told."""
 GENERATIONS: Final = "generations"
 ADDRESSES: Final = "addresses"
+KEYS: Final = "keys"
 POISON: Final = "poison"
 PARITY: Final = "parity"
-MODES: Final = (GENERATIONS, ADDRESSES, POISON, PARITY)
-"""Stale outputs; moved memory; tails that reach live rows; graphs unlike their step."""
-CHEAP: Final = frozenset({GENERATIONS, ADDRESSES})
+MODES: Final = (GENERATIONS, ADDRESSES, KEYS, POISON, PARITY)
+"""Stale outputs; moved memory; keys that no slot reads; tails that reach live rows; graphs unlike their step."""
+CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, KEYS})
 """What `True` means: the modes that run no step a second time."""
 OFF: Final[frozenset[str]] = frozenset()
 Wanted: TypeAlias = bool | str | Collection[str] | None
