@@ -20,7 +20,7 @@ from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import Finding, Together, Trial, error_text, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
-from .config import ADDRESSES, KEYS, PARITY, POISON, Wanted, modes_of
+from .config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
 from .graphs import GraphSet
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
@@ -157,15 +157,14 @@ class KeyWatcher(Watcher):
 
     def __init__(self, runner: Runner[Any], *_: object) -> None:
         self.name, self.whole = runner.name, runner.stage.inputs.slotgraph
-        paths = [one.parts[0] for one in self.whole.sources.values() if isinstance(one, Path)]
-        self.seen = {*self.whole.slots, *self.whole.fields, *paths}
-        self.is_told = len(paths) == len(self.whole.sources)
+        firsts = (one.parts[0] if isinstance(one, Path) else "" for one in self.whole.sources.values())
+        self.seen = {*self.whole.slots, *self.whole.fields, *firsts}
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Name what is new in this batch. Any mode, and none, refuses a side argument that no slot reads."""
         del side
         keys = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", None) or dir(batch)
-        for key in sorted({*map(str, keys)} - self.seen if self.is_told else ()):
+        for key in sorted({*map(str, keys)} - self.seen) if "" not in self.seen else ():
             self.seen.add(key)
             if key[:1] != "_" and not callable(inspect.getattr_static(batch, key, None)):
                 near = did_you_mean(key, self.whole.slots)
@@ -188,9 +187,8 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
     Raises ConfigError for `generations`, which is part of how a runner is made.
     """
     modes = modes_of(wanted)
-    others = sorted(modes - WATCHERS.keys())
-    if others:
-        raise ConfigError(f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}")
+    if GENERATIONS in modes:
+        raise ConfigError(f"debug mode {GENERATIONS!r} is part of how a runner is made: give it debug={GENERATIONS!r}")
     given = None if state is None else State.of(runner.stage.backend, state)
     made = watchers_of(runner, modes, given)
     for watcher in made:

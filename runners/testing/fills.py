@@ -163,7 +163,7 @@ def assert_fill_equals_oracle(
     """
     ground, own = Ground.of(inputs, backend, max_sizes, settings, relations), hypothesis.settings()
     slots = ground.declaration.slots
-    read = {need for slot in slots.values() if (made := slot.computes()) is not None for need in made.needs}
+    read = {need for slot in slots.values() for need in slot.needs}
     free = {name for name, slot in sampled_slots(ground.declaration) if name not in read and slot.limit is None}
     drawn = _schedules(ground, {**dict.fromkeys(free, _noise), **values}, least)
 
