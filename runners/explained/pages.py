@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import attrs
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement, measure_renderables
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
@@ -21,6 +22,8 @@ from .explanation import RunnerExplanation
 WIDE: Final = 200
 """Columns in a pipe or file, where nothing needs to fit a screen and a folded name could not be searched for."""
 _LARGE: Final = 1000
+_GAP, _FOLDED = 2, 24
+"""Columns between two of a table, and those that longer text is folded to before others move below."""
 _PICTURE, _UNIT, _MOST = 110, 6, 60
 """Columns of a picture, those that a call takes, and the most that a step takes for its calls."""
 Row = Mapping[str, Any]
@@ -91,18 +94,51 @@ class Table:
     rows: Sequence[Row] = ()
     text: object = ""
 
-    def __rich__(self) -> Group:
-        """The table for a console. Cells fold, and nothing in them commands a terminal."""
-        parts: list[RenderableType] = [Text(printable(self.title), style="bold")]
-        if self.rows:
-            shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-            for name in self.rows[0]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """The table for a console. Columns without room follow below; words stay whole; no cell commands a terminal."""
+        yield Text(printable(self.title), style="bold")
+        cells = {name: [Text(printable(name)), *(Text(cell(row[name])) for row in self.rows)] for name in self.names}
+        sizes = {name: measure_renderables(console, options, column) for name, column in cells.items()}
+        for names in _parts(sizes, options.max_width):
+            widths = _widths({name: sizes[name] for name in names}, options.max_width)
+            shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            for name in names:
                 is_number = any(type(row[name]) in (int, float) for row in self.rows)
-                shown.add_column(printable(name), justify="right" if is_number else "left", overflow="fold")
-            for row in self.rows:
-                shown.add_row(*(Text(cell(value)) for value in row.values()))
-            parts.append(shown)
-        return Group(*parts, *([Text(f"{printable(str(self.text))}\n")] if self.text else ()))
+                justify: Any = "right" if is_number else "left"
+                shown.add_column(cells[name][0], justify=justify, overflow="fold", width=widths[name])
+            for row in zip(*(cells[name][1:] for name in names), strict=True):
+                shown.add_row(*row)
+            yield from (shown, "")
+        if self.text:
+            yield Text(f"{printable(str(self.text))}\n")
+
+    @property
+    def names(self) -> list[str]:
+        """The columns, of which the first says what a row is of."""
+        return [*self.rows[0]] if self.rows else []
+
+
+def _parts(sizes: Mapping[str, Measurement], room: int) -> list[list[str]]:
+    """The columns that stand beside one another, part below part; each begins with the first column."""
+    parts = [[*sizes][:1]] if sizes else []
+    for name in [*sizes][1:]:
+        wanted = sum(min(sizes[n].maximum, max(sizes[n].minimum, _FOLDED)) + _GAP for n in (*parts[-1], name)) - _GAP
+        if wanted > room and len(parts[-1]) > 1:
+            parts.append(parts[0][:1])
+        parts[-1].append(name)
+    return parts
+
+
+def _widths(sizes: Mapping[str, Measurement], room: int) -> dict[str, int]:
+    """A width for each column: the widest give way first, and none breaks a word while another has room."""
+    widths = {name: size.maximum for name, size in sizes.items()}
+    over = sum(widths.values()) + _GAP * (len(widths) - 1) - room
+    for _ in range(over):
+        spare = [name for name, size in sizes.items() if widths[name] > size.minimum]
+        if not spare:
+            break
+        widths[max(spare, key=lambda name: widths[name])] -= 1
+    return widths
 
 
 def rows_of(records: Sequence[Any], **first: Any) -> list[Row]:
