@@ -91,12 +91,14 @@ class Prover(Watcher):
                 state = self._found[id(graph)] = state or found
             if state is not None:
                 state.check_room(self.copies)
+        except CheckError as error:
+            self.off, state = True, None
+            log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may fail when it is looked at, which is no fault of its graph
-            state, reason, self.off = None, error_text(error), isinstance(error, CheckError)
+            state, reason = None, error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                event = "debug_off" if self.off else "debug_skipped"
-                log.warning(event, runner=self.runner.name, mode=self.mode, reason=reason)
+                log.warning("debug_skipped", runner=self.runner.name, mode=self.mode, reason=reason)
         return None if self.together.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -152,7 +154,8 @@ class AddressProver(Prover):
 class KeyWatcher(Watcher):
     """Names each key of the batches that no slot and no field reads, once: a warning if a name is near, else an info.
 
-    It is not refused, because a batch may carry what others read. A function that is a source may read any key.
+    It is not refused, because a batch may carry what others read. Where a source is a function, which may read any key,
+    nothing is said.
     """
 
     def __init__(self, runner: Runner[Any], *_: object) -> None:
@@ -166,10 +169,13 @@ class KeyWatcher(Watcher):
         keys = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", None) or dir(batch)
         for key in sorted({*map(str, keys)} - self.seen) if "" not in self.seen else ():
             self.seen.add(key)
-            if key[:1] != "_" and not callable(inspect.getattr_static(batch, key, None)):
-                near = did_you_mean(key, self.whole.slots)
-                said = f"the batch has {key!r}, which no slot reads{near}"
-                (log.warning if near else log.info)("unread_key", runner=self.name, reason=said)
+            if key.startswith("_") or callable(inspect.getattr_static(batch, key, None)):
+                continue
+            said = f"the batch has {key!r}, which no slot reads"
+            if near := did_you_mean(key, self.whole.slots):
+                log.warning("misspelt_key", runner=self.name, reason=said + near)
+            else:
+                log.info("unread_key", runner=self.name, reason=said)
 
 
 WATCHERS[KEYS] = KeyWatcher

@@ -93,10 +93,10 @@ class Trial(Generic[V]):
     @property
     def slots(self) -> dict[str, torch.Tensor]:
         """What the view has of slots that are not constant."""
-        declared, values = self.declared, vars(self.view)
+        values = vars(self.view)
         return {
             name: values[name]
-            for name, slot in declared.items()
+            for name, slot in self.declared.items()
             if not isinstance(slot, Constant) and values[name] is not None
         }
 
