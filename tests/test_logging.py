@@ -26,14 +26,11 @@ from slotgraph.pool import InputPool
 from slotgraph.speculative import DraftRunner
 {setup}
 runs, outputs = [], []
-
 class Batch(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
 class Drafts(Inputs):
     topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
     topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
-
 def step(view):
     runs.append(print())
     return view.ids * 3
@@ -86,7 +83,6 @@ def _unconfigured(_quiet_events: None) -> Iterator[None]:
 
 SETUPS = {
     "nothing": "",
-    "colour": "",
     "terminal": "",
     "logging": "import logging; logging.basicConfig(format='%(levelname)s %(event)s: '); "
     "logging.getLogger('slotgraph').setLevel('DEBUG')",
@@ -102,9 +98,9 @@ def test_a_program_that_prints_json(name: str, tmp_path: Path) -> None:
     """Standard output is the program's alone, prints of its steps too; standard error has what was asked for."""
     program = PROGRAM.format(setup=SETUPS[name], path=tmp_path / "last.safetensors")
     reader, writer = pty.openpty() if name == "terminal" else os.pipe()
-    errors, made = b"", {**os.environ, "TERM": "xterm"} | ({"FORCE_COLOR": "1"} if name == "colour" else {})
-    child = subprocess.Popen([sys.executable, "-c", program], env=made, stdout=subprocess.PIPE, stderr=writer)  # noqa: S603 - ours
-    with child:
+    errors, given = b"", {**os.environ, "TERM": "xterm", "FORCE_COLOR": "1"}  # which makes no terminal of a pipe
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=writer) as child:  # noqa: S603 - ours
         os.close(writer)
         with contextlib.suppress(OSError):  # which is how a terminal ends
             while part := os.read(reader, 4096):
