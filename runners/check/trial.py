@@ -93,10 +93,12 @@ class Trial(Generic[V]):
     @property
     def slots(self) -> dict[str, torch.Tensor]:
         """What the view has of slots that are not constant."""
-        values = (
-            (name, vars(self.view)[name]) for name, slot in self.declared.items() if not isinstance(slot, Constant)
-        )
-        return {name: tensor for name, tensor in values if tensor is not None}
+        values = vars(self.view)
+        return {
+            name: values[name]
+            for name, slot in self.declared.items()
+            if not isinstance(slot, Constant) and values[name] is not None
+        }
 
     def eagerly(self) -> Any:
         """Run the step as it is written."""
@@ -175,8 +177,8 @@ class Subject(Generic[V]):
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """What a batch brings for slots."""
-        read = self.runner.stage.declaration.sources
-        return {name: source.read(one.batch, one.side) for name, source in read.items()}
+        sources = self.runner.stage.declaration.sources
+        return {name: source.read(one.batch, one.side) for name, source in sources.items()}
 
     def step_of(self, one: Sample) -> Step:
         """The sizes of a batch in the bucket that takes it."""
@@ -197,9 +199,8 @@ class Subject(Generic[V]):
 
     def is_filled(self, name: str) -> bool:
         """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
-        slot, declaration = self.slots[name], self.runner.stage.declaration
-        late = name in declaration.functions and declaration.side(name) == DEVICE and self.runner.is_whole
-        return not (late or isinstance(slot, Output))
+        late = self.runner.stage.declaration.side(name) == DEVICE and self.runner.is_whole
+        return not (late or isinstance(self.slots[name], Output))
 
 
 class RecordedBatch(dict[Any, Any], Answering):
