@@ -28,7 +28,7 @@ from .pool import Seat
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
 from .stage import Stage, V
-from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally
+from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally, human_bytes
 from .traffic import HostReads
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
@@ -110,6 +110,21 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Keep the compiler out of the class's own methods, too."""
         super().__init_subclass__(**options)
         opaque(cls)
+
+    def __repr__(self) -> str:
+        """One line. It lays out no memory of a pool."""
+        told, stage = list[str](), self.stage
+        if rows := sorted(self.sizes):
+            told.append(f"{len(rows)} buckets, {rows[0]} to {rows[-1]}" if rows[1:] else f"bucket {rows[0]}")
+        if self.seat is None or "graphs" in vars(self):
+            stats = self.stats()
+            done, failed = stats["capture"]["buckets"], stats["capture"]["failed"]
+            if rows:
+                told.append(f"{len(done) or 'none'} captured{f', {len(failed)} failed' if failed else ''}")
+            told.append(human_bytes(stats["memory"]["total"]))
+        else:
+            told.append("no memory yet")
+        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {', '.join(told)}>"
 
     @property
     def _turn(self) -> BufferTurn | None:
