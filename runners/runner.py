@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import reprlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias
@@ -28,7 +29,18 @@ from .pool import Seat
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
 from .stage import Stage, V
-from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally, human_bytes
+from .statistics import (
+    EVERY,
+    FIRST,
+    CaptureReport,
+    Counts,
+    Decision,
+    MemoryAccount,
+    Path,
+    Statistics,
+    Tally,
+    human_bytes,
+)
 from .traffic import HostReads
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
@@ -113,18 +125,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def __repr__(self) -> str:
         """One line. It lays out no memory of a pool."""
-        told, stage = list[str](), self.stage
-        if rows := sorted(self.sizes):
-            told.append(f"{len(rows)} buckets, {rows[0]} to {rows[-1]}" if rows[1:] else f"bucket {rows[0]}")
+        stage, told = self.stage, "no memory yet"
         if self.seat is None or "graphs" in vars(self):
-            stats = self.stats()
-            done, failed = stats["capture"]["buckets"], stats["capture"]["failed"]
-            if rows:
-                told.append(f"{len(done) or 'none'} captured{f', {len(failed)} failed' if failed else ''}")
-            told.append(human_bytes(stats["memory"]["total"]))
-        else:
-            told.append("no memory yet")
-        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {', '.join(told)}>"
+            told, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
+            if self.sizes:
+                failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
+                told = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}, {told}"
+        buckets = f"buckets {reprlib.repr(sorted(self.sizes))}, " if self.sizes else ""
+        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{told}>"
 
     @property
     def _turn(self) -> BufferTurn | None:

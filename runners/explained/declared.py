@@ -12,7 +12,6 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
 from ...dataflow.slots import Constant
-from ..statistics import human_bytes
 from .pages import Row, Shown, Table, pairs
 
 Extents = Mapping[Axis, tuple[int, int]]
@@ -86,11 +85,8 @@ class Explanation(Shown):
     def tables(self) -> Iterator[Table]:
         """Bytes, slots and plan."""
         size, copied = self.nbytes or 0, self.copied or 0
-        sized = f"{human_bytes(size)}: at padded sizes; a step copies {human_bytes(copied)}"
-        found = {
-            "slots": f"{len(self.slots)}: declared",
-            "buffers": sized if self.plan else "not known: Give the size of every axis",
-        }
+        sized = f"{size:,} bytes: at padded sizes" if self.plan else "not known: Give the size of every axis"
+        found = {"slots": f"{len(self.slots)}: declared", "buffers": sized}
         yield Table(f"{self.declaration} on {self.backend}", pairs(found.items()))
         yield self.slot_table()
         if self.plan:
@@ -224,7 +220,11 @@ def mermaid(explanation: Explanation) -> str:
 
     One arrow leads from all of the view into the step, since a declaration does not tell which slots the step reads.
     """
-    names, lines, view = {slot.name for slot in explanation.slots}, ["flowchart LR"], ['subgraph view["the view, of which the step reads some or all"]']
+    names, lines, view = (
+        {slot.name for slot in explanation.slots},
+        ["flowchart LR"],
+        ['subgraph view["the view, of which the step reads some or all"]'],
+    )
     for slot in explanation.slots:
         here = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
         kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind

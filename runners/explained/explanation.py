@@ -216,12 +216,16 @@ def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
     memory, capture, paths = counts["memory"], counts["capture"], counts["steps"]
     live, padded = (sum(one[rows] for one in counts["buckets"].values()) for rows in ("live", "padded"))
     steps, reasons = sum(paths.values()), {why: one["steps"] for why, one in counts["eager"].items()}
-    waste, share = f"{padded and 1 - live / padded:.1%}", f"{steps and paths['eager'] / steps:.1%}"
     made = f"of buckets {cell(capture['buckets'])}; {len(capture['failed']) or 'none'} failed"
+    held = "buffers, graphs, outputs and uploads" if memory["total"] else "the first batch makes the buffers"
     return {
-        "padding waste": f"{waste}: of {padded:,} rows of graphs" if padded else "not known: no graph has done a step",
-        "eager share": f"{share}: of {steps:,} steps; {cell(reasons)}" if steps else "not known: no step is done",
-        "memory": f"{human_bytes(memory['total'])}: {'buffers, graphs, outputs and uploads' if memory['total'] else 'the first batch makes the buffers'}",
+        "padding waste": f"{1 - live / padded:.1%}: of {padded:,} rows of graphs"
+        if padded
+        else "not known: no graph has done a step",
+        "eager share": f"{paths['eager'] / steps:.1%}: of {steps:,} steps; {cell(reasons)}"
+        if steps
+        else "not known: no step is done",
+        "memory": f"{human_bytes(memory['total'])}: {held}",
         "graphs": f"{capture['graphs']}: {made if capture['graphs'] else 'nothing is captured'}",
     }
 
@@ -244,17 +248,15 @@ def drawn_fills(one: RunnerExplanation) -> str:
 
 def drawn_memory(one: RunnerExplanation) -> str:
     """Offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
-    phases, kinds, shown = (
-        one.memory.phases,
-        {slot.name: safe(slot.kind) for slot in one.declaration.slots},
-        list[str](),
-    )
+    phases, shown = one.memory.phases, list[str]()
+    kinds = {slot.name: safe(slot.kind) for slot in one.declaration.slots}
     number, held = '<td class="number">', '<td class="held"></td>'
-    head = f"<tr>{number}offset</td>{''.join(map('<td>{}</td>'.format, phases))}{number}bytes</td></tr>"
+    head = f"<tr>{number}offset</td>{''.join(f'<td>{phase}</td>' for phase in phases)}{number}bytes</td></tr>"
     for part in one.memory.allocations:
         rows = (
             f"<tr>{number}{place.offset:,}</td>{held * phases.index(place.since)}"
-            f'<td class="drawn {kinds[place.slot]}" colspan="{1 + phases.index(place.until) - phases.index(place.since)}">'
+            f'<td class="drawn {kinds[place.slot]}" '
+            f'colspan="{1 + phases.index(place.until) - phases.index(place.since)}">'
             f"{safe(place.slot)}, {kinds[place.slot]}</td>{held * phases[::-1].index(place.until)}"
             f"{number}{place.nbytes:,}</td></tr>"
             for place in one.memory.places

@@ -123,12 +123,8 @@ def _is_number(column: Sequence[str]) -> bool:
 
 def _width(columns: Sequence[Sequence[str]], most: int) -> int:
     """What columns take beside one another if sentences are folded to so many columns of a terminal, and no word is."""
-    words = [max(map(len, " ".join(cells).split())) for cells in columns]
-    return (
-        sum(max(word, min(most, max(map(len, cells)))) for word, cells in zip(words, columns, strict=True))
-        + _GAP * len(words)
-        - _GAP
-    )
+    each = (max(*map(len, " ".join(cells).split()), min(most, max(map(len, cells)))) for cells in columns)
+    return sum(wide + _GAP for wide in each) - _GAP
 
 
 def _side_by_side(columns: Sequence[Sequence[str]], width: int) -> Iterator[str]:

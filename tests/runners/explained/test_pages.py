@@ -167,7 +167,7 @@ def test_pictures_of_the_docs(tmp_path: Path) -> None:
     page, example = PAGE.read_text(encoding="utf-8"), tmp_path / "reading_example.py"
     example.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
     found = slotgraph.explain(runpy.run_path(str(example))["verify"])
-    for name, height, drawn in (("fills", 180, drawn_fills(found)), ("memory", 560, drawn_memory(found))):
+    for name, height, drawn in (("fills", 220, drawn_fills(found)), ("memory", 330, drawn_memory(found))):
         file, picture = PAGE.parent / "pictures" / f"reading-{name}.svg", PICTURE.format(height, STYLE, drawn)
         if os.environ.get(VARIABLE) == "1":
             file.write_text(picture, encoding="utf-8")
