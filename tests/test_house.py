@@ -32,7 +32,7 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import load, names
 from slotgraph.errors import SlotGraphError
-from slotgraph.runners.commands.app import app
+from slotgraph_cli import app
 from tests.runners import prefilled
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +106,7 @@ def test_the_package_and_its_links() -> None:
     assert found == {*PAGES, "py.typed", *FOLDERS}
     assert [n for n in PAGES if len((FACE / n).read_text(encoding="utf-8").splitlines()) >= FACE_LINES] == []
     tools = PYPROJECT["tool"]["setuptools"]
-    assert sorted(path.stem for path in FACE.parent.glob("*.py")) == tools["py-modules"] == ["slotgraph_pytest"]
+    assert sorted(path.stem for path in FACE.parent.glob("*.py")) == tools["py-modules"]
     on_disk = {"slotgraph"} | {f"slotgraph.{dotted(path)}" for path in MODULES if path.name == "__init__.py"}
     assert set(tools["packages"]) == on_disk
     assert [path for path in MODULES if not (path.parent / "__init__.py").exists()] == []

@@ -1,13 +1,16 @@
-"""Pages that list tests, invariants.md and troubleshooting.md: they name tests that there are, and all of them."""
+"""Pages that list tests name those that there are, and all of them; no page puts off or denies what there is."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 from typing import Final
 
+import slotgraph
+
 ROOT: Final = Path(__file__).parents[1]
 INVARIANTS, HAZARDS = (
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("invariants.md", "troubleshooting.md")
+    (ROOT / name).read_text(encoding="utf-8") for name in ("tests/invariants/README.md", "docs/troubleshooting.md")
 )
 NAMED: Final = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 PROJECTS: Final = {
@@ -41,7 +44,18 @@ def test_every_invariant_has_both_tests() -> None:
     for section in sections:
         inside = {name for path, name in NAMED.findall(section) if path.startswith("tests/invariants/")}
         assert set() < {name for name in inside if name.startswith("test_planted_")} < inside, section
-    assert "\ninvariants\n" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_no_page_denies_what_there_is() -> None:
+    """No page says that something is not there yet, or that a public name does not exist."""
+    faces = ("backends", *(path.stem for path in (ROOT / "src" / "slotgraph").glob("[a-z]*.py")))
+    modules = [slotgraph, *(importlib.import_module(f"slotgraph.{face}") for face in faces)]
+    public = {name for module in modules for name in getattr(module, "__all__", ())}
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        said = " ".join(page.read_text(encoding="utf-8").split())
+        assert not re.search("not covered yet|in this release", said, re.IGNORECASE), page.name
+        denied = re.findall(r"(?:there (?:is|are)|has|have) no `(?:\w+\.)*(\w+)", said, re.IGNORECASE)
+        assert public.isdisjoint(denied), page.name
 
 
 def test_the_table_and_the_scenarios_are_one_list() -> None:

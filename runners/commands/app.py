@@ -1,7 +1,8 @@
-"""The command line: `slotgraph explain`, `backends`, `bench`, `check` and `replay`."""
+"""What the commands do and how they show it. Their options and help are in slotgraph_cli.py, which needs no torch."""
 
 import contextlib
-import importlib.metadata
+import functools
+import importlib
 import inspect
 import json
 import operator
@@ -11,14 +12,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn, TextIO
 
 import typer
 from rich.console import Console, RenderableType
 
 from ...backends import choose, load, names
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
-from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
+from ...dataflow.capabilities import AUTO, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import (
     CaptureError,
@@ -31,7 +32,6 @@ from ...dataflow.errors import (
 )
 from ...dataflow.inputs import Inputs
 from ...dataflow.plan import Pattern
-from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
 from ..decode import GraphRunner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
@@ -43,60 +43,17 @@ from ..recording.replaying import RecordedRanks, ReplayReport, replay_file, tabl
 from ..runner import Runner
 from ..serial import to_data
 from ..testing.timing import THREADS
-from .bench import FULL, QUICK, measured_rows, show_rows
+from .bench import FULL, QUICK, measured_rows, tables_of_rows
 
 FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
-app = typer.Typer(
-    name="slotgraph",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # plain text: examples stay as they were written, in a terminal and in a pipe
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
-
-def _version(asked: bool) -> None:  # noqa: FBT001 - the signature of an option's callback
-    if asked:
-        typer.echo(f"slotgraph {importlib.metadata.version('slotgraph')}")
-        raise typer.Exit
-
-
-@app.callback()
-def slotgraph(
-    *,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs.
-
-    \b
-    Exit status: 0 where all went well, 1 where a check failed or a backend cannot run here, 2 where the command was
-    not understood.
-    """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
-    del version
-
-
-def main() -> None:
-    """Run the command line on this process's arguments."""
-    try:
-        app()
-    except OSError as error:  # of printing: commands tell of all other files themselves
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed cannot be
-        with contextlib.suppress(OSError):
-            typer.echo(f"the output cannot be written: {error.strerror or error}", err=True)
-        sys.exit(FAILED)
-
-
-def screen(least: int = 0, output: typer.FileTextWrite | None = None) -> Console:
-    """Standard output or a file: as wide as the terminal or as COLUMNS says, else wide. least: its columns."""
-    console = Console(highlight=False, file=output)
+def screen(file: TextIO | None = None) -> Console:
+    """Standard output or a file: as wide as the terminal or as COLUMNS says, else wide."""
+    console = Console(highlight=False, file=file)
     if not (console.is_terminal or os.environ.get("COLUMNS")):
         console.width = WIDE
-    console.width = max(console.width, least)
     return console
 
 
@@ -105,12 +62,17 @@ def as_json(data: Any) -> str:
     return json.dumps(to_data(data), indent=2, allow_nan=False) + "\n"
 
 
-def show(form: str, data: Any, *shown: RenderableType) -> None:
-    """Print data as JSON, or what shows it."""
-    if form == "json":
-        typer.echo(as_json(data), nl=False)
-    else:
-        screen().print(*shown, sep="\n")
+def show(form: str, output: pathlib.Path | None, data: Any, *shown: RenderableType, **more: Callable[[], str]) -> None:
+    """Print what a command found, or write it to a file. shown: its tables. more: what makes it in other forms."""
+    forms = {"json": lambda: as_json(data), **more}
+    if form not in {"table", *forms}:  # one that the command has for others, such as a page for a runner
+        refuse(f"{form!r} is not one of {', '.join(('table', *forms))}", "--format")
+    text = forms[form]() if form in forms else None
+    with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
+        if text is None:
+            screen(file).print(*shown, sep="\n")
+        else:
+            typer.echo(text, file, nl=False)
 
 
 def refuse(message: str, option: str | None = None) -> NoReturn:
@@ -220,59 +182,19 @@ def _module(place: str) -> ModuleType:
     return module
 
 
-_Form = Annotated[Literal["table", "json"], typer.Option("--format", help="Tables, or JSON for scripts.")]
-_A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function that makes one."
-_EXPLAINED: Final = (
-    "A declaration's class, or a runner, or a function that makes one: a module or a .py file, and a name."
-)
-_Sizes = Annotated[
-    list[str] | None,
-    typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
-]
-_Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
-]
-_Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
-_Lowering = Annotated[
-    str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
-]
-_Backend = Annotated[str, typer.Option(metavar="NAME", help="A backend; see `slotgraph backends`.")]
-_Output = Annotated[
-    typer.FileTextWrite | None,
-    typer.Option("--output", metavar="FILE", encoding="utf-8", help="Write it to this file, not to the screen."),
-]
-_Capture = Annotated[bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")]
-_Format = Annotated[
-    Literal["table", "mermaid", "json", "html"],
-    typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, JSON, or a runner's page."),
-]
-
-
-@app.command()
 def explain(
-    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help=_EXPLAINED)],
+    target: str,
+    form: str,
+    output: pathlib.Path | None,
     *,
-    size: _Sizes = None,
-    setting: _Settings = None,
-    absent: _Absent = None,
-    backend: _Backend = AUTO,
-    lowering: _Lowering = AUTO,
-    capture: _Capture = False,
-    form: _Format = "table",
-    output: _Output = None,
+    size: Sequence[str],
+    setting: Sequence[str],
+    absent: Sequence[str],
+    backend: str,
+    lowering: str,
+    capture: bool,
 ) -> None:
-    """Show a declaration's slots, dependencies and plan; or a runner's, with its buckets, graphs, memory and decisions.
-
-    Without --size only the declaration is shown. Without --set every slot is shown, whatever its `when=` asks for.
-
-    \b
-    Examples:
-      slotgraph explain my_engine.inputs:DecodeInputs
-      slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --size hidden=64 --lowering slot_by_slot
-      slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
-      slotgraph explain my_engine.serving:decode --capture --format html --output decode.html
-    """  # noqa: D301 - as above
+    """Show a declaration or a runner."""
     of_a_step: dict[str, object] = {"--size": size, "--set": setting, "--absent": absent}
     of_a_step |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
     found: Explanation | RunnerExplanation
@@ -290,20 +212,11 @@ def explain(
         else:
             declared, on = named.slotgraph, choose(backend)
             declared = declared.under(_settings_of(setting)) if setting else declared
-            extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
-            found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
-    if form == "table":
-        screen(output=output).print(tables(found))
-        return
-    if form == "json":
-        text = as_json(found)
-    elif form == "mermaid":
-        text = mermaid(found if isinstance(found, Explanation) else found.declaration)
-    elif isinstance(found, Explanation):
-        refuse("a page is made of a runner: name one, or take --format table, mermaid or json", "--format")
-    else:
-        text = html(found)
-    typer.echo(text, output, nl=False)
+            extents, how = _extents_of(size, declared), chosen_lowering(on.capabilities, lowering)
+            found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent), how)
+    declaration = found if isinstance(found, Explanation) else found.declaration
+    pages = {} if isinstance(found, Explanation) else {"html": functools.partial(html, found)}
+    show(form, output, found, tables(found), mermaid=lambda: mermaid(declaration), **pages)
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
@@ -344,21 +257,14 @@ def _settings_of(texts: Sequence[str]) -> object:
     return settings
 
 
-@app.command()
-def backends(*, form: _Form = "table") -> None:
-    """List the backends: those that can run here, why others cannot, and what each device can do.
-
-    \b
-    Examples:
-      slotgraph backends
-      slotgraph backends --format json
-    """  # noqa: D301 - as above
+def backends(form: str, output: pathlib.Path | None) -> None:
+    """List the backends."""
     found = [_facts_of(name) for name in names()]
     able = {facts["name"]: facts["capabilities"] for facts in found if facts["capabilities"] is not None}
     fields: dict[str, Any] = next(iter(able.values()), {})
     facts = [{"capability": one, **{name: data[one] for name, data in able.items()}} for one in fields]
     shown = [{key: value for key, value in one.items() if key != "capabilities"} for one in found]
-    show(form, found, Table("backends", shown), *([Table("capabilities", facts)] if facts else ()))
+    show(form, output, found, Table("backends", shown), *([Table("capabilities", facts)] if facts else ()))
 
 
 def _facts_of(name: str) -> dict[str, Any]:
@@ -375,127 +281,49 @@ def _facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
-_Slots = Annotated[
-    list[int] | None,
-    typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
-]
-_Json = Annotated[
-    typer.FileTextWrite | None, typer.Option("--json", metavar="FILE", lazy=False, help="Write the figures as JSON.")
-]
-_Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")]
-
-
-@app.command()
-def bench(*, backend: _Backend = AUTO, slots: _Slots = None, json_file: _Json = None, quick: _Quick = False) -> None:
-    """Measure what a step's inputs cost host and device, against hand-written fills and a bare replay.
-
-    \b
-    per_slot    by hand: one tail reset and one copy a slot
-    regrouped   by hand: foreach copies, grouped anew in each step
-    in_graph, fused, foreach, slot_by_slot
-                this library by each lowering that the backend has, whole: from
-                sizing to the outputs of the replay
-    bare        the replay of a graph that holds the step alone, and no fill
-
-    Each is first compared with the oracle, byte for byte. Then all take turns in one run, so that ratios hold where
-    the machine is noisy.
-
-    \b
-    Examples:
-      slotgraph bench --quick --slots 12
-      slotgraph bench --backend cuda --json figures.json
-    """  # noqa: D301 - as above
+def bench(backend: str, slots: Sequence[int], form: str, output: pathlib.Path | None, *, quick: bool) -> None:
+    """Measure whole steps of so many slots."""
     with reported():
         on = choose(backend)
         with Console(stderr=True).status("measuring"):
-            rows = measured_rows(on, sorted({*(slots or (4, 12, 48))}), QUICK if quick else FULL)
+            rows = measured_rows(on, slots, QUICK if quick else FULL)
     ours = on.capabilities.lowerings[0]
-    show_rows(rows, ours, screen(110))  # what does not fit a terminal is wrapped there, and not cut off
-    if json_file is not None:
-        about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
-        json_file.write(as_json({"rows": rows, "conditions": {**about, **versions()}}))
+    about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
+    about |= versions()
+    show(form, output, {"rows": rows, "conditions": about}, *tables_of_rows(rows, about))
 
 
-_Batches = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="What the module has to check with: a list of batches, or a function of rows and a torch.Generator.",
-    ),
-]
-_Only = Annotated[
-    list[str] | None, typer.Option(metavar="CHECK", help=f"One of the checks: {', '.join(CHECKS)}; may be repeated.")
-]
-_ReadOutside = Annotated[
-    list[str] | None, typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated.")
-]
-_Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
-_Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")]
-
-
-@app.command()
 def check(
-    target: Annotated[str, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)],
+    target: str,
+    form: str,
+    output: pathlib.Path | None,
     *,
-    batches: _Batches = None,
-    only: _Only = None,
-    read_outside: _ReadOutside = None,
-    rounds: _Rounds = 2,
-    seed: _Seed = 0,
-    form: _Form = "table",
+    batches: str | None,
+    only: Sequence[str],
+    outside: Sequence[str],
+    rounds: int,
+    seed: int,
 ) -> None:
-    """Check that a runner does what its declaration promises; it is captured first, if it is not yet.
-
-    \b
-    poison     poison in every tail changes no bit of a live row
-    parity     a graph gives what its step gives, padded and not
-    addresses  everything that a graph reads lives where it was
-    coverage   every slot is written in each step or constant, and is read
-    races      steps in flight give what each gives alone
-
-    \b
-    Examples:
-      slotgraph check my_engine.runners:decode
-      slotgraph check engine.py:make_runner --batches make_batch --only poison --only parity
-      slotgraph check engine.py:make_runner --rounds 8 --seed 3 --format json
-    """  # noqa: D301 - as above
+    """Check a runner. It exits with 1 where something was found."""
     with reported():
         runner, given = captured(find(target)), None
         if batches is not None:
             why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        outside = read_outside or ()
-        report = check_runner(runner, given, rounds=rounds, seed=seed, only=only or (), read_outside=outside)
+        report = check_runner(runner, given, rounds=rounds, seed=seed, only=only, read_outside=outside)
     title, *lines = str(report).splitlines()
     found = {name: report.of(name) for name in report.steps}
     rows = [
         {"check": name, "steps": steps, "findings": len(found[name]), "slots": [o.slot for o in found[name] if o.slot]}
         for name, steps in report.steps.items()
     ]
-    show(form, report.as_data(), Table(title, rows, "\n".join(lines)))
+    show(form, output, report.as_data(), Table(title, rows, "\n".join(lines)))
     if not report.ok:
         raise typer.Exit(FAILED)
 
 
-_File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")]
-_OnRunner = Annotated[str | None, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)]
-_Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")]
-
-
-@app.command()
-def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: _Form = "table") -> None:
-    """Run recorded steps again, by the graph and eagerly, and show by slot and row where they differ first.
-
-    Without a runner, show what the file holds. The file is data alone: nothing in it is run, the runner is yours.
-    Exit status: 0 where graph and eager agree on every step, 1 where they differ or a step raises, 2 where the file or
-    the runner was not understood, or they do not fit one another.
-
-    \b
-    Examples:
-      slotgraph replay last.safetensors
-      slotgraph replay last.safetensors my_engine.runners:decode
-      slotgraph replay last.safetensors runners.py:make_decode --step 41 --format json
-    """  # noqa: D301 - as above
+def replay(file: pathlib.Path, target: str | None, step: int | None, form: str, output: pathlib.Path | None) -> None:
+    """Run recorded steps again, or show what the file holds. It exits with 1 where a step differs or raises."""
     with reported():
         try:
             read = RecordedFile.read(file)
@@ -505,6 +333,6 @@ def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: _
                 found = replay_file(read, captured(find(target, given=given)), step)
         except RecordingError as error:
             refuse(printable(str(error)))
-    show(form, found, *tables_of(found))
+    show(form, output, found, *tables_of(found))
     if isinstance(found, ReplayReport) and not found.ok:
         raise typer.Exit(FAILED)

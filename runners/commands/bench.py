@@ -3,11 +3,10 @@
 import functools
 import itertools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from rich.console import Console
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
@@ -43,6 +42,7 @@ Row = dict[str, Any]
 FULL: Final = (50, 20, 9)
 QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
+ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device that serves."
 
 
 class Batch(types.SimpleNamespace):
@@ -125,20 +125,23 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
     return [{**row, **run.as_data()} for row, run in zip(rows, runs, strict=True)]
 
 
-def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
-    """Print medians of whole steps, and how many times more than `ours` the hand-written ones take."""
-    for time, where in (("host_us", "host"), ("gpu_us", "device")):
-        cases: dict[tuple[int, str], Row] = {}
+def tables_of_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> Iterator[Table]:
+    """Medians of whole steps, and how many times more than ours the hand-written ones take. about: the conditions."""
+    ours, where = about["ours"], f"on {about['device']}; slotgraph {about['slotgraph']}, torch {about['torch']}"
+    for time, which in (("host_us", "host"), ("gpu_us", "device")):
+        cases: dict[str, Row] = {}
         for row in rows:
             if row[time] is not None:
-                cases.setdefault((row["slots"], f"{row['live']}/{row['padded']}"), {})[row["lowering"]] = row[time]
+                case = f"{row['slots']}, {row['live']}/{row['padded']}"
+                cases.setdefault(case, {})[row["lowering"]] = row[time]
         shown = list[Row]()
-        for (slots, live), times in cases.items():
+        for case, times in cases.items():
             by_hand = [name for name in (PER_SLOT, REGROUPED) if {name, ours} <= times.keys()]
             ratios = {f"{name}_/ ours": f"{times[name] / times[ours]:.1f} x" for name in by_hand}
-            shown.append({"slots": slots, "rows": live, **times, **ratios})
+            shown.append({"slots, rows": case, **times, **ratios})
         names = dict.fromkeys(name for cells in shown for name in cells)
         if shown:
             lines = [{name.replace("_", "\n"): cells.get(name) for name in names} for cells in shown]
-            console.print(Table(f"{where} microseconds of a whole step: fill, view and replay", lines))
-    console.print(f"ours: {ours}, which this backend prefers")
+            yield Table(f"{which} microseconds of a whole step {where}", lines)
+    told = f"A whole step is fill, view and replay. Ours is {ours}, which this backend prefers."
+    yield Table(told, text=ON_A_CPU if about["device"] == "cpu" else "")

@@ -1,6 +1,6 @@
-"""The command line: `slotgraph`, or `python -m slotgraph`."""
+"""The command line, as `python -m slotgraph`; the program `slotgraph` starts without torch."""
 
-from slotgraph.runners.commands.app import main
+from slotgraph_cli import main
 
 __all__ = ["main"]
 

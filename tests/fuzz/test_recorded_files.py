@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import EagerRunner
 from slotgraph.dataflow.errors import RecordingError, SlotGraphError
-from slotgraph.runners.commands.app import app
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import batch_of, replay_file
+from slotgraph_cli import app
 from tests.fuzz.hostile import NASTY_TEXTS, spoilt
 from tests.runners.recording.steps import Mixed, Scored, mixed_batch, mixed_side
 

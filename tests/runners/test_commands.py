@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
+import io
 import itertools
 import json
 import os
@@ -13,19 +14,25 @@ import attrs
 import pytest
 import torch
 import typer.testing
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from slotgraph import BATCH, TOKENS
+from slotgraph import BATCH, TOKENS, record
 from slotgraph.backends import Availability, Backend, choose, names
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.dataflow.errors import WrongBytesError
+from slotgraph.runners.check.checks import CHECKS, CheckReport
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.commands import bench
-from slotgraph.runners.commands.app import app, screen
+from slotgraph.runners.commands.app import screen
 from slotgraph.runners.commands.bench import contestants, declare_decode, draw
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
+from slotgraph.runners.explained.pages import Table
 from slotgraph.runners.serial import from_data
 from slotgraph.runners.testing.benchmarks import verify
+from slotgraph_cli import app
 
 DECLARATIONS = """
 import torch
@@ -237,12 +244,50 @@ def test_runner_and_function() -> None:
     assert (found[2], "four is too many" in found[4]) == ("", True)
     html = "<title>DecodeRunner of DecodeInputs on cpu (cpu)</title>"
     for form, part in {"table": "memory layout", "mermaid": "--> captured", "html": html}.items():
-        shown = run("explain", MADE, "--format", form).stdout
-        assert part in shown
-        assert run("explain", MADE, "--format", form, "--output", "shown").stdout == ""
-        assert pathlib.Path("shown").read_text(encoding="utf-8") == shown
-    refused = run("explain", MADE, "--output", "nowhere/shown")
-    assert (refused.exit_code, "No such file or directory" in refused.stderr) == (1, True)
+        assert part in run("explain", MADE, "--format", form).stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_every_command_prints_or_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same forms on the screen and in a file, 80 columns wide; what cannot be is refused before anything is run."""
+    row = {"slots": 4, "live": 7, "padded": 8, "lowering": "per_slot", "host_us": 50.2, "gpu_us": None}
+    monkeypatch.setattr(application, "measured_rows", lambda *_: [row, {**row, "lowering": "foreach"}])
+    report = CheckReport(runner="R", findings=(), steps={"poison": 3})
+    monkeypatch.setattr(application, "check_runner", lambda *_, **__: report)
+    monkeypatch.setenv("COLUMNS", "80")
+    made = application.find(MADE)
+    with record(made, "steps.safetensors"):
+        made({"input_ids": [1, 2], "seq_lens": [3, 4]})
+    commands = (("explain", DECODE, *SIZED), ("explain", MADE), ("backends",), ("bench", "--backend", "cpu"))
+    for command in (*commands, ("check", MADE), ("replay", "steps.safetensors", MADE)):
+        for form in ("table", "json", "mermaid", "html"):
+            done, kept = (run(*command, "--format", form, *more) for more in ((), ("--output", "kept")))
+            assert (done.exit_code, kept.exit_code, kept.stdout) in {(0, 0, ""), (2, 2, "")}, (command, done.stderr)
+            if done.exit_code == 0:
+                assert pathlib.Path("kept").read_text(encoding="utf-8") == done.stdout
+                assert form != "table" or max(map(len, done.stdout.splitlines())) <= 80, command
+            else:
+                assert ("table" in done.stderr, form in {"mermaid", "html"}) == (True, True)
+        for place, message in {"nowhere/kept": "there is no folder 'nowhere'", ".": "is a directory"}.items():
+            refused = run(*command, "--output", place)
+            assert (refused.exit_code, message in refused.stderr) == (2, True)
+
+
+_CELLS = st.integers(-(10**9), 10**9) | st.lists(st.text("ab1", min_size=1, max_size=24), max_size=9).map(" ".join)
+
+
+@given(st.integers(1, 12).flatmap(lambda n: st.lists(st.lists(_CELLS, min_size=n, max_size=n))))
+def test_tables_break_no_word(rows: list[list[object]]) -> None:
+    """At 80 columns a table has the words of a wide one, and each line fits."""
+
+    def words(width: int) -> tuple[set[str], int]:
+        console = Console(width=width, file=io.StringIO())
+        with console.capture() as taken:
+            console.print(Table("title", [{f"column {n}": value for n, value in enumerate(row)} for row in rows]))
+        return {word for word in taken.get().split() if "─" not in word}, max(map(len, taken.get().splitlines()))
+
+    (narrow, most), (wide, _) = words(80), words(2000)
+    assert (narrow, most <= 80) == (wide, True)
 
 
 def test_backends() -> None:
@@ -293,7 +338,7 @@ NOT_UNDERSTOOD = [
     ((DECODE, "--absent", "swa"), "absent names 'swa', which is not an optional slot of"),
     ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
     ((DECODE, "--format", "xml"), "xml"),
-    ((DECODE, "--format", "html"), "a page is made of a runner"),
+    ((DECODE, "--format", "html"), "'html' is not one of table, json, mermaid"),
     ((MADE, "--size", "batch=3"), "--size: is for a declaration; a runner has its own"),
     ((MADE, "--set", "swa"), "--set: is for a declaration"),
     (("explained_serving:mad",), "explained_serving has no 'mad'; did you mean 'made'?"),
@@ -322,16 +367,29 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, status: int, table: An
         assert "Traceback" not in result.stderr
 
 
+HELPS: Final = """
+import sys
+from typer.testing import CliRunner
+from slotgraph_cli import app
+
+for command in ("", "explain", "backends", "bench", "check", "replay"):
+    print(CliRunner().invoke(app, [*command.split(), "--help"]).output)
+print(CliRunner().invoke(app, ["--version"]).output)
+completed = {"_SLOTGRAPH_COMPLETE": "complete_bash", "COMP_WORDS": "slotgraph ex", "COMP_CWORD": "1"}
+print("completed:", CliRunner().invoke(app, prog_name="slotgraph", env=completed).output)
+print("imported:", {"torch", "numpy", "slotgraph"} & {*sys.modules})
+"""
+
+
 def test_help_and_version() -> None:
-    """Each command explains itself, with examples that stand on lines of their own."""
-    for command in ((), ("explain",), ("backends",), ("bench",)):
-        result = run(*command, "--help")
-        assert result.exit_code == 0
-        assert "Usage:" in result.stdout
-        assert not command or f"\n    slotgraph {command[0]}" in result.stdout
-        assert "\\b" not in result.stdout
-    version = run("--version")
-    assert (version.exit_code, version.stdout) == (0, "slotgraph 0.1.0\n")
+    """Help is whole at 80 columns, its examples on lines of their own. Neither it nor completion imports torch."""
+    done = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=True)  # noqa: S603 - ours
+    shown = done.stdout.splitlines()
+    assert (done.stderr, max(map(len, shown)) <= 80, "..." in done.stdout.replace("ARGS]...", "")) == ("", True, False)
+    for command in ("explain", "backends", "bench", "check", "replay"):
+        assert any(line.startswith(f"    slotgraph {command}") for line in shown)
+    assert [name for name in CHECKS if not any(line.startswith(f"  {name} ") for line in shown)] == []
+    assert {"slotgraph 0.1.0", "completed: explain", "imported: set()"} <= set(shown)
 
 
 HUGE: Final = "9" * 23
@@ -452,19 +510,23 @@ def test_device_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[
     """Device time is shown where it was measured; ratios are to ours."""
     row = {"slots": 4, "live": 7, "padded": 8, "gpu_us": None}
     ours, by_hand = {"lowering": "in_graph", "host_us": 10.04}, {"lowering": "per_slot", "host_us": 50.2}
-    bench.show_rows([{**row, **ours, "gpu_us": 5.25}, {**row, **by_hand}], "in_graph", screen())
+    about = {"ours": "in_graph", "device": "cuda:0", "slotgraph": "0.1.0", "torch": "2.13.0"}
+    screen().print(*bench.tables_of_rows([{**row, **ours, "gpu_us": 5.25}, {**row, **by_hand}], about))
     out = capsys.readouterr().out
-    assert [part for part in ("device microseconds of a whole step", "5.0 x", "5.2") if part not in out] == []
+    device = "device microseconds of a whole step on cuda:0; slotgraph 0.1.0, torch 2.13.0"
+    assert [part for part in (device, "5.0 x", "5.2") if part not in out] == []
+    assert bench.ON_A_CPU not in out
 
 
 @pytest.mark.slow
-def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables and JSON of one quick run; in a narrow terminal nothing is cut off."""
-    monkeypatch.setenv("COLUMNS", "80")
-    file = tmp_path / "figures.json"
-    result = run("bench", "--quick", "--slots", "4", "--slots", "12", "--backend", "cpu", "--json", str(file))
-    assert result.exit_code == 0, result.stderr
-    data = json.loads(file.read_text(encoding="utf-8"))
+def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of one quick run, as data and, of the same, as tables."""
+    quick = ("bench", "--quick", "--slots", "4", "--slots", "12", "--backend", "cpu", "--format")
+    result = run(*quick, "json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    data = json.loads(result.stdout)
+    monkeypatch.setattr(application, "measured_rows", lambda *_: data["rows"])
+    shown = " ".join(run(*quick, "table").stdout.split())
     found = {(one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
     steps = {"per_slot", "regrouped", *choose("cpu").capabilities.lowerings, "bare"}
     assert found == {(name, slots, *size) for name, slots, size in itertools.product(steps, (4, 12), bench.SIZES)}
@@ -473,10 +535,8 @@ def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
         assert [one["gpu_us"], one["gpu_p10_us"], one["gpu_p90_us"]] == [None] * 3
     told = {"backend": "cpu", "ours": "foreach", "quick": True, "torch": torch.__version__}
     assert told.items() <= data["conditions"].items()
-    for part in ("200/256", "4096/4096", "whole step", "ours: foreach"):
-        assert part in result.stdout
-    assert "…" not in result.stdout
-    assert result.stderr == ""
+    for part in ("200/256", "4096/4096", "whole step on cpu; slotgraph 0.1.0", "Ours is foreach", bench.ON_A_CPU):
+        assert part in shown
 
 
 def test_wrong_options_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,8 +545,7 @@ def test_wrong_options_are_refused_before_measuring(monkeypatch: pytest.MonkeyPa
     for option, value, message in (
         ("--slots", "1", "greater than or equal to 2"),
         ("--slots", "x", "valid integer"),
-        ("--json", ".", "Is a directory"),
-        ("--json", "no/such/folder/figures.json", "No such file or directory"),
+        ("--output", "no/such/folder/figures.json", "there is no folder 'no/such/folder'"),
     ):
         result = run("bench", option, value)
         assert result.exit_code == 2

@@ -1,6 +1,5 @@
 """Runners that capture a part of a step: equal to eager ones, with a path and a reason for each batch; splits."""
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -55,10 +54,10 @@ def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int
 @pytest.mark.parametrize("lazy", [False, True])
 def test_caches_in_use(backend: Backend, kind: str, *, lazy: bool) -> None:
     """A capture, up front or when a bucket's first batch comes, in inference mode or not, leaves caches as they are."""
-    model = Model(named=kind == "piecewise").to(backend.device)
-    for layer in model.inner:
+    models = [Model(named=kind == "piecewise").to(backend.device) for _ in range(2)]
+    for layer in models[0].inner:
         layer.get_buffer("cache").uniform_()
-    models = [model, copy.deepcopy(model)]
+    models[1].load_state_dict(models[0].state_dict())
     runner, eager = runner_of(kind, models[0], backend, lazy=lazy), EagerRunner(Prefill, models[1], backend=backend)
     seen = [runner.capture().captured]
     assert torch.equal(models[0].caches(), models[1].caches())

@@ -8,7 +8,7 @@ import pytest
 import typer.testing
 
 from slotgraph.runners.check.checks import CHECKS
-from slotgraph.runners.commands.app import app
+from slotgraph_cli import app
 
 ENGINE = """
 import torch

@@ -22,7 +22,7 @@ from tests.runners.models import TABLE, WORDS
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
 
-PAGE: Final = Path(__file__).parents[3] / "docs" / "verify.md"
+PAGE: Final = Path(__file__).with_name("README.md")
 
 
 class Sound(Inputs):  # one slot of each rule

@@ -100,7 +100,7 @@ def test_tables_and_page_say_it_all() -> None:
             assert part in text
         assert all(text.count(slot.name) >= 3 for slot in explanation.declaration.slots)
     assert "nothing is captured yet: call capture()" in printed(many())
-    for part in ("fused kernel, the graph's first node", " 0.25 ", "of 4 steps; too_large=1"):
+    for part in ("fused kernel, the graph's first node", " 0.25", "of 4 steps; too_large=1"):
         assert part in printed(full()), part
 
 

@@ -17,9 +17,9 @@ from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, RecordingError
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.check.trial import rebuilt
-from slotgraph.runners.commands.app import app
 from slotgraph.runners.recording.records import RecordedFile, RunnerRecord
 from slotgraph.runners.recording.replaying import ReplayReport, replay_file, unlike
+from slotgraph_cli import app
 from tests.runners import prefilled
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
 

@@ -1,0 +1,261 @@
+"""The command line: `slotgraph explain`, `backends`, `bench`, `check` and `replay`.
+
+It is outside of the package, which needs torch: help, version and completion are there at once, without either.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import pathlib
+import sys
+from typing import Annotated, Final, Literal
+
+import typer
+
+_AUTO: Final = "auto"
+
+app = typer.Typer(
+    name="slotgraph",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain text: examples stay as they were written, in a terminal and in a pipe
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:  # noqa: FBT001 - the signature of an option's callback
+    if asked:
+        typer.echo(f"slotgraph {importlib.metadata.version('slotgraph')}")
+        raise typer.Exit
+
+
+def _in_a_folder(file: pathlib.Path | None) -> pathlib.Path | None:
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {str(file.parent)!r}")
+    return file
+
+
+_FORMAT: Final = typer.Option("--format", help="How to show it; JSON is for scripts.")
+_Form = Annotated[Literal["table", "json"], _FORMAT]
+_AnyForm = Annotated[Literal["table", "json", "html", "mermaid"], _FORMAT]
+_Output = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        "--output",
+        metavar="FILE",
+        dir_okay=False,
+        writable=True,
+        callback=_in_a_folder,
+        help="Write it to this file, not to the screen.",
+    ),
+]
+_Backend = Annotated[str, typer.Option(metavar="NAME", help="A backend; see `slotgraph backends`.")]
+_A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function that makes one."
+_EXPLAINED: Final = (
+    "A declaration's class, or a runner, or a function that makes one: a module or a .py file, and a name."
+)
+_Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
+]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
+]
+_Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
+_Lowering = Annotated[
+    str, typer.Option(metavar="NAME", help="How the plan is run, as `slotgraph backends` lists it for the backend.")
+]
+_Capture = Annotated[bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")]
+_Slots = Annotated[
+    list[int] | None,
+    typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
+]
+_Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")]
+_Batches = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What the module has to check with: a list of batches, or a function of rows and a torch.Generator.",
+    ),
+]
+_Only = Annotated[
+    list[str] | None, typer.Option(metavar="CHECK", help="One of the checks above; may be repeated. All by default.")
+]
+_ReadOutside = Annotated[
+    list[str] | None, typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated.")
+]
+_Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
+_Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")]
+_File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")]
+_OnRunner = Annotated[str | None, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)]
+_Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")]
+
+
+@app.callback()
+def slotgraph(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs.
+
+    Exit status: 0 where all went well, 1 where a check failed or a backend cannot run here, 2 where the command was
+    not understood.
+    """
+    del version
+
+
+def main() -> None:
+    """Run the command line on this process's arguments."""
+    try:
+        app()
+    except OSError as error:  # of writing: commands tell of all other files themselves
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed cannot be
+        with contextlib.suppress(OSError):
+            typer.echo(f"the output cannot be written: {error.strerror or error}", err=True)
+        sys.exit(1)
+
+
+@app.command()
+def explain(
+    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help=_EXPLAINED)],
+    *,
+    size: _Sizes = None,
+    setting: _Settings = None,
+    absent: _Absent = None,
+    backend: _Backend = _AUTO,
+    lowering: _Lowering = _AUTO,
+    capture: _Capture = False,
+    form: _AnyForm = "table",
+    output: _Output = None,
+) -> None:
+    """Show a declaration with its plan, or a runner.
+
+    Of a declaration: slots, dependencies and, with --size, the plan. Of a runner: its buckets, graphs, memory and
+    decisions, too; --format html is its page. Mermaid is a diagram of the dependencies. Without --set every slot is
+    shown, whatever its `when=` asks for.
+
+    \b
+    Examples:
+      slotgraph explain my_engine.inputs:DecodeInputs
+      slotgraph explain inputs.py:DecodeInputs --size batch=37/48
+      slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
+      slotgraph explain engine.py:make --capture --format html --output page.html
+    """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
+
+    commands.explain(
+        target,
+        form,
+        output,
+        size=size or (),
+        setting=setting or (),
+        absent=absent or (),
+        backend=backend,
+        lowering=lowering,
+        capture=capture,
+    )
+
+
+@app.command()
+def backends(*, form: _Form = "table", output: _Output = None) -> None:
+    """List the backends, and why some cannot run here.
+
+    \b
+    Examples:
+      slotgraph backends
+      slotgraph backends --format json
+    """  # noqa: D301 - as above
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
+
+    commands.backends(form, output)
+
+
+@app.command()
+def bench(
+    *,
+    backend: _Backend = _AUTO,
+    slots: _Slots = None,
+    quick: _Quick = False,
+    form: _Form = "table",
+    output: _Output = None,
+) -> None:
+    """Measure what a step's inputs cost host and device.
+
+    \b
+    per_slot    by hand: one tail reset and one copy a slot
+    regrouped   by hand: foreach copies, grouped anew in each step
+    in_graph, fused, foreach, slot_by_slot
+                this library by each lowering that the backend has, whole: from
+                sizing to the outputs of the replay
+    bare        the replay of a graph that holds the step alone, and no fill
+
+    Each is first compared with the oracle, byte for byte. Then all take turns in one run, so that ratios hold where
+    the machine is noisy.
+
+    \b
+    Examples:
+      slotgraph bench --quick --slots 12
+      slotgraph bench --backend cuda --format json --output figures.json
+    """  # noqa: D301 - as above
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
+
+    commands.bench(backend, sorted({*(slots or (4, 12, 48))}), form, output, quick=quick)
+
+
+@app.command()
+def check(
+    target: Annotated[str, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)],
+    *,
+    batches: _Batches = None,
+    only: _Only = None,
+    read_outside: _ReadOutside = None,
+    rounds: _Rounds = 2,
+    seed: _Seed = 0,
+    form: _Form = "table",
+    output: _Output = None,
+) -> None:
+    """Check that a runner does what its declaration promises.
+
+    The runner is captured first, if it is not yet.
+
+    \b
+    poison     poison in every tail changes no bit of a live row
+    parity     a graph gives what its step gives, padded and not
+    addresses  everything that a graph reads lives where it was
+    coverage   every slot is written in each step or constant, and is read
+    races      steps in flight give what each gives alone
+
+    \b
+    Examples:
+      slotgraph check my_engine.runners:decode
+      slotgraph check engine.py:make --batches make_batch --only poison
+      slotgraph check engine.py:make --rounds 8 --seed 3 --format json
+    """  # noqa: D301 - as above
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
+
+    outside = read_outside or ()
+    commands.check(target, form, output, batches=batches, only=only or (), outside=outside, rounds=rounds, seed=seed)
+
+
+@app.command()
+def replay(
+    file: _File, target: _OnRunner = None, *, step: _Step = None, form: _Form = "table", output: _Output = None
+) -> None:
+    """Run recorded steps again, by the graph and eagerly.
+
+    What differs first is shown by slot and row. Without a runner, show what the file holds. The file is data alone:
+    nothing in it is run, the runner is yours. Exit status: 0 where graph and eager agree on every step, 1 where they
+    differ or a step raises, 2 where the file or the runner was not understood, or they do not fit one another.
+
+    \b
+    Examples:
+      slotgraph replay last.safetensors
+      slotgraph replay last.safetensors my_engine.runners:decode
+      slotgraph replay last.safetensors engine.py:make --step 41 --format json
+    """  # noqa: D301 - as above
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
+
+    commands.replay(file, target, step, form, output)
