@@ -130,7 +130,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
             told, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
             if self.sizes:
                 failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
-                told = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}, {told}"
+                made = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}"
+                told = f"{made if self.config.graphs else 'graphs off'}, {told}"
         buckets = f"buckets {reprlib.repr(sorted(self.sizes))}, " if self.sizes else ""
         return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{told}>"
 

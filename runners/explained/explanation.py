@@ -182,33 +182,40 @@ class RunnerExplanation(Shown):
         yield self.declaration.slot_table()
         for name, fill in self.fills:
             steps = [{"step": number, **row} for number, row in enumerate(rows_of(fill.steps), 1)]
-            told = f"{fill.plan}\nA step without bytes moves no slot, or the batch decides how much of which."
+            told = f"{fill.plan}\nNo bytes stand beside what moves no slot, and resets, of which the batch decides."
             yield Table(f"steps of a fill, {name}", steps, told)
         buckets: list[Row] = [
             {"bucket": one.rows, "sizes": dict(one.fill.plan.sizes), "copied": one.fill.plan.nbytes, **one.fill.calls}
             for one in self.buckets
         ]
-        yield Table("buckets, and calls of a step", buckets)
-        yield Table("graphs", [row for one in self.buckets for row in rows_of(one.graphs, bucket=one.rows)])
-        yield Table("memory layout", rows_of(self.memory.places))
-        yield Table("allocations", rows_of(self.memory.allocations))
-        yield Table("shared memory", text=self.pool or "")
+        none, early = "none: this runner captures nothing", "none: the first batch makes the buffers"
+        graphs = [row for one in self.buckets for row in rows_of(one.graphs, bucket=one.rows)]
+        yield Table("buckets, and calls of a step", buckets, why=none)
+        yield Table("graphs", graphs, why=none)
+        yield Table("memory layout", rows_of(self.memory.places), why=early)
+        yield Table("allocations", rows_of(self.memory.allocations), why=early)
+        yield Table("shared memory", text=self.pool or "none: in no pool, or later than its layout")
         counts = {**self.statistics}
         fills = counts.pop("fills")
-        for kind in ("buckets", "eager"):
-            found = [{kind: name, **one, "us": fills[kind][name]["mean"]} for name, one in counts.pop(kind).items()]
-            yield Table(f"steps of {kind}, and microseconds of a fill where some were timed", found)
+        for kind, told in (("buckets", "steps by bucket"), ("eager", "steps without a graph")):
+            found = counts.pop(kind).items()
+            steps = [{kind: name, **one, "fill us": fills[kind][name]["mean"]} for name, one in found]
+            timed = (
+                f"fill us: mean microseconds on the host, of one fill in {fills['every']}" if steps else "none so far"
+            )
+            yield Table(told, steps, timed)
         yield Table("statistics", pairs(counts.items()))
-        yield Table("ranks", rows_of([self.ranks] if self.ranks else []))
+        yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
 
     def pictures(self) -> str:
         """What a step does, and where slots lie over its phases."""
+        early = "<p>Nothing is drawn before the first batch.</p>"
         return f"""<h2>What a step does</h2>
 <p>A box for each step, in the plan's order, as wide as it has calls. A pale one has none of its own in most steps. \
-A dashed line is around the graph and what it does. It is not measured time.</p>{drawn_fills(self)}
+A dashed line is around the graph and what it does. It is not measured time.</p>{drawn_fills(self) or early}
 <h2>Memory over a step</h2>
 <p>Offsets run downwards, phases of one step to the right. A slot is coloured while its value counts, and pale where \
-its bytes are only held.</p>{drawn_memory(self) or "<p>None before the first batch.</p>"}"""
+its bytes are only held.</p>{drawn_memory(self) or early}"""
 
 
 def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
@@ -219,10 +226,10 @@ def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
     made = f"of buckets {cell(capture['buckets'])}; {len(capture['failed']) or 'none'} failed"
     held = "buffers, graphs, outputs and uploads" if memory["total"] else "the first batch makes the buffers"
     return {
-        "padding waste": f"{1 - live / padded:.1%}: of {padded:,} rows of graphs"
+        "padding waste": f"{1 - live / padded:.1%}: of {padded:,} padded rows"
         if padded
         else "not known: no graph has done a step",
-        "eager share": f"{paths['eager'] / steps:.1%}: of {steps:,} steps; {cell(reasons)}"
+        "eager share": f"{paths['eager'] / steps:.1%}: of {steps:,} steps{f'; {cell(reasons)}' if reasons else ''}"
         if steps
         else "not known: no step is done",
         "memory": f"{human_bytes(memory['total'])}: {held}",

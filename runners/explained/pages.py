@@ -70,11 +70,12 @@ STYLE: Final = """<style>
 
 @attrs.frozen
 class Table:
-    """Rows of the same columns under a title, and text below them, such as a plan."""
+    """Rows of the same columns under a title, and text below them, such as a plan. why: what stands in for no rows."""
 
     title: str
     rows: Sequence[Row] = ()
     text: object = ""
+    why: str = ""
 
     @property
     def columns(self) -> list[list[str]]:
@@ -84,12 +85,14 @@ class Table:
 
     @property
     def below(self) -> str:
-        """The text below, which also says that there are no rows."""
-        return printable(f"{self.text or ('' if self.rows else 'none')}")
+        """The text below, or why there is nothing."""
+        return printable(f"{self.text or ('' if self.rows else self.why)}")
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The table for a console."""
-        yield Text(self.lines(options.max_width))
+        shown = Text(self.lines(options.max_width))
+        shown.stylize("bold", 0, len(printable(self.title)))
+        yield shown
 
     def lines(self, width: int) -> str:
         """The table in text. It folds sentences, not words. What is too wide comes below, by the first column again."""
