@@ -55,10 +55,10 @@ STYLE: Final = """<style>
 .slotgraph .upload{--colour:#b64a72}
 .slotgraph .kernel{--colour:#8a6207}
 .slotgraph .graph{--colour:#5a5fc8}
-.slotgraph .memory{table-layout:fixed;min-width:560px;border-collapse:separate;border-spacing:2px}
+.slotgraph .memory{table-layout:fixed;min-width:640px;border-collapse:separate;border-spacing:2px}
 .slotgraph .memory td{border:0;padding:1px 6px;white-space:normal;overflow-wrap:anywhere}
 .slotgraph .memory .held{background:#8882}
-.slotgraph .memory .number{width:4.5em}
+.slotgraph .memory .number{width:8em;white-space:nowrap}
 .slotgraph .boxes .pale{background:none;color:inherit}
 @media(max-width:700px){
 .slotgraph td div{max-width:24ch}
