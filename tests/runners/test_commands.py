@@ -242,7 +242,7 @@ def test_runner_and_function() -> None:
     assert "four is too many" in run("explain", "explained_serving:failing", "--capture").stderr
     found = why("explained_serving:failing", "--capture")
     assert (found[2], "four is too many" in found[4]) == ("", True)
-    html = "<title>DecodeRunner over DecodeInputs</title>"
+    html = "<title>DecodeRunner of DecodeInputs on cpu (cpu)</title>"
     for form, part in {"table": "memory layout", "mermaid": "--> captured", "html": html}.items():
         assert part in run("explain", MADE, "--format", form).stdout
 
