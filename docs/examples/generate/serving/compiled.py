@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel, StaticCache
@@ -30,8 +30,7 @@ def compiled_for_each_size(step: Step) -> Step:
     """The step under torch.compile. A runner's warm-ups compile it, once for each bucket."""
     config = torch._dynamo.config  # noqa: SLF001 - it has no public name
     config.recompile_limit = config.accumulated_recompile_limit  # torch allows 8 sizes by itself
-    compiled: Any = torch.compile(step, fullgraph=True, dynamic=False)
-    return compiled
+    return cast("Step", torch.compile(step, fullgraph=True, dynamic=False))
 
 
 def compiled_step(model: PreTrainedModel, batches: Sequence[DecodeInputs], places: int) -> Contestant:
