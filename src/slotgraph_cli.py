@@ -134,8 +134,8 @@ def explain(
     """Show a declaration with its plan, or a runner.
 
     Of a declaration: slots, dependencies and, with --size, the plan. Of a runner: its buckets, graphs, memory and
-    decisions, too; --format html is its page. Mermaid is a diagram of the dependencies. Without --set every slot is
-    shown, whatever its `when=` asks for.
+    decisions, too. Html is a page, mermaid a diagram of the dependencies. Without --set every slot is shown, whatever
+    its `when=` asks for.
 
     \b
     Examples:

@@ -1,7 +1,6 @@
 """What the commands do and how they show it. Their options and help are in slotgraph_cli.py, which needs no torch."""
 
 import contextlib
-import functools
 import importlib
 import inspect
 import json
@@ -65,8 +64,6 @@ def as_json(data: Any) -> str:
 def show(form: str, output: pathlib.Path | None, data: Any, *shown: RenderableType, **more: Callable[[], str]) -> None:
     """Print what a command found, or write it to a file. shown: its tables. more: what makes it in other forms."""
     forms = {"json": lambda: as_json(data), **more}
-    if form not in {"table", *forms}:  # one that the command has for others, such as a page for a runner
-        refuse(f"{form!r} is not one of {', '.join(map(repr, ('table', *forms)))}", "--format")
     text = forms[form]() if form in forms else None
     with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
         if text is None:
@@ -215,8 +212,7 @@ def explain(
             extents, how = _extents_of(size, declared), chosen_lowering(on.capabilities, lowering)
             found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent), how)
     declaration = found if isinstance(found, Explanation) else found.declaration
-    pages = {} if isinstance(found, Explanation) else {"html": functools.partial(html, found)}
-    show(form, output, found, tables(found), mermaid=lambda: mermaid(declaration), **pages)
+    show(form, output, found, tables(found), html=lambda: html(found), mermaid=lambda: mermaid(declaration))
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
