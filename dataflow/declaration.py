@@ -63,8 +63,8 @@ class Declaration:
     @functools.cached_property
     def sources(self) -> Mapping[str, Source]:
         """Where each slot that a fill copies is found in a batch."""
-        found = {name: slot.reads(name) for name, slot in self.slots.items()}
-        return MappingProxyType({name: source for name, source in found.items() if source is not None})
+        slots = self.slots.items()
+        return MappingProxyType({name: read for name, slot in slots if (read := slot.reads(name)) is not None})
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, str]:

@@ -238,9 +238,8 @@ class Specializations:
 
     def __init__(self, declaration: Declaration, size: Sizer | None = None) -> None:
         """Make an empty one. size: reads live sizes; without it, nothing can be bound."""
-        sources = {name: source for name, slot in declaration.slots.items() if (source := slot.reads(name)) is not None}
-        self.names = tuple(sources)
-        self.gather = Gather([*sources.values()])
+        self.names = tuple(declaration.sources)
+        self.gather = Gather([*declaration.sources.values()])
         self._arguments = declaration.arguments
         self._key = None if size is None else _key_of(size, self.names, [name for name, _ in declaration.optional])
         self._known: dict[Hashable, list[Specialization]] = {}

@@ -92,8 +92,8 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
-    """Run a step on the backend's stream, and wait for it. CaptureError, chained to whatever was raised."""
-    with told_as_capture_error(), backend.stream():
+    """Run a step as it is captured, and wait for it. CaptureError, chained to whatever was raised."""
+    with told_as_capture_error(), backend.stream(), _own_casts():  # in another state torch.compile would compile anew
         step()
         backend.synchronize()
 
@@ -141,8 +141,9 @@ def told_as_capture_error() -> Iterator[None]:
 def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Iterator[T]:
     """Walk over items under a progress bar that says what is done to each; no bar off a terminal."""
     console = rich.console.Console(stderr=True)
-    hidden = not (show and console.is_terminal)
-    with rich.progress.Progress(console=console, transient=True, disable=hidden) as progress:
+    shown = show and console.is_interactive and console.file.isatty()  # to rich, FORCE_COLOR makes a pipe a terminal
+    # a step's prints go on to standard output, which may be a pipe
+    with rich.progress.Progress(console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
         task = progress.add_task("", total=len(items))
         for one in items:
             progress.update(task, description=text(one))

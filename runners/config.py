@@ -116,15 +116,15 @@ VARIABLE: Final = "SLOTGRAPH_DEBUG"
 """The environment variable that says which debug modes are on, where a runner is not told."""
 GENERATIONS: Final = "generations"
 ADDRESSES: Final = "addresses"
+KEYS: Final = "keys"
 POISON: Final = "poison"
 PARITY: Final = "parity"
-MODES: Final = (GENERATIONS, ADDRESSES, POISON, PARITY)
-"""Stale outputs; moved memory; tails that reach live rows; graphs unlike their step."""
-CHEAP: Final = frozenset({GENERATIONS, ADDRESSES})
+MODES: Final = (GENERATIONS, ADDRESSES, KEYS, POISON, PARITY)
+"""Stale outputs; moved memory; keys that no slot reads; tails that reach live rows; graphs unlike their step."""
+CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, KEYS})
 """What `True` means: the modes that run no step a second time."""
-OFF: Final[frozenset[str]] = frozenset()
 Wanted: TypeAlias = bool | str | Collection[str] | None
-_WORDS: Final = {"0": OFF, "false": OFF, "off": OFF, "1": CHEAP, "true": CHEAP, "on": CHEAP}
+_WORDS: Final = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
 """What the environment may say in place of names."""
 
 
@@ -135,7 +135,7 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
         said, wanted = VARIABLE, os.environ.get(VARIABLE, "").strip()
         wanted = _WORDS.get(wanted.lower(), wanted)
     if isinstance(wanted, bool):
-        return CHEAP if wanted else OFF
+        return CHEAP if wanted else frozenset()
     names: Any = wanted.split(",") if isinstance(wanted, str) else wanted
     if not is_collection(names) or not all(isinstance(name, str) for name in names):
         refuse(said, "true, false or names of debug modes", wanted)
@@ -325,12 +325,11 @@ class RunnerConfig:
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
     """The configuration of a runner of this class from all its keywords, with every option that the class uses."""
     used, every = keywords_of(kind), RunnerConfig.options()
-    for name in options:
-        if name not in used and name in every:
+    for name in sorted(options.keys() - used):
+        if name in every:
             raise ConfigError(f"{kind.__name__} does not use option {name!r}: leave it out")
-        if name not in used:
-            instead = hint(name, {*used, *every}, f"known are {', '.join(sorted(used))}")
-            raise ConfigError(f"{kind.__name__}: unknown option {name!r}: {instead}")
+        instead = hint(name, {*used, *every}, f"known are {', '.join(sorted(used))}")
+        raise ConfigError(f"{kind.__name__}: unknown option {name!r}: {instead}")
     known = used.intersection(every)
     given = {name: value for name, value in options.items() if name in known}
     backend = name_of(options.get("backend", "auto"))

@@ -2,16 +2,17 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 
 from ..dataflow import log
-from ..dataflow.errors import CheckError, ConfigError
+from ..dataflow.errors import CheckError, ConfigError, did_you_mean
 from ..dataflow.inputs import Inputs
-from ..dataflow.sources import Side
+from ..dataflow.sources import Path, Side
 from ..dataflow.tails import Pad, resolve_value
 from .bits import first_unequal
 from .capture import Captured
@@ -19,7 +20,7 @@ from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import Finding, Together, Trial, error_text, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
-from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
+from .config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
 from .graphs import GraphSet
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
@@ -115,7 +116,7 @@ class AddressProver(Prover):
     def before_replay(self, view: Inputs) -> None:
         """Look at the state only if something has moved, on some rank, which is rare."""
         fault = next(self._tail_faults(view), "")
-        if self.together.any(bool(fault or self._changes(view))):
+        if self.together.any(fault or self._changes(view)):
             self.judge(fault)
             super().before_replay(view)
 
@@ -150,6 +151,34 @@ class AddressProver(Prover):
         return id(graph_of(self.runner, view)), change[0].name, change[1].data_ptr()
 
 
+class KeyWatcher(Watcher):
+    """Names each key of the batches that no slot and no field reads, once: a warning if a name is near, else an info.
+
+    It is not refused, because a batch may carry what others read. Where a source is a function, which may read any key,
+    nothing is said.
+    """
+
+    def __init__(self, runner: Runner[Any], *_: object) -> None:
+        self.name, self.whole = runner.name, runner.stage.inputs.slotgraph
+        firsts = (one.parts[0] if isinstance(one, Path) else "" for one in self.whole.sources.values())
+        self.seen = {*self.whole.slots, *self.whole.fields, *firsts}
+
+    def before_fill(self, batch: Any, side: Side) -> None:
+        """Name what is new in this batch. Any mode, and none, refuses a side argument that no slot reads."""
+        del side
+        keys = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", None) or dir(batch)
+        for key in sorted({*map(str, keys)} - self.seen) if "" not in self.seen else ():
+            self.seen.add(key)
+            if key.startswith("_") or callable(inspect.getattr_static(batch, key, None)):
+                continue
+            said = f"the batch has {key!r}, which no slot reads"
+            if near := did_you_mean(key, self.whole.slots):
+                log.warning("misspelt_key", runner=self.name, reason=said + near)
+            else:
+                log.info("unread_key", runner=self.name, reason=said)
+
+
+WATCHERS[KEYS] = KeyWatcher
 WATCHERS[ADDRESSES] = functools.partial(AddressProver, ADDRESSES, AddressProver.read, 1)
 WATCHERS[POISON] = functools.partial(Prover, POISON, lambda _, trial: Poisoning(trial).findings(), 1)
 WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda _, trial: filter(None, [parity_fault(trial)]), COPIES)
@@ -159,14 +188,13 @@ WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda _, trial: filter(Non
 def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
     """Have debug modes look at the steps of a captured runner for a while, whatever it was made with.
 
-    wanted: `poison`, `parity` and `addresses`, as of the option `debug`; of the latter what needs no option at capture.
+    wanted: any but `generations`, as of the option `debug`; of `addresses` what needs no option at capture.
     state: tensors, or parts of them, that these steps change outside of their slots; found out where not given.
-    Raises ConfigError for the other modes, which are part of how a runner is made.
+    Raises ConfigError for `generations`, which is part of how a runner is made.
     """
     modes = modes_of(wanted)
-    others = sorted(modes - WATCHERS.keys())
-    if others:
-        raise ConfigError(f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}")
+    if GENERATIONS in modes:
+        raise ConfigError(f"debug mode {GENERATIONS!r} is part of how a runner is made: give it debug={GENERATIONS!r}")
     given = None if state is None else State.of(runner.stage.backend, state)
     made = watchers_of(runner, modes, given)
     for watcher in made:

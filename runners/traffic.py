@@ -90,13 +90,12 @@ class HostReads:
         self.slots: dict[str, str] = {}
         self._backend = backend
         handed = backend.capabilities.host_parameters  # by the host, at each replay
-        host = [
-            buffer
+        self._spans = [
+            (*span(buffer.tensor), buffer.name)
             for buffer in buffers
             if buffer.slot.placement == HOST and buffer.nbytes and not (handed and buffer.slot.argument is not None)
         ]
-        self._spans = [(*span(buffer.tensor), buffer.name) for buffer in host]
-        self.possible = bool(host)
+        self.possible = bool(self._spans)
         self._looked: set[Absent] = set()
         self._unsure = False
 

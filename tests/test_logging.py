@@ -1,10 +1,15 @@
 """Where events go: to structlog where it is configured, else to the logger `slotgraph`; never to standard output."""
 
+import contextlib
 import json
 import logging
+import os
+import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,40 +20,41 @@ from structlog.testing import capture_logs
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 
 PROGRAM = """
-import json
-import sys
-
-import torch
-
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, backends, copied
+import json, sys, torch, slotgraph
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, backends, copied, standard
 from slotgraph.pool import InputPool
-
+from slotgraph.speculative import DraftRunner
 {setup}
-
+runs, outputs = [], []
 class Batch(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-
+class Drafts(Inputs):
+    topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
+    topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
 def step(view):
+    runs.append(print())
     return view.ids * 3
 
-
 backends.choose("auto")
-runner = DecodeRunner(Batch, step, buckets=[2, 4], backend="cpu-capture")
+runner = DecodeRunner(Batch, step, buckets=[2, 4], backend="cpu-capture", debug=True)
 late = DecodeRunner(Batch, step, buckets=[2, 4], backend="cpu-capture", lazy=True)
 eager = EagerRunner(Batch, step, backend="cpu")
-pool = InputPool("a", "b")
-members = [
-    DecodeRunner(Batch, step, buckets=[2], backend="cpu-capture", sharing=True, phase=pool[one]) for one in ("a", "b")
-]
-outputs = []
-for one in (runner, late, *members):
+draft = DraftRunner(Drafts, lambda *_: (torch.rand(4, 9), None), topk=2, steps=2, buckets=[2], backend="cpu-capture")
+pool, shared = InputPool("a", "b"), {{"buckets": [2], "backend": "cpu-capture", "sharing": True}}
+members = [DecodeRunner(Batch, step, phase=pool[one], **shared) for one in ("a", "b")]
+for one in (runner, late, draft, *members):
     one.capture()
+slotgraph.check(runner)
+slotgraph.record(runner, "{path}")
 for one in (runner, late, eager, *members):
-    for rows in {rows}:
-        outputs.append(one({{"ids": list(range(5, 5 + rows))}}).tolist())
+    for rows in (1, 2, 5):
+        outputs.append(one({{"ids": list(range(5, 5 + rows)), "idx": 1}}).tolist())
     one.log_stats()
-json.dump(outputs, sys.stdout)
+draft({{"topk_p": [[0.5, 0.2]], "topk_index": [[1, 2]]}})
+try:
+    DecodeRunner(Batch, lambda view: view.ids.tolist(), buckets=[2], backend="cpu-capture").capture()
+except slotgraph.errors.SlotGraphError:
+    json.dump([len(runs), outputs], sys.stdout)
 """
 
 
@@ -75,31 +81,39 @@ def _unconfigured(_quiet_events: None) -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def printed(setup: str, *rows: int) -> tuple[Any, str]:
-    """What the program prints as JSON, and what it writes to standard error."""
-    program = [sys.executable, "-c", PROGRAM.format(setup=setup, rows=rows)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 - ours
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+SETUPS = {
+    "nothing": "",
+    "terminal": "",
+    "logging": "import logging; logging.basicConfig(format='%(levelname)s %(event)s: '); "
+    "logging.getLogger('slotgraph').setLevel('DEBUG')",
+    "structlog": "import structlog; structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr), "
+    "processors=[lambda _, level, event: f'{level.upper()} {event[\"event\"]}: '])",
+}
+"""By name what a program sets up."""
 
 
-def test_a_program_that_prints_json() -> None:
-    """Captures, pools, grown buffers and statistics write nothing; warnings go to standard error, a line each."""
-    outputs, errors = printed("", 1, 2, 5)
-    assert outputs == [[15], [15, 18], [15, 18, 21, 24, 27]] * 5
-    lines = errors.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["fallback"] * 4
-    assert "runner='DecodeRunner' why='too_large'" in lines[0]
-
-
-def test_a_program_that_configures_logging() -> None:
-    """The handlers, levels and formats of `logging` hold, for all events."""
-    setup = "import logging; logging.basicConfig(format='%(name)s %(levelname)s %(event)s')"
-    outputs, errors = printed(f"{setup}; logging.getLogger('slotgraph').setLevel('DEBUG')", 5)
-    assert outputs == [[15, 18, 21, 24, 27]] * 5
-    events = {"INFO": ("captured", "sealed", "statistics"), "DEBUG": ("grown",), "WARNING": ("fallback",)}
-    wanted = {f"slotgraph {level} {event}" for level, names in events.items() for event in names}
-    assert set(errors.splitlines()) == wanted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_program_that_prints_json(name: str, tmp_path: Path) -> None:
+    """Standard output is the program's alone, prints of its steps too; standard error has what was asked for."""
+    program = PROGRAM.format(setup=SETUPS[name], path=tmp_path / "last.safetensors")
+    reader, writer = pty.openpty() if name == "terminal" else os.pipe()
+    errors, given = b"", {**os.environ, "TERM": "xterm", "FORCE_COLOR": "1"}  # which makes no terminal of a pipe
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=writer) as child:  # noqa: S603 - ours
+        os.close(writer)
+        with contextlib.suppress(OSError):  # which is how a terminal ends
+            while part := os.read(reader, 4096):
+                errors += part
+        printed, _ = child.communicate(timeout=120)
+    os.close(reader)
+    runs, outputs = json.loads(printed)
+    assert (printed.count(b"\n"), outputs) == (runs, [[15], [15, 18], [15, 18, 21, 24, 27]] * 5)
+    assert (b"capturing bucket" in errors, b"\x1b" in errors) == (name == "terminal", name == "terminal")
+    found = set(re.findall(r"(?m)(?:^|\x1b\[2K)((?:[A-Z]+ )?[a-z_]+): ", errors.decode()))
+    warnings = {"fallback", "capture_failed", "misspelt_key"}
+    every = {"INFO captured", "INFO sealed", "INFO statistics", "DEBUG grown", *(f"WARNING {one}" for one in warnings)}
+    assert found == (every if SETUPS[name] else warnings)
 
 
 def test_records_have_the_keys(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

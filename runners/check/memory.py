@@ -145,8 +145,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
     """The slots that operators of an eager run, and functions of computed slots, take. A view reads nothing."""
     slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
-    computes = (slot.computes() for slot in slots.values())
-    read = {need for compute in computes if compute is not None for need in compute.needs}
+    read = {need for slot in slots.values() for need in slot.needs}
 
     def note(tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -93,10 +93,12 @@ class Trial(Generic[V]):
     @property
     def slots(self) -> dict[str, torch.Tensor]:
         """What the view has of slots that are not constant."""
-        values = (
-            (name, vars(self.view)[name]) for name, slot in self.declared.items() if not isinstance(slot, Constant)
-        )
-        return {name: tensor for name, tensor in values if tensor is not None}
+        values = vars(self.view)
+        return {
+            name: values[name]
+            for name, slot in self.declared.items()
+            if not isinstance(slot, Constant) and values[name] is not None
+        }
 
     def eagerly(self) -> Any:
         """Run the step as it is written."""
@@ -175,8 +177,8 @@ class Subject(Generic[V]):
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """What a batch brings for slots."""
-        read = {name: slot.reads(name) for name, slot in self.slots.items()}
-        return {name: source.read(one.batch, one.side) for name, source in read.items() if source is not None}
+        sources = self.runner.stage.declaration.sources
+        return {name: source.read(one.batch, one.side) for name, source in sources.items()}
 
     def step_of(self, one: Sample) -> Step:
         """The sizes of a batch in the bucket that takes it."""
@@ -197,31 +199,25 @@ class Subject(Generic[V]):
 
     def is_filled(self, name: str) -> bool:
         """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
-        slot, declaration = self.slots[name], self.runner.stage.declaration
-        late = slot.computes() is not None and declaration.side(name) == DEVICE and self.runner.is_whole
-        return not (late or isinstance(slot, Output))
+        late = self.runner.stage.declaration.side(name) == DEVICE and self.runner.is_whole
+        return not (late or isinstance(self.slots[name], Output))
 
 
-class RecordedBatch(dict[str, Any], Answering):
-    """A batch made of what sources gave. It answers for functions of the batch, which are not called."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
-        self.answers: dict[int, Any] = {}
+class RecordedBatch(dict[Any, Any], Answering):
+    """A batch made of what sources gave. It answers for functions of the batch, which are not called, by their ids."""
 
     def answer(self, source: Source) -> Any:
         """What the source found in the batch that this one stands for. None if it found nothing."""
-        return self.answers.get(id(source))
+        return self.get(id(source))
 
 
 def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
     """A batch and side arguments that bring given values. RecordingError if a source cannot be stood in for."""
     batch, side = RecordedBatch(fields), dict[str, Any]()
     for name, value in slots.items():
-        slot = declaration.slots.get(name)
-        source = None if slot is None else slot.reads(name)
+        source = declaration.sources.get(name)
         if isinstance(source, Call):
-            batch.answers[id(source)] = value
+            batch[id(source)] = value
         elif isinstance(source, Path):
             holder: Any = side if source.beside else batch
             *outer, last = source.parts

@@ -172,13 +172,13 @@ def test_step_that_raises_in_capture(cpu: str, warmups: int, *, lazy: bool) -> N
 def test_progress(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *, terminal: bool) -> None:
     """On a terminal the bar shows each bucket and the memory left, unless it is off; elsewhere nothing is printed."""
     shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal)
 
     def console(**_: Any) -> rich.console.Console:
         return rich.console.Console(file=shown, force_terminal=True, width=100)
 
-    if terminal:
-        module = types.SimpleNamespace(console=types.SimpleNamespace(Console=console), progress=rich.progress)
-        monkeypatch.setattr(capturing, "rich", module)
+    module = types.SimpleNamespace(console=types.SimpleNamespace(Console=console), progress=rich.progress)
+    monkeypatch.setattr(capturing, "rich", module)
     for progress in (False, True):
         plain_runner("cpu", progress=progress)
         assert ("capturing bucket" in shown.getvalue()) == ("B free" in shown.getvalue()) == (progress and terminal)

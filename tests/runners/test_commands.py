@@ -338,7 +338,7 @@ NOT_UNDERSTOOD = [
     ((DECODE, "--absent", "swa"), "absent names 'swa', which is not an optional slot of"),
     ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
     ((DECODE, "--format", "xml"), "xml"),
-    ((DECODE, "--format", "html"), "'html' is not one of table, json, mermaid"),
+    ((DECODE, "--format", "html"), "'html' is not one of 'table', 'json', 'mermaid'"),
     ((MADE, "--size", "batch=3"), "--size: is for a declaration; a runner has its own"),
     ((MADE, "--set", "swa"), "--set: is for a declaration"),
     (("explained_serving:mad",), "explained_serving has no 'mad'; did you mean 'made'?"),

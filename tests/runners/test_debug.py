@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
+import attrs
 import pytest
 import structlog
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep, output
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import CheckError, ConfigError, ReplayError
+from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, ReplayError
+from slotgraph.dataflow.sources import look_up
+from slotgraph.extend import side
 from slotgraph.pool import InputPool
 from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
@@ -73,7 +77,7 @@ def test_every_kind_of_runner(
             keeps.cache_clear()
         made.append(kind(backend))
     (careful, make), (plain, _) = made
-    assert len(careful.watch.watchers) == 3
+    assert len(careful.watch.watchers) == 4
     assert plain.watch.watchers == ()
     for seed, rows in enumerate((1, 3, 4)):
         batch = make(rows, torch.Generator().manual_seed(seed))
@@ -257,7 +261,7 @@ def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bool, names in one text or several, or else the environment; the nearest name where one is unknown."""
     monkeypatch.delenv(VARIABLE, raising=False)
     assert modes_of(None) == modes_of(wanted=False) == modes_of("") == modes_of(()) == frozenset()
-    assert modes_of(wanted=True) == CHEAP == {"generations", "addresses"}
+    assert modes_of(wanted=True) == CHEAP == {"generations", "addresses", "keys"}
     assert modes_of("poison, parity") == modes_of(["parity", "poison"]) == {"parity", "poison"}
     for said, modes in {"1": CHEAP, "True": CHEAP, "0": set(), "": set(), "poison": {"poison"}}.items():
         monkeypatch.setenv(VARIABLE, said)
@@ -274,6 +278,36 @@ def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert eager.watch.watchers == ()
     with pytest.raises(ConfigError, match="debug mode parity looks at graphs, and this EagerRunner has none"):
         debugged(eager, "parity").__enter__()
+
+
+class Sparse(Moved):  # slots that a batch may lack, two of which are read elsewhere, and a field
+    positions: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None)
+    mask: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None, source="spec.mask")
+    scale: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None, source=side("scale"))
+    mode: int = 0
+
+
+class Called(Sparse):  # a function may read any key
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: [*look_up(batch, "position")])
+
+
+GIVEN: Final[dict[str, Any]] = {"ids": [5], "position": [2], "spec": None, "mode": 0, "temperature": 0.5}
+Slotted: Any = attrs.make_class("Slotted", [*GIVEN], class_body={"reorder": attrs.asdict}, slots=True)
+
+
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace, Slotted])
+@pytest.mark.parametrize(("inputs", "row", "names"), [(Sparse, 5, 2), (Called, 2, 0)])
+def test_keys_that_no_slot_reads(kind: type, inputs: type[Inputs], row: int, names: int) -> None:
+    """Each is named once, with the slot that it is near to, and the step goes on. A side argument is refused."""
+    runner = runner_of(lambda view: view.ids + 0, inputs, debug=True, absent=[{"positions", "mask"}])
+    with structlog.testing.capture_logs() as events:
+        for _ in range(2):
+            assert runner(kind(**GIVEN), scale=[3]).tolist() == [row]
+        with pytest.raises(BatchError, match=r"side argument 'scales': did you mean 'scale'\?"):
+            runner(kind(**GIVEN), scales=[3])
+    near, far = "'position', which no slot reads; did you mean 'positions'?", "'temperature', which no slot reads"
+    wanted = {"misspelt_key": f"the batch has {near}", "unread_key": f"the batch has {far}"}
+    assert [(one["event"], one["reason"]) for one in events if "_key" in one["event"]] == [*wanted.items()][:names]
 
 
 def test_parity_where_the_step_moves_its_slots() -> None:
