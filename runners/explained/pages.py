@@ -88,8 +88,9 @@ class Table:
         """The text below, or why there is nothing."""
         return printable(f"{self.text or ('' if self.rows else self.why)}")
 
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The table for a console."""
+        del console
         shown = Text(self.lines(options.max_width))
         shown.stylize("bold", 0, len(printable(self.title)))
         yield shown
