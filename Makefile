@@ -21,7 +21,7 @@ demo: .venv/.smollm2  ## answer prompts through captured steps, compared with th
 test: .venv/.have-test  ## the tests to run after each change: all but those marked slow, and the documentation's blocks
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: .venv/.have-test .venv/.smollm2  ## every test: whole programs, process groups, each benchmark once, 200 examples a property (make test: 50)
+test-all: .venv/.have-test .venv/.have-package .venv/.smollm2  ## every test: whole programs, the package, process groups, each benchmark once, 200 examples a property (make test: 50)
 	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --durations=5 $(ARGS)
 
 test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why

@@ -92,8 +92,8 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
-    """Run a step on the backend's stream, and wait for it. CaptureError, chained to whatever was raised."""
-    with told_as_capture_error(), backend.stream():
+    """Run a step as it is captured, and wait for it. CaptureError, chained to whatever was raised."""
+    with told_as_capture_error(), backend.stream(), _own_casts():  # in another state torch.compile would compile anew
         step()
         backend.synchronize()
 

@@ -325,12 +325,11 @@ class RunnerConfig:
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
     """The configuration of a runner of this class from all its keywords, with every option that the class uses."""
     used, every = keywords_of(kind), RunnerConfig.options()
-    for name in options:
-        if name not in used and name in every:
+    for name in sorted(options.keys() - used):
+        if name in every:
             raise ConfigError(f"{kind.__name__} does not use option {name!r}: leave it out")
-        if name not in used:
-            instead = hint(name, {*used, *every}, f"known are {', '.join(sorted(used))}")
-            raise ConfigError(f"{kind.__name__}: unknown option {name!r}: {instead}")
+        instead = hint(name, {*used, *every}, f"known are {', '.join(sorted(used))}")
+        raise ConfigError(f"{kind.__name__}: unknown option {name!r}: {instead}")
     known = used.intersection(every)
     given = {name: value for name, value in options.items() if name in known}
     backend = name_of(options.get("backend", "auto"))

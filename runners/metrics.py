@@ -53,8 +53,7 @@ def exposition(**runners: Runner[Any]) -> str:
     client = _client()
     registry = client.CollectorRegistry()
     registry.register(Collector(**runners))
-    text: str = client.generate_latest(registry).decode()
-    return text
+    return str(client.generate_latest(registry), "utf-8")
 
 
 def _client() -> Any:

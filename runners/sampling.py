@@ -1,7 +1,7 @@
 """Sampling: random batches of a declaration, of values that its slots may hold, for checks, tests and recordings."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import attrs
@@ -51,9 +51,9 @@ def sample_batch(
     declaration.check_names("values", values.keys() - declaration.fields.keys(), "copied")
     sample = Sample({}, {})
     drawn: dict[Path, torch.Tensor] = {}
-    left_out = {path_of(name, declaration.slots[name]) for name in absent}
-    for name, slot in sampled_slots(declaration):
-        path = path_of(name, slot)
+    left_out = {path_of(declaration, name) for name in absent}
+    for name in declaration.sources:
+        path, slot = path_of(declaration, name), declaration.slots[name]
         if path not in left_out and path not in drawn:
             tensor = _draw(name, slot, capabilities, live, generator, values.get(name))
             drawn[path] = tensor.to(device if slot.placement == DEVICE else CPU)
@@ -69,14 +69,9 @@ def sample_batch(
     return sample
 
 
-def sampled_slots(declaration: Declaration) -> Iterator[tuple[str, Slot]]:
-    """The slots that a batch is sampled for: those that a fill copies."""
-    return ((name, declaration.slots[name]) for name in declaration.sources)
-
-
-def path_of(name: str, slot: Slot) -> Path:
+def path_of(declaration: Declaration, name: str) -> Path:
     """Where a slot's value stands in a batch. ConfigError where only a function of the batch knows."""
-    source = slot.reads(name)
+    source = declaration.sources[name]
     if isinstance(source, Path):
         return source
     raise ConfigError(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 BACKEND: Final = "slotgraph_backend"
 BACKENDS: Final = "slotgraph_backends"
 VARIABLE: Final = "SLOTGRAPH_TEST_BACKENDS"
-EVERY: Final = "every"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The marker."""
-    what = f"the backends that slotgraph_backend stands for in this test, or {EVERY!r} one that there is"
+    what = "the backends that slotgraph_backend stands for in this test; all that there are, where none is named"
     config.addinivalue_line("markers", f"{BACKENDS}(*names): {what}")
 
 
@@ -56,8 +55,7 @@ def _chosen(config: pytest.Config, marker: pytest.Mark | None) -> list[str]:
 
     if marker is None:
         return [name for name in names() if load(name).is_available()]
-    own = names() if marker.args == (EVERY,) else marker.args
-    return [name for name in own if name in run or not run]
+    return [name for name in marker.args or names() if name in run or not run]
 
 
 def _names(text: str) -> list[str]:

@@ -21,6 +21,9 @@ PROJECTS: Final = {
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
 }
+OWN: Final = re.compile(
+    r"https://(?:github|raw\.githubusercontent)\.com/slotgraph/slotgraph(?:/blob)?/main/([^)\"#]+)(?:#([^)\"]+))?"
+)
 ROW: Final = re.compile(
     r"^\| \[(?P<project>[\w-]+) #(?P<number>\d+)\]\((?P<link>\S+)\) \| (?P<kind>[A-H]) \|(?P<rest>.*)\|$", re.MULTILINE
 )
@@ -78,3 +81,12 @@ def test_the_table_and_the_scenarios_are_one_list() -> None:
     assert sorted(named) == sorted(known)
     assert {row["kind"] for row in found} == set("ABCDEFGH")
     assert len({(row["project"], row["number"]) for row in found}) == len(found) >= 24
+
+
+def test_links_to_our_own_files() -> None:
+    """The package index shows README.md and pyproject.toml, whose links lead to files and headings that there are."""
+    shown = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "pyproject.toml"))
+    for name, heading in OWN.findall(shown):
+        titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text("utf-8"), re.MULTILINE) if heading else []
+        assert (ROOT / name).exists()
+        assert heading in ["", *(title.lower().replace(" ", "-") for title in titles)], f"{name}#{heading}"

@@ -177,8 +177,8 @@ class Subject(Generic[V]):
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """What a batch brings for slots."""
-        sources = self.runner.stage.declaration.sources
-        return {name: source.read(one.batch, one.side) for name, source in sources.items()}
+        read = self.runner.stage.declaration.sources
+        return {name: source.read(one.batch, one.side) for name, source in read.items()}
 
     def step_of(self, one: Sample) -> Step:
         """The sizes of a batch in the bucket that takes it."""
@@ -203,16 +203,12 @@ class Subject(Generic[V]):
         return not (late or isinstance(self.slots[name], Output))
 
 
-class RecordedBatch(dict[str, Any], Answering):
-    """A batch made of what sources gave. It answers for functions of the batch, which are not called."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
-        self.answers: dict[int, Any] = {}
+class RecordedBatch(dict[Any, Any], Answering):
+    """A batch made of what sources gave. It answers for functions of the batch, which are not called, by their ids."""
 
     def answer(self, source: Source) -> Any:
         """What the source found in the batch that this one stands for. None if it found nothing."""
-        return self.answers.get(id(source))
+        return self.get(id(source))
 
 
 def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
@@ -221,7 +217,7 @@ def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[
     for name, value in slots.items():
         source = declaration.sources.get(name)
         if isinstance(source, Call):
-            batch.answers[id(source)] = value
+            batch[id(source)] = value
         elif isinstance(source, Path):
             holder: Any = side if source.beside else batch
             *outer, last = source.parts

@@ -16,7 +16,7 @@ from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..explained.pages import Table
-from ..sampling import sample_batch, sampled_slots
+from ..sampling import sample_batch
 from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
 from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
@@ -74,7 +74,7 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
     """A batch with seeded values, all of them others than under another number, but for those of bools."""
     declaration, seeded = inputs.slotgraph, torch.Generator().manual_seed(rows)
     low = 100 * number
-    values = {name: (low, low + 99) for name, slot in sampled_slots(declaration) if slot.dtype != torch.bool}
+    values = {name: (low, low + 99) for name in declaration.sources if declaration.slots[name].dtype != torch.bool}
     live, capabilities = {BATCH: rows, TOKENS: rows}, backend.capabilities
     sample = sample_batch(declaration, capabilities, live, seeded, values=values, device=backend.device)
     return Batch(rows=rows, **sample.batch, **sample.side)

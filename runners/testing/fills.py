@@ -20,7 +20,7 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
-from ..sampling import NO_VALUES, Sample, Values, path_of, sampled_slots
+from ..sampling import NO_VALUES, Sample, Values, path_of
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
 
@@ -90,9 +90,9 @@ def _sizes(ground: Ground, least: int, most: Sizes) -> st.SearchStrategy[Sizes]:
 
 def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
     """Sets of optional slots that a batch comes without; slots of one source go together."""
-    sampled = dict(sampled_slots(ground.declaration))
-    paths = {name: path_of(name, slot) for name, slot in sampled.items()}
-    required = {paths[name] for name, slot in sampled.items() if not slot.optional}
+    declaration = ground.declaration
+    paths = {name: path_of(declaration, name) for name in declaration.sources}
+    required = {path for name, path in paths.items() if not declaration.slots[name].optional}
     optional = sorted(name for name in paths if paths[name] not in required)
     sources = st.sets(st.sampled_from([paths[name] for name in optional])) if optional else st.just(set[Any]())
     return sources.map(lambda gone: frozenset(name for name in optional if paths[name] in gone))
@@ -102,15 +102,15 @@ def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
 def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> list[Turn]:
     """Steps over at most three buckets, so that each is filled several times; no bucket is empty."""
     buckets = draw(st.lists(_sizes(ground, max(least, 1), ground.most), min_size=1, max_size=3))
-    made, capabilities = list[Turn](), ground.backend.capabilities
+    made, slots, capabilities = list[Turn](), ground.declaration.slots, ground.backend.capabilities
     for _ in range(draw(st.integers(1, 5))):
         padded = draw(st.sampled_from(buckets))
         live, absent = draw(_sizes(ground, least, padded)), draw(_absences(ground))
         sample = ground.sample(live, draw(_SEEDS), absent, values)
         flat = [
             name
-            for name, slot in sampled_slots(ground.declaration)
-            if len(slot.shape) == 1 and name not in absent and not resolve_dtype(slot.dtype, capabilities).is_complex
+            for name in sorted(ground.declaration.sources.keys() - absent)
+            if len(slots[name].shape) == 1 and not resolve_dtype(slots[name].dtype, capabilities).is_complex
         ]
         listed = draw(st.sets(st.sampled_from(flat))) if flat else set[str]()
         for name in listed:
@@ -121,7 +121,7 @@ def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> l
 
 def _bring_as_list(ground: Ground, sample: Sample, name: str) -> None:
     """Bring a slot as a list: host data, which a fill takes as well."""
-    path = path_of(name, ground.declaration.slots[name])
+    path = path_of(ground.declaration, name)
     value, holder = path.read(sample.batch, sample.side), sample.side if path.beside else sample.batch
     if isinstance(value, torch.Tensor):
         for part in path.parts[:-1]:
@@ -162,9 +162,9 @@ def assert_fill_equals_oracle(
         WrongBytesError: An AssertionError, which names lowering, step, slot and row.
     """
     ground, own = Ground.of(inputs, backend, max_sizes, settings, relations), hypothesis.settings()
-    slots = ground.declaration.slots
-    read = {need for slot in slots.values() for need in slot.needs}
-    free = {name for name, slot in sampled_slots(ground.declaration) if name not in read and slot.limit is None}
+    declaration = ground.declaration
+    read = {need for one in declaration.functions.values() for need in one.needs}
+    free = {name for name in declaration.sources.keys() - read if declaration.slots[name].limit is None}
     drawn = _schedules(ground, {**dict.fromkeys(free, _noise), **values}, least)
 
     @hypothesis.settings(

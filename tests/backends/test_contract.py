@@ -14,7 +14,7 @@ from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError
 from tests.strategies import draw
 
-pytestmark = pytest.mark.slotgraph_backends("every")
+pytestmark = pytest.mark.slotgraph_backends()
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
 PLACEMENTS: tuple[Placement, ...] = (DEVICE, HOST)

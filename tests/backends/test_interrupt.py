@@ -17,7 +17,7 @@ from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from tests.backends.test_contract import captured, has_true_graphs, random_on
 
-pytestmark = pytest.mark.slotgraph_backends("every")
+pytestmark = pytest.mark.slotgraph_backends()
 Body = Callable[[], Any]
 
 

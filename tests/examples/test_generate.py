@@ -169,8 +169,24 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
     assert [(one["live"], one["bucket"], one["each"]) for one in times] == [
         (live, bucket, each) for live, bucket in ((1, 1), (2, 2), (3, 3)) for each in (False, True)
     ]
-    assert [one["compiled"] is not None for one in times] == [False] * 4 + [True] * 2
+    compared = ["DecodeRunner, step", "DecodeRunner, torch.compile(step)", "reduce-overhead alone"]
+    del compared[1 : 2 if backend == "cpu-capture" else 1]
+    assert [list(one["ways"]) for one in times] == [[]] * 4 + [compared] * 2
+    assert ("cannot record compiled kernels" in " ".join(out.split())) == (backend == "cpu-capture")
     assert 'torch.compile(mode="reduce-overhead")' in " ".join(out.split())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch of itself, where it compiles
+def test_a_compiled_step(generate: Generate, prompts: str) -> None:
+    """`--compile` captures torch.compile(step), tokens stay equal, and a backend that cannot hold it is refused."""
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    small = ("--prompts", prompts, "--buckets", "2", "--max-batch", "2", *QUICK)
+    status, report, _ = generate("--compile", "--backend", "cpu", *small)
+    assert (status, report["comparison"]["difference"], report["eager_steps"]) == (0, None, 0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    assert report["texts"] == generate("--backend", "cpu", *small)[1]["texts"]
+    with pytest.raises(module("serving.options").OptionsError, match="--backend cpu or cuda"):
+        generate("--compile", *small)
 
 
 PREPARED: dict[str, Callable[[Any], Any]] = {

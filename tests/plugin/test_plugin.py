@@ -129,7 +129,7 @@ def test_own(slotgraph_backend):
     print("own on", slotgraph_backend.name)
 
 
-@pytest.mark.slotgraph_backends("every")
+@pytest.mark.slotgraph_backends()
 def test_every(slotgraph_backend):
     print("every on", slotgraph_backend.name)
 """
@@ -161,7 +161,7 @@ def test_it_costs_nothing_where_no_one_asks(project: Path) -> None:
 
 
 OWN = pytest.mark.slotgraph_backends("cuda", "cpu").mark
-EVERY = pytest.mark.slotgraph_backends("every").mark
+EVERY = pytest.mark.slotgraph_backends().mark
 
 CHOICES: list[tuple[str | None, str, tuple[str, ...], pytest.Mark | None, list[str]]] = [
     ("cpu, cuda", "npu", ("warp",), None, ["cpu", "cuda"]),

@@ -89,6 +89,20 @@ def test_a_compiled_step_stays_compiled() -> None:
         torch.compile(lambda: runner(batch), backend="eager", fullgraph=True)()
 
 
+def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-ups compile a step once for each bucket, in the state in which it is captured."""
+    counting, capture, compiled = CompileCounter(), load("cpu").capture, list[int]()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        compiled.append(counting.frame_count)
+        return capture(*args, **options)
+
+    monkeypatch.setattr(load("cpu"), "capture", counted)
+    step = torch.compile(lambda view: view.ids + view.places, backend=counting, dynamic=False)
+    decoder(PlainInputs, step, backend="cpu", buckets=[2, 4])
+    assert (compiled, counting.frame_count) == ([1, 2], 2)
+
+
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 )

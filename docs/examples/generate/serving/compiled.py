@@ -1,18 +1,36 @@
-"""Transformers' own decode step under torch.compile, which makes CUDA graphs by itself and copies their inputs."""
+"""torch.compile: of a step that a runner captures, and of transformers' own, which torch captures by itself."""
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, StaticCache
 
 from serving.inputs import DecodeInputs
+from serving.options import OptionsError
 from serving.timing import Contestant
 
+Step = TypeVar("Step", bound=Callable[..., object])
 MODE = "reduce-overhead"
 WARMUPS = 6
 """It compiles in the first step, records in the second, and checks in the third; the rest is to be sure."""
+
+
+def check_compiles(backend: str) -> None:
+    """Raises OptionsError for a backend whose graphs cannot hold compiled kernels."""
+    if backend == "cpu-capture":
+        raise OptionsError(
+            "cpu-capture records torch operators and cannot record compiled kernels: compile with --backend cpu or cuda"
+        )
+
+
+def compiled_for_each_size(step: Step) -> Step:
+    """The step under torch.compile. A runner's warm-ups compile it, once for each bucket."""
+    config = torch._dynamo.config  # noqa: SLF001 - it has no public name
+    config.recompile_limit = config.accumulated_recompile_limit  # torch allows 8 sizes by itself
+    return torch.compile(step, fullgraph=True, dynamic=False)
 
 
 def compiled_step(model: PreTrainedModel, batches: Sequence[DecodeInputs], places: int) -> Contestant:

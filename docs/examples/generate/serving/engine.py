@@ -1,5 +1,6 @@
 """The engine: prompts by the path that is asked for, decode steps through captured buckets, until all are done."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from serving.prefill import Prefills, prefill_runner
 from serving.request import Request
 from serving.sampling import Sampler
 from serving.scheduler import Scheduler
-from serving.steps import Steps
+from serving.steps import Decode, Steps
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.ranks import PipelineStage
 from slotgraph.runners.statistics import CaptureReport
@@ -90,15 +91,21 @@ class Engine:
         limits = options.max_batch, options.max_prefill_tokens
         self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, *limits)
         self.prefill = prefill_runner(prompts, self.steps, options, crew)
-        graphs: Any = {"buckets": options.ladder, "backend": options.backend, **crew.among}
         sizes = {PAGES: needs[0], **crew.sizes_of(declaration)}
-        self.decode = DecodeRunner(declaration, self.steps.decode, sizes=sizes, **graphs)
+        among: Any = {"sizes": sizes, "backend": options.backend, **crew.among}
+        self._decoder = functools.partial(DecodeRunner, declaration, **among)
+        self.step = self.steps.decoding(compiled=options.compile)
+        self.decode = self.decoder(self.step, options.ladder)
         self._stages = {"prefill": crew.stage(self.prefill), "decode": crew.stage(self.decode)}
         self._eos = language.eos
         self._sampler = Sampler.of(options)
         self._page_size = options.page_size
         self._device = language.model.device
         self._prepare = prepare
+
+    def decoder(self, step: Decode, buckets: Sequence[int], **options: Any) -> DecodeRunner[Any]:
+        """A runner of a decode step, with the inputs of the engine's own."""
+        return self._decoder(step, buckets=buckets, **options)
 
     @torch.inference_mode()
     def capture(self) -> CaptureReport:

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from serving.attention import paged
-from serving.compiled import WARMUPS, compiled_step, graphs_skipped
+from serving.compiled import MODE, WARMUPS, check_compiles, compiled_step, graphs_skipped
 from serving.engine import Engine
 from serving.inputs import DecodeInputs
 from serving.options import Options
@@ -18,6 +18,8 @@ from serving.steady import Size, Steady
 from serving.steps import Steps
 from serving.timing import Contestant, Race, Spread, Wait
 
+PLAIN, COMPILED, ALONE = WAYS = "DecodeRunner, step", "DecodeRunner, torch.compile(step)", f"{MODE} alone"
+"""Whole steps that are compared: two through a runner, and transformers' own under torch.compile."""
 FEWEST, MOST = 3, 100
 """Steps in a turn."""
 
@@ -28,7 +30,7 @@ class Effort:
 
     rounds: turns of each contestant. turn: seconds that one should take: on a device long beside its start, on a CPU
     short beside whatever else the machine does. every_size: each bucket, or the largest alone. ways: whether the host
-    waits for each step. compare: whether transformers' own step takes part, compiled.
+    waits for each step. compare: whether compiled steps take part.
     """
 
     rounds: int
@@ -48,8 +50,8 @@ class StepTimes:
 
     each: whether the host waited for each step; else `steps` of them ran one behind another, and it waited at the end.
     replay: a graph of the step alone, on whatever its inputs hold. whole: runner(batch). share: of `whole`, what it
-    takes beyond `replay`, compared round by round. eager: the same step on the same view, not captured.
-    compiled: transformers' own step under torch.compile, None where it was not measured.
+    takes beyond `replay`, compared round by round. eager: the same step on the same view, not captured. ways: whole
+    steps beside each other, by the names of `WAYS`; empty where they were not compared.
     """
 
     live: int
@@ -60,7 +62,7 @@ class StepTimes:
     whole: Spread
     share: Spread
     eager: Spread
-    compiled: Spread | None
+    ways: dict[str, Spread]
 
 
 @attrs.frozen(kw_only=True)
@@ -85,10 +87,12 @@ def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Me
     for size in sizes if effort.every_size else sizes[-1:]:
         batches = steady.batches(size)
         contestants = own_ways(engine, batches)
+        others: dict[str, Contestant] = {}
         race = race_of(effort, contestants, engine.decode.stage.backend.synchronize)
         if effort.compare and size == sizes[-1]:
-            note = _add_compiled(contestants, engine, batches, race)
-        times += [_timed(size, attrs.evolve(race, each=each), contestants) for each in effort.ways]
+            others, note = _others(engine, batches, size, race, compiled=options.compile)
+        own = COMPILED if options.compile else PLAIN
+        times += [_timed(size, attrs.evolve(race, each=each), contestants, others, own) for each in effort.ways]
     return Measured(rounds=effort.rounds, device=device, times=times, note=note)
 
 
@@ -116,18 +120,18 @@ def own_ways(engine: Engine, batches: Sequence[DecodeInputs]) -> list[Contestant
 
     The first is captured for this: the runner's own graph may hold a part of the fill.
     """
-    runner, steps, backend = engine.decode, engine.steps, engine.decode.stage.backend
-    around = functools.partial(served, steps)
+    runner, step, backend = engine.decode, engine.step, engine.decode.stage.backend
+    around = functools.partial(served, engine.steps)
     with around():
         view = runner.fill(batches[0])
         with backend.stream():
-            steps.decode(view)
+            step(view)
             backend.synchronize()
-            graph = backend.capture(lambda: steps.decode(view))
+            graph = backend.capture(lambda: step(view))
     return [
         Contestant(lambda _: graph.replay(), around),
         Contestant(lambda number: runner(batches[number % len(batches)]), around),
-        Contestant(lambda _: steps.decode(view), around),
+        Contestant(lambda _: step(view), around),
     ]
 
 
@@ -141,24 +145,52 @@ def race_of(effort: Effort, contestants: Sequence[Contestant], wait: Wait) -> Ra
     return Race(effort.rounds, as_first_says(steps), wait)
 
 
-def _add_compiled(contestants: list[Contestant], engine: Engine, batches: Sequence[DecodeInputs], race: Race) -> str:
-    """Let torch.compile take part too, and say what is to be said of it: why it cannot, or that it made no graph."""
-    model, cache = engine.steps.model, engine.steps.cache
-    before = graphs_skipped()
+def _others(
+    engine: Engine, batches: Sequence[DecodeInputs], size: Size, race: Race, *, compiled: bool
+) -> tuple[dict[str, Contestant], str]:
+    """The ways beside the engine's own, by name, and what is to be said: why one cannot be timed, or made no graph."""
+    other, skipped = PLAIN if compiled else COMPILED, graphs_skipped()
+    ways = {
+        other: functools.partial(_through_runner, engine, batches, size, compiled=not compiled),
+        ALONE: functools.partial(_alone, engine, batches, race),
+    }
+    found: dict[str, Contestant] = {}
+    notes: list[str] = []
+    for name, make in ways.items():
+        try:
+            one = make()
+            attrs.evolve(race, rounds=1).run([one])
+        except Exception as error:  # noqa: BLE001 - torch may raise anything here, and nothing else depends on it
+            notes.append(f"{name} was not timed: {type(error).__name__}: {_first_line(error)}")
+        else:
+            found[name] = one
+    if skipped := graphs_skipped() - skipped:
+        notes.append(f"{ALONE} ran without CUDA graphs: torch skipped them ({skipped} times)")
+    return found, ". ".join(notes)
+
+
+def _through_runner(engine: Engine, batches: Sequence[DecodeInputs], size: Size, *, compiled: bool) -> Contestant:
+    """The step that the engine does not run, as written or compiled, captured for one bucket."""
+    if compiled:
+        check_compiles(engine.decode.stage.backend.name)
+    runner = engine.decoder(engine.steps.decoding(compiled=compiled), [size.bucket], progress=False)
+    around = functools.partial(served, engine.steps)
+    with around():
+        runner.capture()
+    return Contestant(lambda number: runner(batches[number % len(batches)]), around)
+
+
+def _alone(engine: Engine, batches: Sequence[DecodeInputs], race: Race) -> Contestant:
     with torch.inference_mode():
-        reach = engine.decode.fill(batches[0]).block_tables.shape[1] * cache.page_size
-    try:
-        one = compiled_step(model, batches, max(reach, race.steps + WARMUPS + 2))
-        attrs.evolve(race, rounds=1).run([one])
-    except Exception as error:  # noqa: BLE001 - torch may raise anything here, and nothing else depends on it
-        return f"torch.compile was not timed: {type(error).__name__}: {_first_line(error)}"
-    contestants.append(one)
-    skipped = graphs_skipped() - before
-    return f"torch.compile ran without CUDA graphs: torch skipped them ({skipped} times)" if skipped else ""
+        reach = engine.decode.fill(batches[0]).block_tables.shape[1] * engine.steps.cache.page_size
+    return compiled_step(engine.steps.model, batches, max(reach, race.steps + WARMUPS + 2))
 
 
-def _timed(size: Size, race: Race, contestants: Sequence[Contestant]) -> StepTimes:
-    replay, whole, eager, *compiled = race.run(contestants)
+def _timed(
+    size: Size, race: Race, contestants: Sequence[Contestant], others: dict[str, Contestant], own: str
+) -> StepTimes:
+    replay, whole, eager, *rest = race.run([*contestants, *others.values()])
+    ways = {own: whole, **dict(zip(others, rest, strict=True))} if others else {}
     return StepTimes(
         live=size.live,
         bucket=size.bucket,
@@ -168,7 +200,7 @@ def _timed(size: Size, race: Race, contestants: Sequence[Contestant]) -> StepTim
         whole=Spread.of(whole),
         share=Spread.of([1 - alone / all_of_it for alone, all_of_it in zip(replay, whole, strict=True)]),
         eager=Spread.of(eager),
-        compiled=Spread.of(compiled[0]) if compiled else None,
+        ways={name: Spread.of(ways[name]) for name in WAYS if name in ways},
     )
 
 

@@ -164,11 +164,19 @@ class Options:
             metavar="N",
         ),
     )
+    compile: bool = attrs.field(
+        default=False,
+        metadata=_says(
+            "capture torch.compile(step) as the decode step, on cuda, or on cpu with a C++ compiler",
+            action="store_true",
+        ),
+    )
     compare: bool | None = attrs.field(
         default=None,
         metadata=_says(
-            "time what transformers does, too: its continuous batching (default: unless --model random), and its own "
-            "step under torch.compile (default: on a device; on a CPU compiling takes a minute)",
+            "time what transformers does, too: its continuous batching (default: unless --model random), its own step "
+            "under torch.compile, and torch.compile(step) through DecodeRunner (default: on a device; on a CPU "
+            "compiling takes a minute)",
             action=argparse.BooleanOptionalAction,
         ),
     )

@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from serving.attention import paged
 from serving.batched import continuous_batching
+from serving.compiled import check_compiles
 from serving.crew import crew_of
 from serving.engine import Engine, Prepare, unchanged
 from serving.inputs import DecodeInputs, PrefillInputs
@@ -65,6 +66,10 @@ def generate(
     """
     if options.json is not None and not options.json.parent.is_dir():
         raise OptionsError(f"--json {options.json}: there is no folder {options.json.parent}")
+    if options.compile:
+        check_compiles(backends.choose(options.backend).name)
+        if options.tp * options.dp * options.pp > 1:
+            raise OptionsError("--compile is for one process: leave out --tp, --dp and --pp")
     if options.tp > 1:
         check_even(config_of(options), options.tp)
     if options.pp > 1:

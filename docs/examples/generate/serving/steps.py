@@ -9,11 +9,13 @@ from transformers import PreTrainedModel
 
 from serving.attention import Attend, DecodeAttention, PrefillAttention, StepAttention
 from serving.cache import PagedCache
+from serving.compiled import compiled_for_each_size
 from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, all_counts, proxies
 from serving.ranks import ALONE, World
 
 Made: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 """Logits, float32; or hidden states, [tokens, elements], where the model goes on in another process."""
+Decode: TypeAlias = Callable[[DecodeInputs], Made]
 
 
 @attrs.frozen(eq=False)
@@ -59,6 +61,10 @@ class Steps:
             self.counted_all.add_(all_counts(view).sum())
         hidden = self._hidden(view, DecodeAttention(self.cache, view))
         return self._logits(hidden) if self.world.ends else {"hidden_states": hidden}
+
+    def decoding(self, *, compiled: bool) -> Decode:
+        """The decode step as a runner gets it; compiled: by torch.compile, anew for each bucket."""
+        return compiled_for_each_size(self.decode) if compiled else self.decode
 
     def start(self) -> None:
         """Forget what was counted: warm-ups were, too."""

@@ -7,10 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.compiled import MODE
-from serving.measuring import Measured, StepTimes
+from serving.measuring import ALONE, WAYS, Measured, StepTimes
 from serving.prefill_times import PrefillTimes
 from serving.timing import Spread
 
+WAITS = {False: "one behind another", True: "the host waits for each"}
 NO_DEVICE = "A CPU has no graphs to launch: the figures show that this can be measured, not what a device gains."
 
 
@@ -20,6 +21,8 @@ def show_times(measured: Measured, console: Console) -> None:
         times = [one for one in measured.times if one.each is each]
         if times:
             console.print(_table(times, measured.rounds))
+    if compared := [one for one in measured.times if one.ways]:
+        console.print(_compared(compared))
     console.print(_sentence(measured), highlight=False)
 
 
@@ -32,23 +35,31 @@ def prefill_sentence(times: PrefillTimes) -> Text:
 
 
 def _table(times: Sequence[StepTimes], rounds: int) -> Table:
-    how = "the host waits for each" if times[0].each else "one behind another"
-    table = Table(title=f"decode steps, {how}: us, median of {rounds} rounds")
-    columns = ["live rows", "graph alone", "whole step", "inputs", "no graph", "compiled"]
-    for name in columns if any(one.compiled for one in times) else columns[:-1]:
+    table = Table(title=f"decode steps, {WAITS[times[0].each]}: us, median of {rounds} rounds")
+    for name in ("live rows", "graph alone", "whole step", "inputs", "no graph"):
         table.add_column(name, justify="right")
     for one in times:
         replay, whole, eager = map(_microseconds, (one.replay, one.whole, one.eager))
-        cells = [f"{one.live} of {one.bucket}", replay, whole, _percent(one.share), eager]
-        table.add_row(*cells, *([_microseconds(one.compiled)] if one.compiled else []))
+        table.add_row(f"{one.live} of {one.bucket}", replay, whole, _percent(one.share), eager)
+    return table
+
+
+def _compared(times: Sequence[StepTimes]) -> Table:
+    """The ways to run a whole step, a row each, and how the host waits, a column each."""
+    table = Table(title=f"whole decode steps of {times[0].live} requests: us")
+    table.add_column("way")
+    for one in times:
+        table.add_column(WAITS[one.each], justify="right")
+    for name in WAYS:
+        table.add_row(name, *(_microseconds(one.ways[name]) if name in one.ways else "-" for one in times))
     return table
 
 
 def _sentence(measured: Measured) -> Text:
     row, *waiting = (one for one in measured.times if one.bucket == measured.times[-1].bucket)
     others = f"Without a graph the step takes {_as_long(row.eager, row)}"
-    if row.compiled is not None:
-        others += f', transformers\' own under torch.compile(mode="{MODE}") {_as_long(row.compiled, row)}'
+    if ALONE in row.ways:
+        others += f', transformers\' own under torch.compile(mode="{MODE}") {_as_long(row.ways[ALONE], row)}'
     note = f"{measured.note}." if measured.note else ""
     parts = [_share(row, *waiting), f"{others}.", note, "" if measured.device else NO_DEVICE]
     return Text(" ".join(filter(None, parts)))
