@@ -18,6 +18,7 @@ from .config import checked_keys, checked_sizes
 from .graphs import Filler
 from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
+from .statistics import human_bytes
 
 _Key = tuple[tuple[int, ...], Absent]
 
@@ -69,6 +70,12 @@ class InputBuffers(Generic[V]):
         self._fillings: dict[_Key, Filling] = {}
         self._in_graph: set[_Key] = set()
         self._gate = Gate(type(self).__name__)
+
+    def __repr__(self) -> str:
+        """One line."""
+        sizes = ", ".join(f"{axis} {size}" for axis, size in self.capacity.items())
+        on = f"{self._stage.declaration.name} on {self._stage.backend.name}"
+        return f"<InputBuffers of {on}: {sizes}, {self.lowering}, {human_bytes(self.nbytes)}>"
 
     @property
     def lowering(self) -> Lowering:

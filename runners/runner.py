@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import reprlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias
@@ -28,7 +29,18 @@ from .pool import Seat
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
 from .stage import Stage, V
-from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally
+from .statistics import (
+    EVERY,
+    FIRST,
+    CaptureReport,
+    Counts,
+    Decision,
+    MemoryAccount,
+    Path,
+    Statistics,
+    Tally,
+    human_bytes,
+)
 from .traffic import HostReads
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
@@ -110,6 +122,18 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Keep the compiler out of the class's own methods, too."""
         super().__init_subclass__(**options)
         opaque(cls)
+
+    def __repr__(self) -> str:
+        """One line. It lays out no memory of a pool."""
+        stage, told = self.stage, "no memory yet"
+        if self.seat is None or "graphs" in vars(self):
+            told, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
+            if self.sizes:
+                failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
+                made = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}"
+                told = f"{made if self.config.graphs else 'graphs off'}, {told}"
+        buckets = f"buckets {reprlib.repr(sorted(self.sizes))}, " if self.sizes else ""
+        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{told}>"
 
     @property
     def _turn(self) -> BufferTurn | None:

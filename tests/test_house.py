@@ -107,6 +107,7 @@ def test_the_package_and_its_links() -> None:
     assert [n for n in PAGES if len((FACE / n).read_text(encoding="utf-8").splitlines()) >= FACE_LINES] == []
     tools = PYPROJECT["tool"]["setuptools"]
     assert sorted(path.stem for path in FACE.parent.glob("*.py")) == tools["py-modules"]
+    assert PYPROJECT["project"]["scripts"] == {"slotgraph": "slotgraph_cli:main"}  # a module that starts without torch
     on_disk = {"slotgraph"} | {f"slotgraph.{dotted(path)}" for path in MODULES if path.name == "__init__.py"}
     assert set(tools["packages"]) == on_disk
     assert [path for path in MODULES if not (path.parent / "__init__.py").exists()] == []

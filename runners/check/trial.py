@@ -177,8 +177,8 @@ class Subject(Generic[V]):
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """What a batch brings for slots."""
-        read = self.runner.stage.declaration.sources
-        return {name: source.read(one.batch, one.side) for name, source in read.items()}
+        sources = self.runner.stage.declaration.sources
+        return {name: source.read(one.batch, one.side) for name, source in sources.items()}
 
     def step_of(self, one: Sample) -> Step:
         """The sizes of a batch in the bucket that takes it."""

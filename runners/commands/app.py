@@ -66,7 +66,7 @@ def show(form: str, output: pathlib.Path | None, data: Any, *shown: RenderableTy
     """Print what a command found, or write it to a file. shown: its tables. more: what makes it in other forms."""
     forms = {"json": lambda: as_json(data), **more}
     if form not in {"table", *forms}:  # one that the command has for others, such as a page for a runner
-        refuse(f"{form!r} is not one of {', '.join(('table', *forms))}", "--format")
+        refuse(f"{form!r} is not one of {', '.join(map(repr, ('table', *forms)))}", "--format")
     text = forms[form]() if form in forms else None
     with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
         if text is None:

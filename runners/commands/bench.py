@@ -42,7 +42,7 @@ Row = dict[str, Any]
 FULL: Final = (50, 20, 9)
 QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
-ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device that serves."
+ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device you serve on."
 
 
 class Batch(types.SimpleNamespace):

@@ -1,7 +1,7 @@
 """What a declaration says, as data, as text and as a picture."""
 
 import html
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
 import attrs
@@ -12,6 +12,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
 from ...dataflow.slots import Constant
+from .pages import Row, Shown, Table, pairs
 
 Extents = Mapping[Axis, tuple[int, int]]
 """Live and padded size of every axis."""
@@ -62,8 +63,8 @@ class SlotFacts:
     copied: int | None
 
 
-@attrs.frozen(kw_only=True)
-class Explanation:
+@attrs.frozen(kw_only=True, repr=False)
+class Explanation(Shown):
     """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
 
     fields: names that are not slots, carried from the batch. disabled: slots that the settings switched off.
@@ -80,6 +81,55 @@ class Explanation:
     plan: FillPlan | None
     nbytes: int | None
     copied: int | None
+
+    def tables(self) -> Iterator[Table]:
+        """Bytes, slots and plan."""
+        size, copied = self.nbytes or 0, self.copied or 0
+        sized = f"{size:,} bytes: at padded sizes" if self.plan else "not known: Give the size of every axis"
+        found = {"slots": f"{len(self.slots)}: declared", "buffers": sized}
+        yield Table(f"{self.declaration} on {self.backend}", pairs(found.items()))
+        yield self.slot_table()
+        if self.plan:
+            axes = (f"{a.name}={a.padded}" if a.fixed else f"{a.name}={a.live}/{a.padded}" for a in self.axes)
+            told = f"{self.plan}\n{size:,} bytes of buffers for this bucket; this step copies {copied:,}"
+            yield Table(f"plan for {', '.join(axes)}", text=told)
+
+    def slot_table(self) -> Table:
+        """All slots, what else there is, and what is not known."""
+        remarks = {
+            "carried from the batch as they are": self.fields,
+            "switched off by the settings": self.disabled,
+            "computed in this order": self.order,
+            "which of them the step reads": ("not known here; slotgraph.check(runner) finds those that it does not",),
+        }
+        text = "\n".join(f"{what}: {', '.join(names)}" for what, names in remarks.items() if names)
+        return Table(f"slots of {self.declaration}", [_slot(slot) for slot in self.slots], text)
+
+
+def _slot(slot: SlotFacts) -> Row:
+    kind = (
+        f"{slot.kind}{f' on the {slot.runs_on}' if slot.runs_on else ''}",
+        f"argument {slot.parameter}" if slot.parameter else "",
+        "optional" if slot.optional else "",
+        f"when {slot.when}" if slot.when else "",
+    )
+    origin = "batch" if slot.source == f"batch.{slot.name}" else slot.source
+    if slot.function is not None:
+        origin = f"{slot.function}({', '.join(slot.needs)})"
+    elif slot.value is not None:
+        origin = f"set once: {slot.value}"
+    elif slot.limit is not None:
+        origin = f"{origin}, at most {slot.limit}"
+    row = {
+        "slot": slot.name,
+        "kind": ", ".join(filter(None, kind)),
+        "shape": f"[{', '.join(slot.shape)}]",
+        "dtype": f"{slot.dtype} ({slot.role})" if slot.role else slot.dtype,
+        "on": slot.placement,
+        "tail": slot.tail,
+        "comes from": origin,
+    }
+    return row if slot.padded is None else {**row, "padded to": str([*slot.padded]), "bytes": slot.nbytes}
 
 
 def explain_declaration(
@@ -166,8 +216,15 @@ def _named(value: object | Callable[..., object]) -> str:
 
 
 def mermaid(explanation: Explanation) -> str:
-    """What follows from what, as text for mermaid in a Markdown block; the same for equal explanations."""
-    names, lines = {slot.name for slot in explanation.slots}, ["flowchart LR"]
+    """What follows from what, as text for mermaid in a Markdown block; the same for equal explanations.
+
+    One arrow leads from all of the view into the step, since a declaration does not tell which slots the step reads.
+    """
+    names, lines, view = (
+        {slot.name for slot in explanation.slots},
+        ["flowchart LR"],
+        ['subgraph view["the view, of which the step reads some or all"]'],
+    )
     for slot in explanation.slots:
         here = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
         kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
@@ -179,8 +236,11 @@ def mermaid(explanation: Explanation) -> str:
         if slot.kind == "staged":
             lines.append(f"producer --> {here}")
         lines += [f"{'slot' if need in names else 'given'}_{need} --> {here}" for need in slot.needs]
-        lines.append(f"captured --> {here}" if slot.kind == "output" else f"{here} --> captured")
-    return "\n    ".join(lines) + "\n"
+        if slot.kind == "output":
+            lines.append(f"captured --> {here}")
+        else:
+            view.append(here)
+    return "\n    ".join([*lines, *view, "end", "view --> captured"]) + "\n"
 
 
 def _quoted(*lines: str) -> str:

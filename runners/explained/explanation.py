@@ -4,7 +4,7 @@ import collections
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -20,8 +20,9 @@ from ..outputs import nbytes_of
 from ..recording.records import RanksRecord
 from ..runner import Runner
 from ..sharing import Layout, lasting
-from ..statistics import Decision
+from ..statistics import Decision, human_bytes
 from .declared import NOT_SIZED, Explanation, explain_declaration
+from .pages import Row, Shown, Table, cell, pairs, rows_of, safe
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
 Phase = Literal["fill", "kernel", "replay", "outputs"]
@@ -135,8 +136,8 @@ class RankFacts(RanksRecord):
     agreed: Decision | None
 
 
-@attrs.frozen(kw_only=True)
-class RunnerExplanation:
+@attrs.frozen(kw_only=True, repr=False)
+class RunnerExplanation(Shown):
     """A runner as data.
 
     kind: its class. path: what batches that fit take. lowering: how its fills are run. configuration: what
@@ -162,16 +163,117 @@ class RunnerExplanation:
     ranks: RankFacts | None
 
     @property
-    def fills(self) -> list[tuple[str, Fill]]:
+    def fills(self) -> Iterator[tuple[str, Fill]]:
         """Each way in which steps are filled, for buckets next to one another that do the same; the eager one last."""
-        found = list[tuple[str, Fill]]()
-        for _, group in itertools.groupby(
+        for _, alike in itertools.groupby(
             self.buckets, lambda one: [attrs.evolve(s, nbytes=None) for s in one.fill.steps]
         ):
-            rows = list(group)
-            name = f"{len(rows)} buckets, {rows[0].rows} to {rows[-1].rows}" if rows[1:] else f"bucket {rows[0].rows}"
-            found.append((name, rows[-1].fill))
-        return found if self.eager is None else [*found, ("eager, not padded", self.eager)]
+            one, *more = alike
+            last = (one, *more)[-1]
+            yield f"{len(more) + 1} buckets, {one.rows} to {last.rows}" if more else f"bucket {one.rows}", last.fill
+        if self.eager:
+            yield "eager, not padded", self.eager
+
+    def tables(self) -> Iterator[Table]:
+        """Figures, slots, steps, buckets, graphs, memory and counts."""
+        on = f"{self.kind} of {self.declaration.declaration} on {self.backend} ({self.device})"
+        told = f"path {self.path}, lowering {self.lowering}\n{cell(self.configuration)}"
+        yield Table(on, pairs(_on_top(self.statistics).items()), told)
+        yield self.declaration.slot_table()
+        for name, fill in self.fills:
+            steps = [{"step": number, **row} for number, row in enumerate(rows_of(fill.steps), 1)]
+            told = f"{fill.plan}\nNo bytes stand beside what moves no slot, and resets, of which the batch decides."
+            yield Table(f"steps of a fill, {name}", steps, told)
+        buckets: list[Row] = [
+            {"bucket": one.rows, "sizes": dict(one.fill.plan.sizes), "copied": one.fill.plan.nbytes, **one.fill.calls}
+            for one in self.buckets
+        ]
+        none, early = "none: this runner captures nothing", "none: the first batch makes the buffers"
+        graphs = [row for one in self.buckets for row in rows_of(one.graphs, bucket=one.rows)]
+        yield Table("buckets, and calls of a step", buckets, why=none)
+        yield Table("graphs", graphs, why=none)
+        yield Table("memory layout", rows_of(self.memory.places), why=early)
+        yield Table("allocations", rows_of(self.memory.allocations), why=early)
+        yield Table("shared memory", text=self.pool or "none: in no pool, or later than its layout")
+        counts = {**self.statistics}
+        fills = counts.pop("fills")
+        for kind, told in (("buckets", "steps by bucket"), ("eager", "steps without a graph")):
+            found = counts.pop(kind).items()
+            steps = [{kind: name, **one, "fill us": fills[kind][name]["mean"]} for name, one in found]
+            timed = (
+                f"fill us: mean microseconds on the host, of one fill in {fills['every']}" if steps else "none so far"
+            )
+            yield Table(told, steps, timed)
+        yield Table("statistics", pairs(counts.items()))
+        yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
+
+    def pictures(self) -> str:
+        """What a step does, and where slots lie over its phases."""
+        early = "<p>Nothing is drawn before the first batch.</p>"
+        return f"""<h2>What a step does</h2>
+<p>A box for each step, in the plan's order, as wide as it has calls. A pale one has none of its own in most steps. \
+A dashed line is around the graph and what it does. It is not measured time.</p>{drawn_fills(self) or early}
+<h2>Memory over a step</h2>
+<p>Offsets run downwards, phases of one step to the right. A slot is coloured while its value counts, and pale where \
+its bytes are only held.</p>{drawn_memory(self) or early}"""
+
+
+def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
+    """Figures of the steps so far, the memory and the capture, each with what it is of, or why it is not known."""
+    memory, capture, paths = counts["memory"], counts["capture"], counts["steps"]
+    live, padded = (sum(one[rows] for one in counts["buckets"].values()) for rows in ("live", "padded"))
+    steps, reasons = sum(paths.values()), {why: one["steps"] for why, one in counts["eager"].items()}
+    made = f"of buckets {cell(capture['buckets'])}; {len(capture['failed']) or 'none'} failed"
+    held = "buffers, graphs, outputs and uploads" if memory["total"] else "the first batch makes the buffers"
+    return {
+        "padding waste": f"{1 - live / padded:.1%}: of {padded:,} padded rows"
+        if padded
+        else "not known: no graph has done a step",
+        "eager share": f"{paths['eager'] / steps:.1%}: of {steps:,} steps{f'; {cell(reasons)}' if reasons else ''}"
+        if steps
+        else "not known: no step is done",
+        "memory": f"{human_bytes(memory['total'])}: {held}",
+        "graphs": f"{capture['graphs']}: {made if capture['graphs'] else 'nothing is captured'}",
+    }
+
+
+def drawn_fills(one: RunnerExplanation) -> str:
+    """A row for all buckets that do the same, with a box for each step, as wide as its calls."""
+    shown = list[str]()
+    for name, fill in one.fills:
+        calls = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
+        boxes = (
+            f'<span class="drawn {step.kind}{" pale" * (step.maybe or not step.calls)}'
+            f'{" inside" * (step.inside or step.kind == "graph")}" style="min-width:{min(6 * step.calls, 60)}ch">'
+            f"<b>{number} {step.kind}</b> {'' if step.nbytes is None else human_bytes(step.nbytes)}<br/>"
+            f"{safe(step.label)}</span>"
+            for number, step in enumerate(fill.steps, 1)
+        )
+        shown.append(f'<h3>{name}: calls of {calls}</h3><div class="boxes">{"".join(boxes)}</div>')
+    return "".join(shown)
+
+
+def drawn_memory(one: RunnerExplanation) -> str:
+    """Offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
+    phases, shown = one.memory.phases, list[str]()
+    kinds = {slot.name: safe(slot.kind) for slot in one.declaration.slots}
+    number, held = '<td class="number">', '<td class="held"></td>'
+    head = f"<tr>{number}offset</td>{''.join(f'<td>{phase}</td>' for phase in phases)}{number}bytes</td></tr>"
+    for part in one.memory.allocations:
+        rows = (
+            f"<tr>{number}{place.offset:,}</td>{held * phases.index(place.since)}"
+            f'<td class="drawn {kinds[place.slot]}" '
+            f'colspan="{1 + phases.index(place.until) - phases.index(place.since)}">'
+            f"{safe(place.slot)}, {kinds[place.slot]}</td>{held * phases[::-1].index(place.until)}"
+            f"{number}{place.nbytes:,}</td></tr>"
+            for place in one.memory.places
+            if place.allocation == part.name
+        )
+        shown.append(
+            f"<h3>{part.name}{', handed in' * part.adopted}: {part.nbytes:,} bytes</h3>"
+            f'<div class="scroll"><table class="memory">{head}{"".join(rows)}</table></div>'
+        )
+    return "".join(shown)
 
 
 def explain(runner: Runner[Any]) -> RunnerExplanation:

@@ -50,13 +50,12 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     declaration, capabilities = stage.declaration, stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also where no slot is over those
     values = dict(stage.inputs.placeholder(request))
-    copied = declaration.sources
-    for name in values.keys() - {*copied, *declaration.fields, *declaration.disabled}:
+    for name in values.keys() - {*declaration.sources, *declaration.fields, *declaration.disabled}:
         raise CaptureError(
             f"{declaration.name}.placeholder() names {name!r}, which is neither a copied slot nor a field"
         )
     given = dict[str, torch.Tensor]()
-    for buffer in [buffers[name] for name in copied if name not in absent]:
+    for buffer in [buffers[name] for name in declaration.sources if name not in absent]:
         name, slot = buffer.name, buffer.slot
         given[name] = target = torch.empty_like(buffer.view(step.live_sizes))
         first = values[name] if name in values else initial_value(name, slot, buffers.capacity, capabilities)

@@ -242,7 +242,7 @@ def test_runner_and_function() -> None:
     assert "four is too many" in run("explain", "explained_serving:failing", "--capture").stderr
     found = why("explained_serving:failing", "--capture")
     assert (found[2], "four is too many" in found[4]) == ("", True)
-    html = "<title>DecodeRunner over DecodeInputs</title>"
+    html = "<title>DecodeRunner of DecodeInputs on cpu (cpu)</title>"
     for form, part in {"table": "memory layout", "mermaid": "--> captured", "html": html}.items():
         assert part in run("explain", MADE, "--format", form).stdout
 
@@ -338,7 +338,7 @@ NOT_UNDERSTOOD = [
     ((DECODE, "--absent", "swa"), "absent names 'swa', which is not an optional slot of"),
     ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
     ((DECODE, "--format", "xml"), "xml"),
-    ((DECODE, "--format", "html"), "'html' is not one of table, json, mermaid"),
+    ((DECODE, "--format", "html"), "'html' is not one of 'table', 'json', 'mermaid'"),
     ((MADE, "--size", "batch=3"), "--size: is for a declaration; a runner has its own"),
     ((MADE, "--set", "swa"), "--set: is for a declaration"),
     (("explained_serving:mad",), "explained_serving has no 'mad'; did you mean 'made'?"),

@@ -1,5 +1,6 @@
 """Memory of inputs: buffers and fills without a runner, and memory that its owner hands in."""
 
+import re
 from typing import Any, Final
 
 import pytest
@@ -45,6 +46,7 @@ def batch_of(requests: int, tokens: int, pages: int, seed: int, *, heats: bool =
 def test_the_oracle_s_bytes(cpu: str, lowering: str) -> None:
     """Any live sizes in any padded sizes, axis by axis, or in few, where one plan fills often, leave the oracle's."""
     buffers = InputBuffers(Wide, CAPACITY, backend=cpu, lowering=lowering)
+    assert re.fullmatch(rf"<InputBuffers of Wide on {cpu}: .*BATCH \d+.*, {lowering}, \S+ K?i?B>", repr(buffers))
     draw = torch.Generator().manual_seed(5)
     for seed in range(60):
         requests, tokens, pages = (int(torch.randint(0, most + 1, (1,), generator=draw)) for most in (6, 9, 4))

@@ -1,6 +1,7 @@
 """An explanation of a runner says what the runner has, plans and did; what changes there shows."""
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -34,6 +35,8 @@ def test_every_kind_of_runner(name: str) -> None:
     assert read_back(before) == before
     declaration = runner.stage.declaration
     assert (before.kind, before.declaration.declaration) == (name, declaration.name)
+    told = r"(buckets \[2, 4\], (2 of 2 captured|graphs off), )?\S+ K?i?B"
+    assert re.fullmatch(rf"<{name} of {declaration.name} on \S+: {told}>", repr(runner))
     runner(batch_of(name, 3, 3))
     after = slotgraph.explain(runner)
     assert read_back(after) == after
@@ -174,7 +177,9 @@ def test_shared_memory() -> None:
         DecodeRunner(PlainInputs, plain_step, phase=phase, **options)
         for phase in (pool["draft"].keeping("ids"), pool["verify"])
     ]
+    assert ["no memory yet" in repr(runner) for runner in runners] == [True, True]
     first, second = (slotgraph.explain(runner) for runner in runners)
+    assert ["no memory yet" in repr(runner) for runner in runners] == [False, False]
     assert first.pool is not None
     assert first.pool == second.pool
     assert first.pool.nbytes < first.pool.apart
@@ -217,6 +222,7 @@ def test_why_there_is_no_graph() -> None:
     failing = DecodeRunner(PlainInputs, too_much, backend="cpu", buckets=[4, 8], progress=False)
     with pytest.raises(CaptureError):
         failing.capture()
+    assert "1 of 2 captured, 1 failed" in repr(failing)
     (reason,) = why(failing)
     assert "no more than four" in reason
     assert why(failing, 4) == {""}

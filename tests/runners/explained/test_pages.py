@@ -14,8 +14,8 @@ import pytest
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners.explained.declared import mermaid
-from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import html, pictures, printable
+from slotgraph.runners.explained.explanation import RunnerExplanation, drawn_fills, drawn_memory
+from slotgraph.runners.explained.pages import STYLE, html, printable
 from slotgraph.runners.serial import to_data
 from tests.runners.explained.houses import (
     HARM,
@@ -28,7 +28,11 @@ from tests.runners.explained.houses import (
     proxy,
 )
 
-NAMESPACE = "{http://www.w3.org/2000/svg}"
+PICTURE = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{}" style="background:#fff">'
+    '<foreignObject width="100%" height="100%"><div xmlns="http://www.w3.org/1999/xhtml" class="slotgraph">{}{}</div>'
+    "</foreignObject></svg>\n"
+)
 PAGE = Path(__file__).parents[3] / "docs" / "observe.md"
 VARIABLE = "SLOTGRAPH_WRITE_PICTURES"
 
@@ -80,10 +84,10 @@ def test_tables_and_page_say_it_all() -> None:
     """Slots, steps, plans, places, bytes, decisions and shared memory are in both, and each slot by name."""
     explanation = pooled()
     page = Parsed(html(explanation))
-    assert {"h2", "pre"} <= {tag for tag, _ in page.tags}
+    assert {"h2", "table", "pre"} <= {tag for tag, _ in page.tags}
     for text in (printed(explanation), page.text):
         for part in (
-            "DecodeRunner on cpu",
+            "DecodeRunner of FullInputs on cpu",
             "slots of FullInputs",
             "steps of a fill, 2 buckets, 2 to 8",
             "plan of FullInputs for BATCH=8",
@@ -96,7 +100,7 @@ def test_tables_and_page_say_it_all() -> None:
             assert part in text
         assert all(text.count(slot.name) >= 3 for slot in explanation.declaration.slots)
     assert "nothing is captured yet: call capture()" in printed(many())
-    for part in ("fused kernel, the graph's first node", " 0.25", "eager.too_large.steps"):
+    for part in ("fused kernel, the graph's first node", " 0.25", "of 4 steps; too_large=1"):
         assert part in printed(full()), part
 
 
@@ -129,16 +133,26 @@ def test_hostile_names_are_letters() -> None:
 
 @pytest.mark.parametrize("explained", [full, many, harmful, pooled])
 def test_pictures_are_sound(explained: Callable[[], RunnerExplanation]) -> None:
-    """Each is SVG that loads and runs nothing, with every step and every slot in it."""
+    """Both are XML, too, and have every step and every slot in them."""
     found = explained()
-    drawn = {name: ET.fromstring(picture) for name, picture in pictures(found).items()}  # noqa: S314 - our own text
-    words = {name: "".join(root.itertext()).replace("\xa0", " ") for name, root in drawn.items()}
-    tags = {one.tag.removeprefix(NAMESPACE) for root in drawn.values() for one in root.iter()}
-    assert tags <= {"svg", "style", "defs", "clipPath", "rect", "g", "text"}
-    assert all(
-        f" {number} {step.kind}" in words["fills"] for _, one in found.fills for number, step in enumerate(one.steps, 1)
+    fills, memory = (
+        "".join(ET.fromstring(f"<div>{drawn}</div>").itertext())  # noqa: S314 - our own text
+        for drawn in (drawn_fills(found), drawn_memory(found))
     )
-    assert all(f"{place.offset:,}" in words["memory"] for place in found.memory.places)
+    assert all(f"{number} {step.kind}" in fills for _, one in found.fills for number, step in enumerate(one.steps, 1))
+    assert all(f"{place.offset:,}" in memory and printable(place.slot) in memory for place in found.memory.places)
+
+
+@pytest.mark.parametrize("explained", [full, many, pooled])
+def test_texts_fit_a_terminal(explained: Callable[[], RunnerExplanation]) -> None:
+    """`repr` is one line. `str` has 80 columns, with each word and number that a wide terminal has."""
+    found = explained()
+    for one in (found, found.declaration):
+        assert repr(one).startswith(f"<explanation of {next(one.tables()).title}: ")
+        assert "\n" not in repr(one)
+        assert max(map(len, str(one).splitlines())) <= 80
+        assert {*printed(one).split()} - {*str(one).split()} <= {word for word in printed(one).split() if "─" in word}
+    assert found.declaration._repr_html_() in html(found.declaration)
 
 
 def test_alike_buckets_share_a_row() -> None:
@@ -152,8 +166,9 @@ def test_pictures_of_the_docs(tmp_path: Path) -> None:
     """A page of the docs has its example's pictures of today; with SLOTGRAPH_WRITE_PICTURES=1 they are written."""
     page, example = PAGE.read_text(encoding="utf-8"), tmp_path / "reading_example.py"
     example.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
-    for name, picture in pictures(slotgraph.explain(runpy.run_path(str(example))["verify"])).items():
-        file = PAGE.parent / "pictures" / f"reading-{name}.svg"
+    found = slotgraph.explain(runpy.run_path(str(example))["verify"])
+    for name, height, drawn in (("fills", 220, drawn_fills(found)), ("memory", 330, drawn_memory(found))):
+        file, picture = PAGE.parent / "pictures" / f"reading-{name}.svg", PICTURE.format(height, STYLE, drawn)
         if os.environ.get(VARIABLE) == "1":
             file.write_text(picture, encoding="utf-8")
         assert file.read_text(encoding="utf-8") == picture, f"draw it anew: {VARIABLE}=1 pytest {__file__}"
