@@ -8,7 +8,8 @@ import importlib.metadata
 import os
 import pathlib
 import sys
-from typing import Annotated, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -107,6 +108,13 @@ def slotgraph(
     del version
 
 
+def _do(command: str, given: Mapping[str, Any]) -> None:
+    """Do what a command is asked for."""
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
+
+    getattr(commands, command)(**given)
+
+
 def main() -> None:
     """Run the command line on this process's arguments."""
     try:
@@ -144,19 +152,7 @@ def explain(
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
       slotgraph explain engine.py:make --capture --format html --output page.html
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
-    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
-
-    commands.explain(
-        target,
-        form,
-        output,
-        size=size or (),
-        setting=setting or (),
-        absent=absent or (),
-        backend=backend,
-        lowering=lowering,
-        capture=capture,
-    )
+    _do("explain", locals())
 
 
 @app.command()
@@ -168,9 +164,7 @@ def backends(*, form: _Form = "table", output: _Output = None) -> None:
       slotgraph backends
       slotgraph backends --format json
     """  # noqa: D301 - as above
-    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
-
-    commands.backends(form, output)
+    _do("backends", locals())
 
 
 @app.command()
@@ -200,9 +194,7 @@ def bench(
       slotgraph bench --quick --slots 12
       slotgraph bench --backend cuda --format json --output figures.json
     """  # noqa: D301 - as above
-    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
-
-    commands.bench(backend, sorted({*(slots or (4, 12, 48))}), form, output, quick=quick)
+    _do("bench", locals())
 
 
 @app.command()
@@ -234,10 +226,7 @@ def check(
       slotgraph check engine.py:make --batches make_batch --only poison
       slotgraph check engine.py:make --rounds 8 --seed 3 --format json
     """  # noqa: D301 - as above
-    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
-
-    outside = read_outside or ()
-    commands.check(target, form, output, batches=batches, only=only or (), outside=outside, rounds=rounds, seed=seed)
+    _do("check", locals())
 
 
 @app.command()
@@ -256,6 +245,4 @@ def replay(
       slotgraph replay last.safetensors my_engine.runners:decode
       slotgraph replay last.safetensors engine.py:make --step 41 --format json
     """  # noqa: D301 - as above
-    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - as above
-
-    commands.replay(file, target, step, form, output)
+    _do("replay", locals())

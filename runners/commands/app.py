@@ -45,6 +45,7 @@ from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, tables_of_rows
 
 FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
+SLOTS: Final = (4, 12, 48)  # that are measured, where none are asked for
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 
@@ -184,9 +185,9 @@ def explain(
     form: str,
     output: pathlib.Path | None,
     *,
-    size: Sequence[str],
-    setting: Sequence[str],
-    absent: Sequence[str],
+    size: Sequence[str] | None,
+    setting: Sequence[str] | None,
+    absent: Sequence[str] | None,
     backend: str,
     lowering: str,
     capture: bool,
@@ -209,8 +210,8 @@ def explain(
         else:
             declared, on = named.slotgraph, choose(backend)
             declared = declared.under(_settings_of(setting)) if setting else declared
-            extents, how = _extents_of(size, declared), chosen_lowering(on.capabilities, lowering)
-            found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent), how)
+            extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
+            found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
     declaration = found if isinstance(found, Explanation) else found.declaration
     show(form, output, found, tables(found), html=lambda: html(found), mermaid=lambda: mermaid(declaration))
 
@@ -277,12 +278,12 @@ def _facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
-def bench(backend: str, slots: Sequence[int], form: str, output: pathlib.Path | None, *, quick: bool) -> None:
+def bench(backend: str, slots: Iterable[int] | None, form: str, output: pathlib.Path | None, *, quick: bool) -> None:
     """Measure whole steps of so many slots."""
     with reported():
         on = choose(backend)
         with Console(stderr=True).status("measuring"):
-            rows = measured_rows(on, slots, QUICK if quick else FULL)
+            rows = measured_rows(on, sorted({*(slots or SLOTS)}), QUICK if quick else FULL)
     ours = on.capabilities.lowerings[0]
     about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
     about |= versions()
@@ -295,8 +296,8 @@ def check(
     output: pathlib.Path | None,
     *,
     batches: str | None,
-    only: Sequence[str],
-    outside: Sequence[str],
+    only: Sequence[str] | None,
+    read_outside: Sequence[str] | None,
     rounds: int,
     seed: int,
 ) -> None:
@@ -306,7 +307,7 @@ def check(
         if batches is not None:
             why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        report = check_runner(runner, given, rounds=rounds, seed=seed, only=only, read_outside=outside)
+        report = check_runner(runner, given, rounds=rounds, seed=seed, only=only or (), read_outside=read_outside or ())
     title, *lines = str(report).splitlines()
     found = {name: report.of(name) for name in report.steps}
     rows = [
