@@ -209,7 +209,7 @@ class Recorder(OperatorWatch):
         random = torch.get_rng_state()
         try:
             _ACTIVE.recorder = self
-            with compiled_eagerly():
+            with compiled_eagerly(_unrecorded):
                 return plainly(run_under, _Functions(self), lambda: run_under(self, step))
         finally:
             _ACTIVE.recorder = None
@@ -218,12 +218,12 @@ class Recorder(OperatorWatch):
 
     def interrupt(self, run: Interruption) -> Any:
         """Call something as if nothing was recorded, and note that a replay calls it too."""
-        answer = _unrecorded(self, lambda: run(None))
+        answer = _unrecorded(run, None)
         places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
         calls, _ = self.parts.pop()
         self.parts += [(calls, functools.partial(run, pytree.tree_leaves(places))), ([], None)]
         for place, leaf in zip(tensors_in(places), tensors_in(answer), strict=True):
-            _unrecorded(self, functools.partial(place.copy_, leaf))
+            _unrecorded(place.copy_, leaf)
         return places
 
     def refusing(self, call: Callable[..., T], *args: Any) -> T:
@@ -269,11 +269,12 @@ class Recorder(OperatorWatch):
         return result
 
 
-def _unrecorded(recorder: Recorder, call: Capturable) -> Any:
+def _unrecorded(call: Callable[..., Any], *args: Any) -> Any:
     """Call something with all operators let through; the user's own modes see them as they see a replay's."""
+    recorder = active_recorder()
     try:
         _ACTIVE.recorder = None
-        return call()
+        return call(*args)
     finally:
         _ACTIVE.recorder = recorder
 

@@ -4,7 +4,9 @@ import abc
 import functools
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import PathFinder
+from operator import call
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -32,12 +34,30 @@ def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]
         return call()
 
 
-def compiled_eagerly() -> AbstractContextManager[object]:
-    """Run compiled functions as they were written, where the compiler is loaded: it cannot trace a watch."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    eagerly: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return eagerly
+@contextmanager
+def compiled_eagerly(apart: Callable[..., object] = call) -> Iterator[None]:
+    """Run compiled functions as they were written: the compiler cannot trace a watch.
+
+    apart: calls what imports the compiler, should that come first now. The import runs operators in some versions.
+    """
+    with ExitStack() as stack:
+
+        def ask() -> None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+        def find_spec(name: str, path: Any, _: object = None) -> Any:
+            spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None
+            if spec:  # another thread's import may end later than the watch
+                load = spec.loader.exec_module
+                spec.loader.exec_module = lambda module: (apart(load, module), finder in sys.meta_path and ask())
+            return spec
+
+        finder: Any = SimpleNamespace(find_spec=find_spec)
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
+        if "torch._dynamo" in sys.modules:
+            ask()
+        yield
 
 
 class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call]  # torch's own hook

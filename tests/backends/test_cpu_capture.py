@@ -6,6 +6,8 @@ Refused is what CUDA refuses (torch 2.11, H200), unless a line says otherwise.
 import copy
 import gc
 import itertools
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -483,3 +485,21 @@ def test_memory_that_the_step_allocates_and_keeps_is_written_by_each_replay() ->
     value.copy_(torch.randn(4))
     graph.replay()
     assert torch.equal(kept[0], value * 3)
+
+
+FIRST: str = """
+import sys, torch
+from slotgraph.backends.cpu_capture import CpuCaptureBackend
+assert "torch._dynamo" not in sys.modules
+x = torch.ones(3)
+graph = CpuCaptureBackend().capture(lambda: torch.compile(lambda y: y.add(1))(x))
+graph.replay()
+assert graph.outputs.tolist() == [2.0] * 3 and len(graph._parts[0][0]) == 1
+assert torch.compile(lambda y: y * 2, backend="eager")(x).sum() == 6 and torch._dynamo.utils.counters["frames"]["ok"]
+"""
+
+
+def test_a_step_that_loads_the_compiler() -> None:
+    """A first import of it in a capture is not recorded; the step runs as it was written, and the compiler works."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    assert done.returncode == 0, done.stderr

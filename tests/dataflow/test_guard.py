@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph.dataflow.guard import own_guard, plain_guard
+from slotgraph.dataflow.guard import _IS_TRIED, own_guard, plain_guard
 from tests.strategies import noise
 
 ONES = (noise((5, 3), torch.float32, 1), noise((4,), torch.int64, 2))
@@ -34,8 +34,10 @@ def test_whatever_differs_does_not(make: Any) -> None:
     assert make([])()
 
 
-def test_one_tensor_at_several_places() -> None:
+@pytest.mark.parametrize("tried", [_IS_TRIED, False])
+def test_one_tensor_at_several_places(tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
     """It passes at the same places again, whichever tensor that is; two of the same kind there do not."""
+    monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRIED", tried)
     one, other, third = (noise((5, 3), torch.float32, seed) for seed in (4, 5, 6))
     guard = own_guard([one, ONES[1], one, one])
     assert guard(one, ONES[1], one, one)
@@ -47,4 +49,4 @@ def test_one_tensor_at_several_places() -> None:
         (one[:4], ONES[1], one[:4], one[:4]),
     ):
         assert not guard(*stopped)
-    assert not own_guard([one, other, third])(one, other, one), "torch's own takes no tensor twice"
+    assert own_guard([one, other, third])(one, other, one) is not tried, "torch's own takes no tensor twice"

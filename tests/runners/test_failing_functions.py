@@ -181,7 +181,6 @@ def test_a_function_that_a_capture_refuses() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_higher_order_operators() -> None:
     """A capture on the CPU names the operator and says what to do; torch's own words help nobody."""
-    importlib.import_module("torch._dynamo")  # a first cond loads it in the middle of the look; torch's words come then
     for name, (advice, call) in HIGHER_ORDER.items():
         step = functools.partial(lambda call, view: call(view.x), call)
         runner: Any = DecodeRunner(Rows, step, buckets=[4], backend="cpu-capture", progress=False)
