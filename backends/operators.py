@@ -42,8 +42,8 @@ def compiled_eagerly(apart: Callable[..., object] = call) -> Iterator[None]:
     """
     with ExitStack() as stack:
 
-        def ask() -> None:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        def ask() -> object:
+            return stack.enter_context(torch.compiler.set_stance("force_eager"))
 
         def find_spec(name: str, path: Any, _: object = None) -> Any:
             spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None

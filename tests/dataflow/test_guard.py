@@ -34,7 +34,7 @@ def test_whatever_differs_does_not(make: Any) -> None:
     assert make([])()
 
 
-@pytest.mark.parametrize("tried", [_IS_TRIED, False])
+@pytest.mark.parametrize("tried", sorted({_IS_TRIED, False}))
 def test_one_tensor_at_several_places(tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
     """It passes at the same places again, whichever tensor that is; two of the same kind there do not."""
     monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRIED", tried)
