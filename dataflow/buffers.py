@@ -98,12 +98,9 @@ NOT_BOUND: Final[Mapping[str, Bound]] = {}
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last address that a tensor's elements lie in."""
-    if tensor.is_contiguous():
-        return (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-    if tensor.numel() == 0:
-        return (tensor.data_ptr(), tensor.data_ptr())
+    first = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
+    return first, first + (last + 1) * tensor.itemsize * bool(tensor.numel())
 
 
 def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:

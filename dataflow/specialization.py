@@ -224,10 +224,9 @@ class Specialization:
         return write
 
 
-def _put_first(known: list["Specialization"], place: int) -> None:
+def _put_first(known: list[Specialization], one: Specialization) -> None:
     """Move one to the front, in one assignment: an interrupt finds the list as it was or as it will be."""
-    if place:
-        known[:] = [known[place], *known[:place], *known[place + 1 :]]
+    known[:] = [one, *(other for other in known if other is not one)]
 
 
 class Specializations:
@@ -255,25 +254,21 @@ class Specializations:
             return MISS
         if known is None:
             return MISS
-        outputs = known[0].bound[whole](batch, side, sources)
-        return outputs if outputs is not MISS or len(known) == 1 else self._other(known, batch, side, sources, whole)
-
-    def _other(self, known: list[Specialization], batch: Any, side: Side, sources: Sources, whole: bool) -> Any:  # noqa: FBT001
-        """Try the others that came with these sizes. The one that fits is tried first from then on."""
-        for place in range(1, len(known)):
-            outputs = known[place].bound[whole](batch, side, sources)
+        for one in known:  # all that came with these sizes; the one that fits is tried first from then on
+            outputs = one.bound[whole](batch, side, sources)
             if outputs is not MISS:
-                _put_first(known, place)
+                if one is not known[0]:
+                    _put_first(known, one)
                 return outputs
         return MISS
 
     def take(self, sources: Sources, made_for: MadeFor) -> tuple[Specialization, Taken] | None:
         """What fits the sources, and what it took of them; nothing is written."""
         known = self._known.get(self._key_or(sources, made_for), [])
-        for place, one in enumerate(known):
+        for one in known:
             taken = below_modes(one.take, sources) if one.made_for == made_for else None
             if taken is not None:
-                _put_first(known, place)
+                _put_first(known, one)
                 return one, taken
         return None
 
