@@ -79,10 +79,9 @@ class Specialization:
         self.ready = planned.ready(made_for[1])
         self.bound: list[Run] = [not_bound, not_bound]
         self._planned = planned
-        self._buffers = buffers = planned.buffers
+        self._buffers = planned.buffers
         self._feed = feed if planned.uploads else None
         self._kinds = {place: (name, kinds[name]) for place, name in enumerate(names) if name in kinds}
-        self._in_place = {p: buffers[n].tensor.data_ptr() for p, (n, kind) in self._kinds.items() if kind.in_place}
         self._by_address = [place for place, (_, kind) in self._kinds.items() if kind.carrier is None]
         self._places = {name: place for place, (name, _) in self._kinds.items()}
         self._fixed: list[torch.Tensor] = []
@@ -165,7 +164,7 @@ class Specialization:
         for place, pointer in zip(self._by_address, pointers, strict=True):
             name, kind = self._kinds[place]
             if kind.in_place:
-                if pointer != self._in_place[place]:
+                if pointer != buffers[name].tensor.data_ptr():
                     return None
             elif pointer % WORD or low <= pointer < high or not pointer:  # else there is nothing to look at
                 source = sources[place]
