@@ -253,13 +253,15 @@ class Specializations:
             return MISS
         if known is None:
             return MISS
-        for one in known:  # all that came with these sizes; the one that fits is tried first from then on
+        outputs = known[0].bound[whole](batch, side, sources)
+        if outputs is not MISS:
+            return outputs
+        for one in known[1:]:  # the others that came with these sizes; what fits is tried first from then on
             outputs = one.bound[whole](batch, side, sources)
             if outputs is not MISS:
-                if one is not known[0]:
-                    _put_first(known, one)
-                return outputs
-        return MISS
+                _put_first(known, one)
+                break
+        return outputs
 
     def take(self, sources: Sources, made_for: MadeFor) -> tuple[Specialization, Taken] | None:
         """What fits the sources, and what it took of them; nothing is written."""
