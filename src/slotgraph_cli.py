@@ -112,7 +112,7 @@ def _do(command: str, given: Mapping[str, Any]) -> None:
     """Do what a command is asked for."""
     from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
 
-    getattr(commands, command)(**given)
+    commands.run(getattr(commands, command), **given)
 
 
 def main() -> None:
