@@ -11,7 +11,7 @@ import attrs
 
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffer
-from ...dataflow.capabilities import DEVICE, HOST, dtype_text
+from ...dataflow.capabilities import DEVICE, HOST, Lowering, dtype_text
 from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import Output
 from ..decode import GraphRunner
@@ -285,8 +285,9 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     Args:
         runner: Any runner, captured or not.
     """
-    stage, seat, buffers, lowering = runner.stage, runner.seat, runner.eager.buffers, "foreach"
+    stage, seat, buffers = runner.stage, runner.seat, runner.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
+    lowering: Lowering = "foreach"
     path, buckets = "eager", tuple[BucketFacts, ...]()
     if isinstance(runner, GraphRunner):
         path, lowering = runner.tally.path, runner.lowering
