@@ -19,7 +19,7 @@ from ...dataflow.inputs import Inputs
 from ..bits import text_of
 from ..capture import Captured
 from ..graphs import GraphSet
-from ..outputs import map_tensors
+from ..outputs import cut_rows
 from ..running import RUNNING, Running, running, under_way
 from ..stage import Stage
 from ..statistics import Counts
@@ -286,13 +286,6 @@ class StackCall:
         step.now = now
         return leaves
 
-    def give_back(self, leaves: Sequence[Any]) -> None:
-        """Move what graphs wrote into arguments to where the step has them."""
-        for place in self.written:
-            leaf, kept = leaves[place], self.leaves[place]
-            if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
-                leaf.copy_(kept)
-
 
 def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
     return ReplayError(
@@ -314,7 +307,7 @@ def slots_of(view: Inputs) -> dict[int, str]:
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
-def stack_step(
+def stack_step(  # noqa: C901 - in one piece, for each step's sake
     graphs: GraphSet[Any],
     stack: Stack,
     captured: Captured,
@@ -328,8 +321,35 @@ def stack_step(
     rows: those that outputs must have, or None for any. live: how many to return, or None for all. show: makes the view
     of a batch; None where the call gets views, whose graphs are looked at before a replay.
     """
-    stage, hosts, answer = graphs.stage, graphs.filler.hosts, _replayer(graphs, captured, looked=show is None)
-    note = hosts.note if hosts.possible else None
+    stage, clock, filler, graph = graphs.stage, graphs.clock, graphs.filler, captured.graph
+    call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
+    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
+
+    def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
+        step.calls += 1
+        leaves, before = call.take(args, kwargs, step), clock.replays
+        if show is None:
+            outputs = graphs.replay(captured, captured.rows)
+        else:
+            if stream() != clock.stream:
+                clock.stream = filler.follow(clock.stream)
+            graph.replay()
+            clock.replays += 1
+            if note is not None:
+                note()
+            outputs = graph.outputs
+            # never the graph's own tensor, whose shape a caller might change
+            outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
+        if clock.replays != before + 1:
+            raise ReplayError(
+                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
+                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
+            )
+        for place in call.written:  # to where the step has them
+            leaf, kept = leaves[place], call.leaves[place]
+            if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
+                leaf.copy_(kept)
+        return outputs
 
     def step_of(batch: Any) -> Any:
         if GRADIENTS():
@@ -349,56 +369,9 @@ def stack_step(
             if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
                 outputs = outputs if live is None else outputs[:live]
             else:
-                outputs = _cut(outputs, rows, live)
+                outputs = cut_rows(outputs, rows, "request" if live is None else "padded token", live, ReplayError)
         if counted is not None:
             counted.steps += 1
         return outputs
 
     return step_of
-
-
-def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Callable[..., Any]:
-    """What the stack does in a step: it takes the arguments, and replays its graphs. looked: these are looked at."""
-    clock, filler, graph = graphs.clock, graphs.filler, captured.graph
-    call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
-    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
-
-    def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
-        step.calls += 1
-        leaves, before = call.take(args, kwargs, step), clock.replays
-        if looked:
-            outputs = graphs.replay(captured, captured.rows)
-        else:
-            if stream() != clock.stream:
-                clock.stream = filler.follow(clock.stream)
-            graph.replay()
-            clock.replays += 1
-            if note is not None:
-                note()
-            outputs = graph.outputs
-            # never the graph's own tensor, whose shape a caller might change
-            outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
-        if clock.replays != before + 1:
-            raise ReplayError(
-                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
-                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
-            )
-        if call.written:
-            call.give_back(leaves)
-        return outputs
-
-    return answer
-
-
-def _cut(outputs: Any, rows: int, live: int | None) -> Any:
-    """The live rows of outputs, all of which must have so many: of tokens, or of requests where all are live."""
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0 or tensor.shape[0] != rows:
-            raise ReplayError(
-                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows: pass output_rows= "
-                "with the axis that its rows follow, or None to get it whole"
-            )
-        return tensor[:live]
-
-    return map_tensors(outputs, cut)
