@@ -95,9 +95,10 @@ class HostWire:
 
     def messages(self) -> list[Message]:
         """Every rank's message, once they have arrived."""
+        memory: Any = self._all.numpy()
         return [
             Message(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
-            for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(self._all.numpy())
+            for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
         ]
 
 
