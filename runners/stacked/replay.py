@@ -307,7 +307,7 @@ def slots_of(view: Inputs) -> dict[int, str]:
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
-def stack_step(  # noqa: C901 - in one piece, for each step's sake
+def stack_step(
     graphs: GraphSet[Any],
     stack: Stack,
     captured: Captured,
@@ -321,35 +321,8 @@ def stack_step(  # noqa: C901 - in one piece, for each step's sake
     rows: those that outputs must have, or None for any. live: how many to return, or None for all. show: makes the view
     of a batch; None where the call gets views, whose graphs are looked at before a replay.
     """
-    stage, clock, filler, graph = graphs.stage, graphs.clock, graphs.filler, captured.graph
-    call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
-    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
-
-    def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
-        step.calls += 1
-        leaves, before = call.take(args, kwargs, step), clock.replays
-        if show is None:
-            outputs = graphs.replay(captured, captured.rows)
-        else:
-            if stream() != clock.stream:
-                clock.stream = filler.follow(clock.stream)
-            graph.replay()
-            clock.replays += 1
-            if note is not None:
-                note()
-            outputs = graph.outputs
-            # never the graph's own tensor, whose shape a caller might change
-            outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
-        if clock.replays != before + 1:
-            raise ReplayError(
-                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
-                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
-            )
-        for place in call.written:  # to where the step has them
-            leaf, kept = leaves[place], call.leaves[place]
-            if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
-                leaf.copy_(kept)
-        return outputs
+    stage, hosts, answer = graphs.stage, graphs.filler.hosts, _replayer(graphs, captured, looked=show is None)
+    note = hosts.note if hosts.possible else None
 
     def step_of(batch: Any) -> Any:
         if GRADIENTS():
@@ -375,3 +348,38 @@ def stack_step(  # noqa: C901 - in one piece, for each step's sake
         return outputs
 
     return step_of
+
+
+def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Callable[..., Any]:
+    """What the stack does in a step: it takes the arguments, and replays its graphs. looked: these are looked at."""
+    clock, filler, graph = graphs.clock, graphs.filler, captured.graph
+    call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
+    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
+
+    def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
+        step.calls += 1
+        leaves, before = call.take(args, kwargs, step), clock.replays
+        if looked:
+            outputs = graphs.replay(captured, captured.rows)
+        else:
+            if stream() != clock.stream:
+                clock.stream = filler.follow(clock.stream)
+            graph.replay()
+            clock.replays += 1
+            if note is not None:
+                note()
+            outputs = graph.outputs
+            # never the graph's own tensor, whose shape a caller might change
+            outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
+        if clock.replays != before + 1:
+            raise ReplayError(
+                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
+                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
+            )
+        for place in call.written:  # to where the step has them
+            leaf, kept = leaves[place], call.leaves[place]
+            if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
+                leaf.copy_(kept)
+        return outputs
+
+    return answer
