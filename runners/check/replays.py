@@ -296,7 +296,8 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if runner.stage.declaration.ranks is not None:
         subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
     with subject.state.kept(), slots_kept(runner):
-        view = runner.eager.fill(one.batch, **one.side)
+        live = runner.size(one.batch, one.side)[: len(runner.stage.declaration.varying)]
+        view = runner.eager.fill(one.batch, live, one.side)
         subject.produce(view)
         try:
             exact: Seen | str = seen(view, runner.eager.run(view))
