@@ -87,20 +87,16 @@ class DeviceGraph(Graph):
         self.graphs = [graph for _, graph in parts if graph is not None]
         self.parts = len(self.graphs)
         self._calls = [call for call, _ in parts]
-        self._launch = self._calls[0] if len(parts) == 1 else self._launch_all
 
     def replay(self) -> None:
         """Launch the graph. ReplayError where torch or the driver refuses; what runs between graphs raises as it is."""
         try:
-            self._launch()
+            for call in self._calls:
+                call()
         except SlotGraphError:
             raise
         except RuntimeError as error:
             raise ReplayError(f"the graph could not be replayed: {first_line(error)}") from error
-
-    def _launch_all(self) -> None:
-        for call in self._calls:
-            call()
 
 
 def ordinary(outputs: Any) -> Any:

@@ -152,7 +152,10 @@ class UpdatedGraph:
             return
         if self._broken:
             raise ReplayError(f"an update of this graph's host parameters broke off ({self._broken}): capture it anew")
-        self._wait()
+        if self._passed is None:
+            self._passed = npu().Event()
+        else:  # wait for the launch before, whose operators have then read what they were told
+            self._passed.synchronize()
         self._broken = "it was interrupted"
         try:
             self.native.update(cpu_update_input=self._values())
@@ -162,13 +165,6 @@ class UpdatedGraph:
             self._broken = first_line(error)
             raise
         self._broken = ""
-
-    def _wait(self) -> None:
-        """Until the launch before has ended: its operators have then read what they were told."""
-        if self._passed is None:
-            self._passed = npu().Event()
-        else:
-            self._passed.synchronize()
 
     def _values(self) -> list[dict[str, Any]]:
         """For each operator, copies of what the host tensors hold, since a queue may read them after the next fill."""

@@ -250,9 +250,9 @@ def _carrier_of(to: Buffer, source: Any, tensor: torch.Tensor) -> Carrier | None
     if type(source) is np.ndarray:
         return array_carrier(source) if source.flags.c_contiguous else None
     own = to.tensor.dtype
-    carrier = list_carrier(len(source), own) if type(source) in (list, tuple) and tensor.dim() == 1 else None
-    if carrier is not None and tensor.dtype == own:
+    if type(source) in (list, tuple) and tensor.dim() == 1 and tensor.dtype == own:
         with contextlib.suppress(*NOT_CARRIED):  # numbers of other kinds
+            carrier = list_carrier(len(source), own)
             carrier(source)
             return carrier
     return None

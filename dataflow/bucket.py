@@ -60,13 +60,26 @@ class Bucket:
 
         Raises MissingSourceError and BatchError before anything is written.
         """
-        found, taken = self._take(batch, live, absent, side)
+        found, taken = self.admit(batch, live, absent, side)
         without_gradients(found.write, taken, batch)
         return found.ready
 
-    def admit(self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> None:
-        """Raise as a fill of the batch would; nothing is written."""
-        self._take(batch, live, absent, side)
+    def admit(
+        self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
+    ) -> tuple[Specialization, Taken]:
+        """The specialization for a batch, and what it took of its sources; nothing is written. Raises as a fill."""
+        sources = self.gather(batch, side)
+        known = self._table.take(sources, (self, live, absent))
+        if known is not None:
+            return known
+        kinds = self._kinds(sources, live, absent)  # the long way: look at each source, plan, and bind the plan
+        planned = self._planned(self._pattern(kinds, absent))
+        found = Specialization((self, live, absent), planned, self._table.names, kinds, sources, self.feed)
+        taken = below_modes(found.take, sources)
+        if taken is None:
+            raise BatchError("sources changed while they were looked at")
+        self._table.keep(sources, found)
+        return found, taken
 
     def fill_slot_by_slot(
         self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
@@ -92,23 +105,6 @@ class Bucket:
     def planned(self, absent: Absent = NONE) -> Planned:
         """The plan for batches that come without some optional slots, made on its first use."""
         return self._planned(Pattern(absent))
-
-    def _take(self, batch: Any, live: tuple[int, ...], absent: Absent, side: Side) -> tuple[Specialization, Taken]:
-        """The specialization for a batch, and what it took of its sources; nothing is written."""
-        sources = self.gather(batch, side)
-        found = self._table.take(sources, (self, live, absent))
-        return self._specialized(sources, live, absent) if found is None else found
-
-    def _specialized(self, sources: Sources, live: tuple[int, ...], absent: Absent) -> tuple[Specialization, Taken]:
-        """The long way: look at each source, plan, and bind the plan."""
-        kinds = self._kinds(sources, live, absent)
-        planned = self._planned(self._pattern(kinds, absent))
-        found = Specialization((self, live, absent), planned, self._table.names, kinds, sources, self.feed)
-        taken = below_modes(found.take, sources)
-        if taken is None:
-            raise BatchError("sources changed while they were looked at")
-        self._table.keep(sources, found)
-        return found, taken
 
     def _admitted(
         self, sources: Sources, live: tuple[int, ...], absent: Absent

@@ -98,12 +98,9 @@ NOT_BOUND: Final[Mapping[str, Bound]] = {}
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last address that a tensor's elements lie in."""
-    if tensor.is_contiguous():
-        return (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-    if tensor.numel() == 0:
-        return (tensor.data_ptr(), tensor.data_ptr())
+    first = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
+    return first, first + (last + 1) * tensor.itemsize * bool(tensor.numel())
 
 
 def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
@@ -178,10 +175,9 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes allocated here, alignment included; memory of others and of a pool belongs to these."""
-        own = [buffer.tensor for buffer in self if not (buffer.adopted or buffer.pooled)]
+        own = [buffer.tensor.untyped_storage() for buffer in self if not (buffer.adopted or buffer.pooled)]
         shared = {buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.pooled}
-        storages = [tensor.untyped_storage() for tensor in own]
-        return sum({one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in shared}.values())
+        return sum({one.data_ptr(): one.nbytes() for one in own if one.data_ptr() not in shared}.values())
 
     @functools.cached_property
     def foreign(self) -> frozenset[str]:
@@ -248,37 +244,29 @@ def allocate(
     check_bindings(declaration, capacity, capabilities, empty, bind)
     shared = SharedMemory() if shared is None else shared
     owners = {name: _tensor_in(bound) for name, bound in bind.items()}
-    foreign = {name for name, bound in bind.items() if not isinstance(bound, Exclusive)}
+    slots, waiting = declaration.slots.items(), dict[Placement, list[tuple[int, str]]]()
+    asked = {name: (extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities)) for name, slot in slots}
     with torch.inference_mode(mode=False):
         tensors = {**{name: owner.detach() for name, owner in owners.items()}, **shared.tensors}
-        slots = {name: slot for name, slot in declaration.slots.items() if name not in tensors}
-        tensors |= _own(slots, capacity, capabilities, empty)
-    made = {
-        name: Buffer(name, slot, tensors[name], owners.get(name), name in foreign, name in shared.tensors)
-        for name, slot in declaration.slots.items()
-    }
+        for name, slot in slots:
+            if name in tensors:
+                continue
+            if capabilities.arenas:  # one allocation a placement, with the largest slots first
+                waiting.setdefault(slot.placement, []).append((aligned(*asked[name]), name))
+            else:
+                tensors[name] = empty(*asked[name], slot.placement)
+        for placement, mine in waiting.items():
+            arena, start = empty((sum(nbytes for nbytes, _ in mine),), torch.uint8, placement), 0
+            for nbytes, name in sorted(mine, key=lambda one: (-one[0], one[1])):
+                tensors[name] = carve(arena, start, *asked[name])
+                start += nbytes
+    made = dict[str, Buffer]()
+    for name, slot in slots:
+        foreign, pooled = isinstance(bind.get(name), torch.Tensor), name in shared.tensors
+        made[name] = Buffer(name, slot, tensors[name], owners.get(name), foreign, pooled)
     buffers = Buffers(made, capacity, shared)
     _initialise(buffers, capabilities, adopted=not keep_bound)
     return buffers
-
-
-def _own(
-    slots: Mapping[str, Slot], sizes: Sizes, capabilities: Capabilities, empty: Allocate
-) -> dict[str, torch.Tensor]:
-    """Memory for slots: where the device can, one allocation a placement, with the largest slots first."""
-    made, waiting = dict[str, torch.Tensor](), dict[Placement, list[tuple[int, str]]]()
-    asked = {name: (extent(slot.shape, sizes), resolve_dtype(slot.dtype, capabilities)) for name, slot in slots.items()}
-    for name, slot in slots.items():
-        if capabilities.arenas:
-            waiting.setdefault(slot.placement, []).append((aligned(*asked[name]), name))
-        else:
-            made[name] = empty(*asked[name], slot.placement)
-    for placement, mine in waiting.items():
-        arena, start = empty((sum(nbytes for nbytes, _ in mine),), torch.uint8, placement), 0
-        for nbytes, name in sorted(mine, key=lambda one: (-one[0], one[1])):
-            made[name] = carve(arena, start, *asked[name])
-            start += nbytes
-    return made
 
 
 def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool = True) -> None:

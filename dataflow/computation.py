@@ -48,7 +48,7 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
     """Write what a function returned into its slot; ComputeError, begun with `what`, before anything is written."""
     if isinstance(value, bool | int | float):
         if target.numel() != 1 or not holds(target.dtype, value):
-            raise ComputeError(_misfit(what, target, f"the number {value!r}"))
+            raise _misfit(what, target, f"the number {value!r}")
         target.fill_(float(value) if target.is_floating_point() else value)  # torch takes no int beyond 64 bits
         return
     tensor = value
@@ -56,24 +56,22 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
         try:
             tensor = tensor_of(value, target.dtype, target.dim())
         except (RuntimeError, TypeError, ValueError) as error:
-            raise ComputeError(_misfit(what, target, f"{value!r}: {error}")) from error
+            raise _misfit(what, target, f"{value!r}: {error}") from error
     if not isinstance(tensor, torch.Tensor):
-        raise ComputeError(_misfit(what, target, type(value).__name__))
+        raise _misfit(what, target, type(value).__name__)
     if tensor.shape != target.shape or tensor.dtype != target.dtype or tensor.layout != target.layout:
         layout = "" if tensor.layout == target.layout else f"{tensor.layout} "
-        raise ComputeError(_misfit(what, target, f"{layout}{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}"))
+        raise _misfit(what, target, f"{layout}{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}")
     if tensor.is_meta:
-        raise ComputeError(
-            f"{_misfit(what, target, 'a tensor on meta')}, which has no data: name the device in the function"
-        )
+        raise _misfit(what, target, "a tensor on meta, which has no data: name the device in the function")
     if tensor.numel() == 1 and tensor.is_cpu and not target.is_cpu:
         target.fill_(tensor.item())  # a copy from memory that is not pinned would wait for the device
     else:
         target.copy_(tensor)
 
 
-def _misfit(what: str, target: torch.Tensor, got: str) -> str:
-    return f"{what}: expected {dtype_text(target.dtype)} of shape {list(target.shape)}, got {got}"
+def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
+    return ComputeError(f"{what}: expected {dtype_text(target.dtype)} of shape {list(target.shape)}, got {got}")
 
 
 def field_of(batch: Any, name: str, default: Any) -> Any:
@@ -98,9 +96,9 @@ class Computation:
     fields: Mapping[str, Any]
     target: torch.Tensor
     numbers: tuple[Any, float, float]
-    read: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=dict)
-    aliases: tuple[torch.Tensor, ...] = ()
-    versions: list[int] = attrs.field(factory=list)
+    read: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    aliases: tuple[torch.Tensor, ...]
+    versions: list[int]
 
     @classmethod
     def bind(cls, slot: str, declaration: Declaration, known: Mapping[str, Any], target: torch.Tensor) -> "Computation":

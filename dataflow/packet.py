@@ -63,7 +63,6 @@ _SIZES: Final = frozenset({1, 2, 4, 8})
 UNIT: Final = 32
 """Bytes that each place in a packet is a multiple of: a vector unit's load, 16 bytes on CUDA and 32 on an NPU."""
 _AT_REST: Final = bytes(WORD)
-_UNKNOWN: Final = b""
 
 
 @attrs.frozen(eq=False)
@@ -231,7 +230,7 @@ class Feed:
         """Have the packet hold a step's bytes; `kept` as `Upload.send` takes it."""
         if data == self._data:
             return
-        self._data = _UNKNOWN  # in case the next line raises
+        self._data = b""  # in case the next line raises
         self.upload.send(data, kept)
         self._data = data
 

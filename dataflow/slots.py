@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Literal
 
 import attrs
 import torch
+from attrs.converters import optional as or_none
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
@@ -115,14 +116,14 @@ class Slot:
     shape: Shape = attrs.field(converter=shape_of)
     dtype: torch.dtype | Role = attrs.field(converter=dtype_of)
     placement: Placement = attrs.field(default=DEVICE, converter=placement_of)
-    when: When | None = attrs.field(default=None, converter=attrs.converters.optional(when_of))
+    when: When | None = attrs.field(default=None, converter=or_none(when_of))
     optional: bool = attrs.field(default=False, converter=flag)
     rewritten: bool = attrs.field(default=False, converter=flag)
     restored: bool = attrs.field(default=False, converter=flag)
-    argument: str | None = attrs.field(default=None, converter=attrs.converters.optional(argument_of))
+    argument: str | None = attrs.field(default=None, converter=or_none(argument_of))
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
-    starts: PadValue | None = attrs.field(default=None, converter=attrs.converters.optional(pad_value))
-    poison: Poison | None = attrs.field(default=None, converter=attrs.converters.optional(poison_of))
+    starts: PadValue | None = attrs.field(default=None, converter=or_none(pad_value))
+    poison: Poison | None = attrs.field(default=None, converter=or_none(poison_of))
     strided: bool = attrs.field(default=False, converter=flag)
     converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
     limit: Dim | None = attrs.field(default=None, converter=limit_of)

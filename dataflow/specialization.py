@@ -79,10 +79,9 @@ class Specialization:
         self.ready = planned.ready(made_for[1])
         self.bound: list[Run] = [not_bound, not_bound]
         self._planned = planned
-        self._buffers = buffers = planned.buffers
+        self._buffers = planned.buffers
         self._feed = feed if planned.uploads else None
         self._kinds = {place: (name, kinds[name]) for place, name in enumerate(names) if name in kinds}
-        self._in_place = {p: buffers[n].tensor.data_ptr() for p, (n, kind) in self._kinds.items() if kind.in_place}
         self._by_address = [place for place, (_, kind) in self._kinds.items() if kind.carrier is None]
         self._places = {name: place for place, (name, _) in self._kinds.items()}
         self._fixed: list[torch.Tensor] = []
@@ -165,7 +164,7 @@ class Specialization:
         for place, pointer in zip(self._by_address, pointers, strict=True):
             name, kind = self._kinds[place]
             if kind.in_place:
-                if pointer != self._in_place[place]:
+                if pointer != buffers[name].tensor.data_ptr():
                     return None
             elif pointer % WORD or low <= pointer < high or not pointer:  # else there is nothing to look at
                 source = sources[place]
@@ -224,10 +223,9 @@ class Specialization:
         return write
 
 
-def _put_first(known: list["Specialization"], place: int) -> None:
+def _put_first(known: list[Specialization], one: Specialization) -> None:
     """Move one to the front, in one assignment: an interrupt finds the list as it was or as it will be."""
-    if place:
-        known[:] = [known[place], *known[:place], *known[place + 1 :]]
+    known[:] = [one, *(other for other in known if other is not one)]
 
 
 class Specializations:
@@ -256,24 +254,22 @@ class Specializations:
         if known is None:
             return MISS
         outputs = known[0].bound[whole](batch, side, sources)
-        return outputs if outputs is not MISS or len(known) == 1 else self._other(known, batch, side, sources, whole)
-
-    def _other(self, known: list[Specialization], batch: Any, side: Side, sources: Sources, whole: bool) -> Any:  # noqa: FBT001
-        """Try the others that came with these sizes. The one that fits is tried first from then on."""
-        for place in range(1, len(known)):
-            outputs = known[place].bound[whole](batch, side, sources)
+        if outputs is not MISS:
+            return outputs
+        for one in known[1:]:  # the others that came with these sizes; what fits is tried first from then on
+            outputs = one.bound[whole](batch, side, sources)
             if outputs is not MISS:
-                _put_first(known, place)
-                return outputs
-        return MISS
+                _put_first(known, one)
+                break
+        return outputs
 
     def take(self, sources: Sources, made_for: MadeFor) -> tuple[Specialization, Taken] | None:
         """What fits the sources, and what it took of them; nothing is written."""
         known = self._known.get(self._key_or(sources, made_for), [])
-        for place, one in enumerate(known):
+        for one in known:
             taken = below_modes(one.take, sources) if one.made_for == made_for else None
             if taken is not None:
-                _put_first(known, place)
+                _put_first(known, one)
                 return one, taken
         return None
 
