@@ -13,10 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from serving.attention import paged
-from serving.batch import decode_batch
-from serving.cache import PagedCache
-from serving.inputs import PAGES, DecodeInputs
+from serving.attention import PagedCache, paged
+from serving.inputs import PAGES, DecodeInputs, decode_batch
 from serving.request import Request
 from serving.steps import Steps
 from slotgraph import DecodeRunner

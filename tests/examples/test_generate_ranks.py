@@ -219,7 +219,7 @@ def run(patch: pytest.MonkeyPatch, argv: list[str], plant: str) -> None:
     world = module("serving.ranks").world_of(options)
     patch.setattr(program, "joined", lambda _: contextlib.nullcontext(world))  # one group for all
     if plant == "forgotten":  # shares are not added up
-        patch.setattr(module("serving.sharded"), "add_up", lambda _: None)
+        patch.setattr(module("serving.shares"), "add_up", lambda _: None)
     program.generate(options, **({"prepare": shifted} if plant == "shifted" else {}))
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank has a share of the attention's heads, of the MLP's columns and of the vocabulary.
+"""A rank's part of a model: of heads, columns and vocabulary (tensor parallelism), or of layers (pipeline parallelism).
 
 Where shares are added up or put together, the step calls torch.distributed. It does so within operators of its own, so
 that whatever records or traces a step sees one operator, to be run again whole; a device's graph holds what is inside.
@@ -21,6 +21,8 @@ from serving.ranks import World
 EVEN = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """What of a configuration is shared out."""
 COLUMNS, ROWS = "colwise", "rowwise"
+KNOWN = {"embed_tokens", "layers", "norm"}
+"""What transformers' plans call the parts that tokens, hidden states and again hidden states go through."""
 WHOLE = ("replicated_with_grad_allreduce",)
 """Words of transformers' own plans: an output's columns, an input's rows, and what every rank has whole."""
 
@@ -103,7 +105,10 @@ def sharded(language: Language, world: World) -> Language:
     head: Any = model.get_output_embeddings()
     if head.weight.shape[0] % world.size == 0:
         model.set_output_embeddings(Columns(head, world, together=True))
-    _tell_share(model.config, world.size)
+    config: Any = model.config
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in EVEN:
+        setattr(config, name, getattr(config, name) // world.size)
     return attrs.evolve(language, model=model)
 
 
@@ -111,11 +116,34 @@ def _plan(config: Any) -> Mapping[str, str]:
     return getattr(config, "base_model_tp_plan", None) or {}
 
 
-def _tell_share(config: Any, ranks: int) -> None:
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for name in EVEN:
-        setattr(config, name, getattr(config, name) // ranks)
-
-
 def _share(weight: torch.Tensor, dim: int, world: World) -> torch.nn.Parameter:
     return torch.nn.Parameter(weight.chunk(world.size, dim)[world.rank].clone(), requires_grad=False)
+
+
+def check_layers(config: Any, ranks: int) -> None:
+    """OptionsError for a model that cannot be cut into so many parts."""
+    plan = getattr(config, "base_model_pp_plan", None) or {}
+    if set(plan) != KNOWN:
+        raise OptionsError(f"--pp {ranks}: {type(config).__name__} has no plan that this program knows: take a Llama")
+    if config.num_hidden_layers < ranks:
+        raise OptionsError(
+            f"--pp {ranks}: the model has {config.num_hidden_layers} layers, and each rank needs one: take fewer"
+        )
+
+
+def staged(language: Language, world: World) -> Language:
+    """This rank's part of a model, which is left as it is: as many layers as others, but for what does not come out."""
+    model = copy.deepcopy(language.model)
+    base: Any = model.base_model
+    count = model.config.num_hidden_layers
+    first, end = (place * count // world.size for place in (world.rank, world.rank + 1))
+    base.layers = base.layers[first:end]
+    for number, layer in enumerate(base.layers):
+        layer.self_attn.layer_idx = number  # by which attention finds its keys and values
+    model.config.num_hidden_layers = end - first
+    if not world.begins:
+        base.embed_tokens = torch.nn.Identity()
+    if not world.ends:
+        base.norm = torch.nn.Identity()
+        model.set_output_embeddings(torch.nn.Identity())
+    return attrs.evolve(language, model=model)
