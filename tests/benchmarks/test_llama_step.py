@@ -54,7 +54,7 @@ def steps_of(shape: str, device: torch.device, dtype: torch.dtype) -> Steps:
     with torch.device(device):
         model: Any = LlamaForCausalLM(config)
     model = model.to(dtype=dtype).eval()
-    return Steps.over(model, PagedCache.empty(model, 1 + LIVE * REACH, PAGE_SIZE))
+    return Steps(model, PagedCache.empty(model, 1 + LIVE * REACH, PAGE_SIZE))
 
 
 def runner_of(

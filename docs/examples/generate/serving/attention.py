@@ -1,9 +1,8 @@
 """The paged KV cache, and attention over it, plugged into transformers through its attention interface."""
 
-import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 import torch
@@ -91,38 +90,22 @@ class Rows(NamedTuple):
     value: torch.Tensor
 
 
-class StepAttention(abc.ABC):
-    """Attention of a step, for all layers."""
-
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-
-    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
-        """Store this step's keys and values, then attend."""
-        self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
-        return self.attend(layer, rows, scale)
-
-    @abc.abstractmethod
-    def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
-        """What each token makes of what it may see, [tokens, heads, head size]."""
-
-
-@final
-class DecodeAttention(StepAttention):
+class DecodeAttention:
     """Each row is a request's newest token, and sees all that its block table points to, up to its length.
 
     Made when a step begins, once for all layers.
     """
 
     def __init__(self, cache: PagedCache, view: DecodeInputs) -> None:
-        super().__init__(cache)
+        self._cache = cache
         self._block_tables = view.block_tables
         places = torch.arange(view.block_tables.shape[1] * cache.page_size, device=view.seq_lens.device)
         # A row that may see nothing turns nan, and would hand it on to live rows through page 0: hence at least 1.
         self._mask = (places < view.seq_lens.clamp(min=1)[:, None])[:, None, None, :]
 
-    def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
-        """Gather the pages and attend: shapes depend on the bucket alone, and nothing is read by the host."""
+    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
+        """Store, gather the pages and attend: shapes depend on the bucket alone, and nothing is read by the host."""
+        self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
         keys, values = self._cache.read(layer, self._block_tables)
         query = rows.query[:, :, None]
         out = scaled_dot_product_attention(query, keys, values, attn_mask=self._mask, scale=scale, enable_gqa=True)
@@ -158,34 +141,27 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-@final
-class PrefillAttention(StepAttention):
+class PrefillAttention:
     """Within a step: nothing of its requests was in the cache before. attend: how a graph is left for it.
 
     The same one for all steps, because graphs know its cache by the address, and all that changes is in the view.
     """
 
     def __init__(self, cache: PagedCache, attend: Attend) -> None:
-        super().__init__(cache)
+        self._cache = cache
         self._attend = attend
 
-    def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
-        """Each token to those of its own request; keys and values were stored already, in the graph before."""
-        del layer
+    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
+        """Store in this graph; after it each token attends to those of its own request."""
+        self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
         return self._attend(rows.query, rows.key, rows.value, scale)
 
 
+StepAttention: TypeAlias = DecodeAttention | PrefillAttention
+
+
 def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _mask: None,
-    *,
-    step_attention: StepAttention,
-    step_view: TokenInputs,
-    scaling: float,
-    **settings: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **settings: Any
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: [1, heads, tokens, head size] in, [1, tokens, heads, head size] out.
 
@@ -197,8 +173,8 @@ def paged_attention(
                 f"this model's attention uses {name!r}, which this demo's paged attention does not know"
             )
     rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
-    layer: Any = module.layer_idx
-    return step_attention(layer, rows, scaling, step_view)[None], None
+    attention: StepAttention = settings["step_attention"]
+    return attention(module.layer_idx, rows, settings["scaling"], settings["step_view"])[None], None
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ class Engine:
         pages = 1 + sum(needs[: options.max_batch])
         self._allocator = PageAllocator(pages)
         cache = PagedCache.empty(language.model, pages, options.page_size)
-        self.steps = Steps.over(language.model, cache, crew.world)
+        self.steps = Steps(language.model, cache, crew.world)
 
         self._declaration = crew.inputs(declaration)
         self._given = {"backend": options.backend, **crew.given(self._declaration, {PAGES: needs[0]})}

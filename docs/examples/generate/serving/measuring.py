@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import attrs
@@ -95,10 +95,7 @@ class Race:
 
     @classmethod
     def of(cls, effort: Effort, contestants: Sequence[Contestant], wait: Callable[[], object]) -> "Race":
-        """As many steps in a turn as there is time for by the second contestant, the same in all ranks.
-
-        Two rounds: the first warms all contestants up.
-        """
+        """As many steps in a turn as the second contestant has time for once it is warm, the same in all ranks."""
         _, whole, *_ = cls(2, FEWEST, wait, each=True).run(contestants)
         steps = [max(FEWEST, min(MOST, round(1e6 * effort.turn / whole[-1])))]
         if dist.is_initialized():
@@ -185,13 +182,8 @@ def measure_prefill(engine: Engine, options: Options, requests: Sequence[Request
     if isinstance(runner, EagerRunner) or not effort.rounds:
         return None
     room = options.max_prefill_tokens if _is_device(engine) else CPU_TOKENS
-    allocator = PageAllocator(engine.steps.cache.pages)
-    together: list[Request] = []
-    for request in requests[: options.max_batch]:
-        room -= len(request.prompt_ids)
-        if room < 0:
-            break
-        together.append(attrs.evolve(request, pages=allocator.take(request.pages_needed(options.page_size))))
+    ends = accumulate(len(request.prompt_ids) for request in requests[: options.max_batch])
+    together = _placed(engine, options, requests[: sum(end <= room for end in ends)])
     batch = prefill_batch(together, options.page_size, backend.device)
     decision = runner.decide(batch)
     if decision.bucket is None or not together:
@@ -237,30 +229,24 @@ def _sizes(buckets: Sequence[int], most: int) -> list[tuple[int, int]]:
 
 
 def _batches(engine: Engine, options: Options, requests: Sequence[Request]) -> list[DecodeInputs]:
-    """Batches of requests that are over, in the middle of their texts again, on pages of their own.
+    """Batches in the middle of texts, with their own tensors: a step must not find its inputs where it left them."""
+    again, device = _placed(engine, options, requests), engine.decode.stage.backend.device
 
-    Each has its own tensors: a step must not find its inputs where it left them.
-    """
-    allocator = PageAllocator(engine.steps.cache.pages)
-    pages = [allocator.take(request.pages_needed(options.page_size)) for request in requests]
-    return [
-        decode_batch(
-            [
-                attrs.evolve(one, generated=one.generated[: max(1, len(one.generated) // 2 - variant)], pages=owned)
-                for one, owned in zip(requests, pages, strict=True)
-            ],
-            options.page_size,
-            engine.decode.stage.backend.device,
-        )
-        for variant in range(VARIANTS)
-    ]
+    def earlier(request: Request, variant: int) -> Request:
+        return attrs.evolve(request, generated=request.generated[: max(1, len(request.generated) // 2 - variant)])
+
+    variants = ([earlier(request, variant) for request in again] for variant in range(VARIANTS))
+    return [decode_batch(requests, options.page_size, device) for requests in variants]
+
+
+def _placed(engine: Engine, options: Options, requests: Sequence[Request]) -> list[Request]:
+    """The requests of a run that is over, with pages again."""
+    take = PageAllocator(engine.steps.cache.pages).take
+    return [attrs.evolve(request, pages=take(request.pages_needed(options.page_size))) for request in requests]
 
 
 def _own_ways(engine: Engine, batches: Sequence[DecodeInputs]) -> list[Contestant]:
-    """The step's graph alone, runner(batch), and the same step on the same view without a graph.
-
-    The first is captured for this: the runner's own graph may hold a part of the fill.
-    """
+    """The step's graph alone (captured for this: the runner's may hold a fill), runner(batch), and no graph."""
     runner, step, backend = engine.decode, engine.step, engine.decode.stage.backend
     around = functools.partial(_served, engine.steps)
     with around():

@@ -81,11 +81,7 @@ class Language:
 
 
 def config_of(options: Options) -> Any:
-    """The configuration of the model that the options ask for, without its weights.
-
-    Raises:
-        OptionsError: There is no such model, or this engine does not know its attention or positions.
-    """
+    """The configuration of the model that the options ask for; OptionsError where this engine cannot run it."""
     if options.model == RANDOM:
         return LlamaConfig(
             vocab_size=BYTES + 2,

@@ -1,15 +1,16 @@
 """The command line: one attrs field an option, from which the parser is made."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
 
 FOLDER = Path(__file__).resolve().parents[1]
 PROMPTS = FOLDER / "prompts.txt"
+Number = TypeVar("Number", int, float)
 RANDOM = "random"
 """The --model that needs no download."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,33 +33,24 @@ class OptionsError(ValueError):
     """The options, or the model and prompts that they name, cannot be run; the message says what to change."""
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+def _checked(kind: type[Number], fits: Callable[[Number], bool], words: str) -> Callable[[str], Number]:
+    def number(text: str) -> Number:
+        read = kind(text)
+        if not fits(read):
+            raise argparse.ArgumentTypeError(f"expected {words}, got {text}")
+        return read
+
     return number
+
+
+_count = _checked(int, lambda number: number >= 1, "a whole number of at least 1")
+_rounds = _checked(int, lambda number: number >= 0, "a whole number of at least 0")
+_amount = _checked(float, lambda number: number >= 0, "a number of at least 0")
+_share = _checked(float, lambda number: 0 < number <= 1, "a number above 0 and at most 1")
 
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({_count(part) for part in text.split(",")}))
-
-
-def _amount(text: str) -> float:
-    number = float(text)
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text}")
-    return number
-
-
-def _rounds(text: str) -> int:
-    return 0 if text == "0" else _count(text)
 
 
 def _option(default: Any, text: str, **parser: Any) -> Any:

@@ -79,7 +79,13 @@ def joined(options: Options) -> Iterator[World]:
     if world.size == 1:
         yield world
         return
-    device = _device(options)
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    there = torch.accelerator.device_count()
+    if local < there:
+        torch.accelerator.set_device_index(local)
+    device = backends.choose(options.backend).device
+    if device.type != "cpu" and local >= there:
+        raise OptionsError(f"local rank {local} has no device: this machine has {there}; run fewer processes on it")
     own = "" if device.type == "cpu" else f"{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(f"cpu:gloo,{own}" if own else "gloo")
     yield world
@@ -108,18 +114,6 @@ def world_of(options: Options) -> World:
     if options.prompts == "-":
         raise OptionsError(f"{asked}: {size} processes cannot share standard input: give a file, --prompts FILE")
     return World(way, int(os.environ["RANK"]), size)
-
-
-def _device(options: Options) -> torch.device:
-    """Of several devices on a machine the one of this rank's number there; else the host."""
-    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    there = torch.accelerator.device_count()
-    if local < there:
-        torch.accelerator.set_device_index(local)
-    device = backends.choose(options.backend).device
-    if device.type != "cpu" and local >= there:
-        raise OptionsError(f"local rank {local} has no device: this machine has {there}; run fewer processes on it")
-    return device
 
 
 class Crew:
@@ -157,8 +151,8 @@ class Crew:
         return sampler.choose(logits, requests)
 
     def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:
-        """The path that a batch has just taken, and why."""
-        return runner.decide(batch)
+        """The path that a batch has just taken, and why: with data parallelism what all ranks have agreed on."""
+        return runner.agreed or runner.decide(batch)
 
     def idle(self, runner: Runner[Any], batch: object = None) -> bool:
         """Take part, with a batch without rows, in what others run of a runner; whether they ran anything."""
@@ -172,10 +166,7 @@ class Crew:
 
 
 class Peers(Crew):
-    """Ranks with requests of their own that run each step together, in one bucket, as data parallelism does.
-
-    last_arrival: the engine step at which the last request of all arrives.
-    """
+    """Ranks with requests of their own that run each step together, in one bucket, as data parallelism does."""
 
     def __init__(self, world: World, last_arrival: int) -> None:
         super().__init__(world, Ranks(), {standard.DP: world.size})
@@ -184,10 +175,6 @@ class Peers(Crew):
     def inputs(self, declaration: type[D]) -> type[D]:
         """Decode steps also read how many tokens each rank has."""
         return with_all_counts(declaration) if issubclass(declaration, DecodeInputs) else declaration
-
-    def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:
-        """What all ranks have agreed on."""
-        return runner.agreed or runner.decide(batch)
 
     def idle(self, runner: Runner[Any], batch: object = None) -> bool:
         """A step without rows, unless no rank has any."""

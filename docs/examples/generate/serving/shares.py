@@ -46,32 +46,26 @@ def _(share: torch.Tensor, ranks: int) -> torch.Tensor:
     return share.new_empty(*share.shape[:-1], ranks * share.shape[-1])
 
 
-class Columns(torch.nn.Module):
-    """A rank's share of a linear layer's outputs; of all of them where they are put together."""
+class Share(torch.nn.Module):
+    """A rank's share of a linear layer: of its outputs' columns, or of the rows that its inputs need.
 
-    def __init__(self, layer: torch.nn.Linear, world: World, *, together: bool = False) -> None:
+    together: columns of all ranks are put together, so that the output is whole. With rows it is, by a sum over ranks.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, world: World, *, rows: bool = False, together: bool = False) -> None:
         super().__init__()
-        self.weight = _share(layer.weight, 0, world)
-        self.bias = None if layer.bias is None else _share(layer.bias, 0, world)
+        self.weight, self.bias = _chunk(layer.weight, int(rows), world), layer.bias
+        if layer.bias is not None and not rows:
+            self.bias = _chunk(layer.bias, 0, world)
+        self._rows = rows
         self._ranks = world.size if together else 1
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """From the whole input, [..., inputs], to a share of the outputs, or all of them."""
-        share = linear(hidden, self.weight, self.bias)
-        return put_together(share, self._ranks) if self._ranks > 1 else share
-
-
-class Rows(torch.nn.Module):
-    """A linear layer of which each rank has the rows that belong to its share of the inputs."""
-
-    def __init__(self, layer: torch.nn.Linear, world: World) -> None:
-        super().__init__()
-        self.weight = _share(layer.weight, 1, world)
-        self.bias = layer.bias
-
-    def forward(self, share: torch.Tensor) -> torch.Tensor:
-        """From a share of the input to the whole output, the same in every rank; the bias is added once."""
-        out = linear(share, self.weight)
+        """From the whole input, [..., inputs], or with rows from a share of it; a bias is added once."""
+        if not self._rows:
+            share = linear(hidden, self.weight, self.bias)
+            return put_together(share, self._ranks) if self._ranks > 1 else share
+        out = linear(hidden, self.weight)
         add_up(out)
         return out if self.bias is None else out + self.bias
 
@@ -101,10 +95,10 @@ def sharded(language: Language, world: World) -> Language:
     for name, layer in layers:
         word = plan.get(re.sub(r"\.\d+\.", ".*.", name))
         if word in {COLUMNS, ROWS}:
-            base.set_submodule(name, (Columns if word == COLUMNS else Rows)(layer, world))
+            base.set_submodule(name, Share(layer, world, rows=word == ROWS))
     head: Any = model.get_output_embeddings()
     if head.weight.shape[0] % world.size == 0:
-        model.set_output_embeddings(Columns(head, world, together=True))
+        model.set_output_embeddings(Share(head, world, together=True))
     config: Any = model.config
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in EVEN:
@@ -116,7 +110,7 @@ def _plan(config: Any) -> Mapping[str, str]:
     return getattr(config, "base_model_tp_plan", None) or {}
 
 
-def _share(weight: torch.Tensor, dim: int, world: World) -> torch.nn.Parameter:
+def _chunk(weight: torch.Tensor, dim: int, world: World) -> torch.nn.Parameter:
     return torch.nn.Parameter(weight.chunk(world.size, dim)[world.rank].clone(), requires_grad=False)
 
 

@@ -37,13 +37,12 @@ class Steps:
 
     model: PreTrainedModel
     cache: PagedCache
-    world: World
-    counts: torch.Tensor
+    world: World = ALONE
+    counts: torch.Tensor = attrs.field(init=False)
 
-    @classmethod
-    def over(cls, model: PreTrainedModel, cache: PagedCache, world: World = ALONE) -> "Steps":
-        """Steps whose counts stand at zero."""
-        return cls(model, cache, world, torch.zeros(2, 1, dtype=torch.int32, device=model.device))
+    @counts.default
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(2, 1, dtype=torch.int32, device=self.model.device)
 
     @property
     def layers(self) -> torch.nn.Module:
