@@ -141,6 +141,10 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
+ATTEND: dict[str, Any] = {"eager": attend_within_requests, "breakable": between_graphs, "piecewise": as_operator}
+"""By the path of prefill."""
+
+
 class PrefillAttention:
     """Within a step: nothing of its requests was in the cache before. attend: how a graph is left for it.
 

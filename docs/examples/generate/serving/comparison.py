@@ -205,10 +205,6 @@ class Judge:
         seconds = time.perf_counter() - begin
         return cls(language, answers, bounds_for(options, language, requests, answers), seconds, sampler)
 
-    def within(self, others: Iterable[Bounds]) -> "Judge":
-        """The same with the widest of its bounds and others."""
-        return attrs.evolve(self, bounds=max((self.bounds, *others), key=lambda bounds: bounds.logits))
-
     def beside(self, other: "Judge") -> "Judge":
         """The same for requests of another model that makes the same sums in another order.
 

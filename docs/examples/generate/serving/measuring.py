@@ -25,6 +25,8 @@ from serving.steps import Steps, check_compiles
 from slotgraph import EagerRunner
 
 Times: TypeAlias = dict[str, Any]
+Contestant: TypeAlias = tuple[Callable[[int], object], Callable[[], AbstractContextManager[object]]]
+"""One way to run a step, which takes its number; and what holds while its steps run."""
 MODE = "reduce-overhead"
 PLAIN, COMPILED, ALONE = WAYS = "DecodeRunner, step", "DecodeRunner, torch.compile(step)", f"{MODE} alone"
 """Whole steps that are compared: two through a runner, and transformers' own under torch.compile."""
@@ -73,14 +75,6 @@ class Spread:
 
 
 @attrs.frozen
-class Contestant:
-    """One way to run a step. step: takes the step's number. around: what holds while its steps run."""
-
-    step: Callable[[int], object]
-    around: Callable[[], AbstractContextManager[object]]
-
-
-@attrs.frozen
 class Race:
     """How contestants are timed, in turns of many steps between two looks at the clock.
 
@@ -104,19 +98,17 @@ class Race:
 
     def run(self, contestants: Sequence[Contestant]) -> list[list[float]]:
         """Microseconds a step for each contestant and round, without the garbage collector's pauses."""
-        was_on = gc.isenabled()
         gc.collect()
         gc.disable()
         try:
             rounds = [[self._turn(contestant) for contestant in contestants] for _ in range(self.rounds)]
         finally:
-            if was_on:
-                gc.enable()
+            gc.enable()
         return [list(one) for one in zip(*rounds, strict=True)]
 
     def _turn(self, contestant: Contestant) -> float:
-        step, wait, each = contestant.step, self.wait, self.each
-        with contestant.around():
+        (step, around), wait, each = contestant, self.wait, self.each
+        with around():
             step(0)  # untimed: it brings back what the others put out of the way
             wait()
             begin = time.perf_counter()
@@ -190,7 +182,7 @@ def measure_prefill(engine: Engine, options: Options, requests: Sequence[Request
         return None
     eagerly = EagerRunner(runner.stage.inputs, engine.steps.prefill(attend_within_requests), backend=backend)
     around = functools.partial(_served, engine.steps)
-    contestants = [Contestant(lambda _: eagerly(batch), around), Contestant(lambda _: runner(batch), around)]
+    contestants: list[Contestant] = [(lambda _: eagerly(batch), around), (lambda _: runner(batch), around)]
     eager, whole = Race.of(effort, contestants, backend.synchronize).run(contestants)
     return {
         "path": decision.path,
@@ -255,8 +247,7 @@ def _own_ways(engine: Engine, batches: Sequence[DecodeInputs]) -> list[Contestan
             step(view)
             backend.synchronize()
             graph = backend.capture(lambda: step(view))
-    ways: list[Callable[[int], object]] = [lambda _: graph.replay(), _each_of(runner, batches), lambda _: step(view)]
-    return [Contestant(way, around) for way in ways]
+    return [(lambda _: graph.replay(), around), (_each_of(runner, batches), around), (lambda _: step(view), around)]
 
 
 def _each_of(runner: Callable[[Any], object], batches: Sequence[DecodeInputs]) -> Callable[[int], object]:
@@ -301,7 +292,7 @@ def _through_runner(engine: Engine, batches: Sequence[DecodeInputs], bucket: int
     around = functools.partial(_served, engine.steps)
     with around():
         runner.capture()
-    return Contestant(_each_of(runner, batches), around)
+    return _each_of(runner, batches), around
 
 
 def _alone(engine: Engine, batches: Sequence[DecodeInputs], steps: int) -> Contestant:
@@ -330,4 +321,4 @@ def _alone(engine: Engine, batches: Sequence[DecodeInputs], steps: int) -> Conte
         decode(*inputs[0])  # as written: the cache makes its tensors, and tells torch that they will not move
         for number in range(WARMUPS):
             compiled(*inputs[number % len(inputs)])
-    return Contestant(lambda number: compiled(*inputs[number % len(inputs)]), emptied)
+    return lambda number: compiled(*inputs[number % len(inputs)]), emptied

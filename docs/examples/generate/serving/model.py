@@ -9,16 +9,8 @@ from typing import Any, Final, TypeAlias
 
 import attrs
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from serving.options import RANDOM, Options, OptionsError
 
@@ -51,7 +43,7 @@ class ByteTokens:
 class CheckpointTokens:
     """The tokenizer that came with a checkpoint."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
         """The text as a user's message, where the tokenizer has a chat template; else the text alone."""

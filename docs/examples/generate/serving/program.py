@@ -20,7 +20,7 @@ from serving.model import Language, config_of, load_language
 from serving.options import RANDOM, Options, OptionsError, parse
 from serving.ranks import World, crew_of, joined
 from serving.reference import continuous_batching
-from serving.report import Part, Report, passed, summarise, write_json
+from serving.report import Report, part_of, passed, summarise, write_json
 from serving.request import Request, read_requests
 from serving.shares import check_even, check_layers, sharded, staged
 from serving.steps import check_compiles
@@ -90,7 +90,7 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         language = judged = sharded(whole, world)
         alone = _ask(options, world, whole, requests)
     judge = _ask(options, world, judged, requests)
-    judge = judge.within(world.gathered(judge.bounds))
+    judge = attrs.evolve(judge, bounds=max(world.gathered(judge.bounds), key=lambda bounds: bounds.logits))
     batched = continuous_batching(whole, requests, options, world.size)
 
     engine = Engine(language, requests, options, crew=crew_of(world, language, every), **seams)
@@ -100,7 +100,7 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         for work in engine.run():
             progress.update(task, completed=work.done)
 
-    part = Part.of(
+    part = part_of(
         engine,
         captured,
         requests,

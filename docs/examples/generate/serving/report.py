@@ -6,13 +6,14 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace as Part
 from typing import Any, TypeAlias
 
 import attrs
 import cattrs
 
 from serving.comparison import Comparison
-from serving.engine import Engine, Work
+from serving.engine import Engine
 from serving.model import Language
 from serving.options import Options
 from serving.ranks import World
@@ -23,44 +24,26 @@ from slotgraph.runners.statistics import CaptureReport
 Report: TypeAlias = dict[str, Any]
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class Part:
-    """What one rank did, which every rank tells the others.
+def part_of(engine: Engine, captured: CaptureReport, requests: Sequence[Request], **judged: Any) -> Part:
+    """What one rank did, which every rank tells the others; but for logits, which have been compared.
 
     counts: live rows of decode steps, as the device counted them, of this rank and of all. decode, prompts: the
-    runners' statistics, and what their captures came to. comparison: with generate() of the same model, None where the
-    rank has no logits; alone: with that of the whole one.
+    runners' statistics; captured: what their captures came to. judged: comparison with generate() of the same model,
+    None where the rank has no logits; alone: with that of the whole one; reference_seconds.
     """
-
-    requests: Sequence[Request]
-    backend: str
-    work: Work
-    counts: tuple[int, ...]
-    decode: Mapping[str, Any]
-    captured: CaptureReport
-    prompts: Mapping[str, Any]
-    captured_prompts: CaptureReport | None
-    kv_cache: int
-    comparison: Comparison | None
-    alone: Comparison | None
-    reference_seconds: float
-
-    @classmethod
-    def of(cls, engine: Engine, captured: CaptureReport, requests: Sequence[Request], **judged: Any) -> "Part":
-        """What an engine has to tell, but for logits, which have been compared. captured: of its decode steps."""
-        runner = engine.prefill
-        return cls(
-            requests=[attrs.evolve(request, logits=[]) for request in requests],
-            backend=engine.decode.stage.backend.name,
-            work=engine.work,
-            counts=tuple(engine.steps.counts.flatten().tolist()),
-            decode=dict(engine.decode.stats()),
-            captured=captured,
-            prompts=dict(runner.stats()),
-            captured_prompts=None if isinstance(runner, EagerRunner) else runner.report,
-            kv_cache=engine.steps.cache.nbytes,
-            **judged,
-        )
+    runner = engine.prefill
+    return Part(
+        requests=[attrs.evolve(request, logits=[]) for request in requests],
+        backend=engine.decode.stage.backend.name,
+        work=engine.work,
+        counts=engine.steps.counts.flatten().tolist(),
+        decode=dict(engine.decode.stats()),
+        captured=captured,
+        prompts=dict(runner.stats()),
+        captured_prompts=None if isinstance(runner, EagerRunner) else runner.report,
+        kv_cache=engine.steps.cache.nbytes,
+        **judged,
+    )
 
 
 def summarise(

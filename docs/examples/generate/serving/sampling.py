@@ -13,9 +13,8 @@ from serving.request import Request
 class Sampler:
     """Chooses the next token of a request from its logits.
 
-    A draw adds Gumbel noise to the logits and takes the largest sum, which samples from their softmax (Gumbel-max
-    trick). The noise depends on the seed, the request and the token's place in its text alone. So the same request gets
-    the same text in any batch, and generate() makes it, too, if it adds the same noise.
+    A draw adds Gumbel noise to the logits and takes the largest sum: it samples from their softmax. The noise depends
+    on the seed, the request and the token's place alone, so a request gets the same text in any batch.
 
     temperature: what logits are divided by; 0 takes the largest logit. top_p: tokens are drawn from the fewest whose
     probabilities sum to at least this.

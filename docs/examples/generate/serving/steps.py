@@ -7,16 +7,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from serving.attention import (
-    Attend,
-    DecodeAttention,
-    PagedCache,
-    PrefillAttention,
-    StepAttention,
-    as_operator,
-    attend_within_requests,
-    between_graphs,
-)
+from serving.attention import ATTEND, Attend, DecodeAttention, PagedCache, PrefillAttention, StepAttention
 from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
 from serving.options import Options, OptionsError
 from serving.ranks import ALONE, Crew, World
@@ -100,18 +91,15 @@ class Steps:
 
 def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Options, crew: Crew) -> Prefill:
     """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests."""
-    given: Any = {"backend": options.backend, **crew.given(declaration)}
+    attend, given = ATTEND[options.prefill], {"backend": options.backend, **crew.given(declaration)}
+    step = steps.prefill(attend)
     if options.prefill == "eager":
-        return EagerRunner(declaration, steps.prefill(attend_within_requests), **given)
-    given |= {
-        "stack": steps.layers,
-        "max_tokens": options.max_prefill_tokens,
-        "max_batch": options.max_batch,
-        "output_rows": BATCH if steps.world.ends else TOKENS,
-    }
+        return EagerRunner(declaration, step, **given)
+    rows = BATCH if steps.world.ends else TOKENS
+    given |= {"max_tokens": options.max_prefill_tokens, "max_batch": options.max_batch, "output_rows": rows}
     if options.prefill == "breakable":
-        return BreakableRunner(declaration, steps.prefill(between_graphs), **given)
-    return PrefillRunner(declaration, steps.prefill(as_operator), splits=[as_operator], **given)
+        return BreakableRunner(declaration, step, stack=steps.layers, **given)
+    return PrefillRunner(declaration, step, stack=steps.layers, splits=[attend], **given)
 
 
 def check_compiles(backend: str) -> None:
