@@ -14,8 +14,7 @@ from slotgraph import current_view, graph_break
 
 NAME = "slotgraph-paged"
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
-DUMMY_PAGE = 0
-"""Where padded rows write: no request owns it."""
+DUMMY_PAGE = 0  # where padded rows write: no request owns it
 
 
 class PageAllocator:
@@ -91,10 +90,7 @@ class Rows(NamedTuple):
 
 
 class DecodeAttention:
-    """Each row is a request's newest token, and sees all that its block table points to, up to its length.
-
-    Made when a step begins, once for all layers.
-    """
+    """Each row is a request's newest token, and sees its block table's pages up to its length; made in each step."""
 
     def __init__(self, cache: PagedCache, view: DecodeInputs) -> None:
         self._cache = cache
@@ -113,11 +109,8 @@ class DecodeAttention:
 
 
 def attend_within_requests(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Prompts lie behind one another, and a token sees those of its own up to itself; padded rows get zeros.
-
-    How many prompts there are, and how long each is, differs from step to step, which no graph can follow: so this runs
-    between graphs, and asks for the view of the step that runs.
-    """
+    """Prompts lie behind one another, and a token sees those of its own up to itself; padded rows get zeros."""
+    # The prompts' number and lengths differ from step to step, which no graph can follow: this runs between graphs.
     out, begin = torch.zeros(query.shape, dtype=query.dtype, device=query.device), 0
     for length in current_view(PrefillInputs).lengths:
         mine = slice(begin, begin + length)
@@ -146,10 +139,7 @@ ATTEND: dict[str, Any] = {"eager": attend_within_requests, "breakable": between_
 
 
 class PrefillAttention:
-    """Within a step: nothing of its requests was in the cache before. attend: how a graph is left for it.
-
-    The same one for all steps, because graphs know its cache by the address, and all that changes is in the view.
-    """
+    """Within a step, as nothing of its requests was in the cache before; one for all steps and their graphs."""
 
     def __init__(self, cache: PagedCache, attend: Attend) -> None:
         self._cache = cache
@@ -167,15 +157,10 @@ StepAttention: TypeAlias = DecodeAttention | PrefillAttention
 def paged_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **settings: Any
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer: [1, heads, tokens, head size] in, [1, tokens, heads, head size] out.
-
-    Raises NotImplementedError for a model whose attention is more than plain causal attention.
-    """
+    """What transformers calls in each layer: [1, heads, tokens, head size] in, [1, tokens, heads, head size] out."""
     for name in UNSUPPORTED:
         if settings.get(name) is not None:
-            raise NotImplementedError(
-                f"this model's attention uses {name!r}, which this demo's paged attention does not know"
-            )
+            raise NotImplementedError(f"this model uses {name!r}, which this demo's paged attention does not know")
     rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
     attention: StepAttention = settings["step_attention"]
     return attention(module.layer_idx, rows, settings["scaling"], settings["step_view"])[None], None

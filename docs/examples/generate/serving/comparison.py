@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -15,8 +16,6 @@ from serving.sampling import GREEDY, Sampler
 
 FLOAT32_TOLERANCE = 1e-3
 MARGIN, TIES, ULPS, TOGETHER = 2, 2, 4, 8
-Watch = Callable[[Iterable[Answer]], Iterable[Answer]]
-"""What sees answers pass, one after another."""
 
 
 @attrs.frozen(kw_only=True)
@@ -197,7 +196,7 @@ class Judge:
     sampler: Sampler
 
     @classmethod
-    def asked(cls, options: Options, language: Language, requests: Sequence[Request], watch: Watch) -> "Judge":
+    def asked(cls, options: Options, language: Language, requests: Sequence[Request], watch: Any) -> "Judge":
         """The reference comes first: whatever the engine might do to the weights does not reach it."""
         sampler = Sampler(options.temperature, options.top_p, options.seed)
         begin = time.perf_counter()
@@ -206,11 +205,7 @@ class Judge:
         return cls(language, answers, bounds_for(options, language, requests, answers), seconds, sampler)
 
     def beside(self, other: "Judge") -> "Judge":
-        """The same for requests of another model that makes the same sums in another order.
-
-        Rounding then decides between nearly equal logits, so near-ties are allowed; and where bounds are measured, each
-        of both may be as far from the right numbers as it is from itself.
-        """
+        """For requests of a model that sums in another order: near-ties, and the bounds of both."""
         bounds, more = self.bounds, other.bounds
         logits = bounds.logits if bounds.noise is None else bounds.logits + more.logits
         noise = None if bounds.noise is None or more.noise is None else max(bounds.noise, more.noise)

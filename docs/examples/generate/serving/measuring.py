@@ -30,13 +30,10 @@ Contestant: TypeAlias = tuple[Callable[[int], object], Callable[[], AbstractCont
 MODE = "reduce-overhead"
 PLAIN, COMPILED, ALONE = WAYS = "DecodeRunner, step", "DecodeRunner, torch.compile(step)", f"{MODE} alone"
 """Whole steps that are compared: two through a runner, and transformers' own under torch.compile."""
-FEWEST, MOST = 3, 100
-"""Steps in a turn."""
-WARMUPS = 6
-"""torch.compile compiles in the first step, records in the second, and checks in the third; the rest is to be sure."""
+FEWEST, MOST = 3, 100  # steps in a turn
+WARMUPS = 6  # torch.compile compiles in the first step, records in the second, and checks in the third
 VARIANTS, MOST_SIZES = 4, 4
-CPU_TOKENS = 128
-"""Tokens of a timed prefill step on a CPU; that it can be measured is all that a CPU shows."""
+CPU_TOKENS = 128  # of a timed prefill step on a CPU, which shows only that it can be measured
 
 
 @attrs.frozen(kw_only=True)
@@ -76,11 +73,7 @@ class Spread:
 
 @attrs.frozen
 class Race:
-    """How contestants are timed, in turns of many steps between two looks at the clock.
-
-    rounds: turns for each. steps: steps in a turn. wait: returns when the device has done all its work. each: whether
-    the host waits after each step, as an engine does that must read the tokens; else only at the end of the turn.
-    """
+    """Contestants take turns of so many steps, so many rounds; each: the host waits for each step, not for each turn."""
 
     rounds: int
     steps: int
@@ -165,11 +158,7 @@ def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Ti
 
 
 def measure_prefill(engine: Engine, options: Options, requests: Sequence[Request]) -> Times | None:
-    """Time the prefill of as many requests as fit into one step; None where none do, or there is nothing to compare.
-
-    whole: runner(batch), through the graphs of a bucket. eager: the same through an eager runner. ratio: eager beside
-    whole, compared round by round.
-    """
+    """The same for a prefill step of as many requests as fit; ratio: eager beside whole, compared round by round."""
     runner, backend, effort = engine.prefill, engine.decode.stage.backend, _effort(engine, options)
     if isinstance(runner, EagerRunner) or not effort.rounds:
         return None

@@ -144,10 +144,7 @@ def _place(model: str) -> str:
 
 
 def _smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, made of its package's file when it is first used.
-
-    Transformers takes half a minute to read that file, and a second to read what is made of it.
-    """
+    """The folder of SmolLM2-135M-Instruct, made on first use of its package's file, which is slow to read."""
     folder = Path(sys.prefix, "share", "slotgraph", "SmolLM2-135M-Instruct")
     if (folder / "tokenizer.json").is_file():
         return folder

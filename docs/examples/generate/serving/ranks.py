@@ -65,16 +65,12 @@ class World:
         return parts
 
 
-ALONE: Final = World()
-"""A run of one process."""
+ALONE: Final = World()  # a run of one process
 
 
 @contextlib.contextmanager
 def joined(options: Options) -> Iterator[World]:
-    """The processes that the options ask for, in one group as long as the block runs.
-
-    Raises OptionsError where the environment has other processes than that, or too few devices for them.
-    """
+    """The processes that the options ask for, in one group; OptionsError where there are others, or too few devices."""
     world = world_of(options)
     if world.size == 1:
         yield world

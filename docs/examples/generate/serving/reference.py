@@ -27,10 +27,7 @@ class Answer:
 
 
 def reference_answers(language: Language, requests: Sequence[Request], sampler: Sampler = GREEDY) -> Iterator[Answer]:
-    """What generate() makes of each prompt alone, with the model's own attention and cache.
-
-    It takes the largest score in each step; where tokens are drawn, that is the sampler's score.
-    """
+    """What generate() makes of each prompt alone, with the model's own attention and cache, by the sampler."""
     generate: Any = language.model.generate
     for request in requests:
         count = len(request.prompt_ids)
@@ -57,15 +54,12 @@ def _settings(limit: int, eos: Any, **more: bool) -> GenerationConfig:
 
 @torch.inference_mode()
 def forced_logits(language: Language, texts: Sequence[Text], together: int = 1) -> list[torch.Tensor]:
-    """The logits for each token of each text after all before it, [tokens, vocabulary] float32 on the host.
-
-    together: how many texts share a run; the shorter ones are padded on the right, which no earlier token sees.
-    """
+    """The logits for each token of each text, [tokens, vocabulary] float32 on the host; so many texts share a run."""
     rows: list[torch.Tensor] = []
     for first in range(0, len(texts), together):
         group = texts[first : first + together]
         ids = [[*prompt, *tokens[:-1]] for prompt, tokens in group]
-        width = max(map(len, ids))
+        width = max(map(len, ids))  # padding lies on the right, where no earlier token sees it
         padded = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=language.model.device)
         logits = language.model(padded, use_cache=False).logits
         for row, (prompt, tokens) in zip(logits, group, strict=True):
@@ -93,10 +87,7 @@ def answer_to(language: Language, request: Request, alone: Answer, sampler: Samp
 def continuous_batching(
     language: Language, requests: Sequence[Request], options: Options, ranks: int
 ) -> tuple[float | None, str]:
-    """Tokens a second of transformers' own continuous batching, for scale; or None, and why it did not run.
-
-    From the first request to the last token; its set-up and its warm-up are not counted.
-    """
+    """Tokens a second of transformers' own continuous batching, without its set-up; or None, and why it did not run."""
     if not (options.model != RANDOM if options.compare is None else options.compare):
         return None, "not asked for, by --compare"
     if options.temperature or ranks > 1:

@@ -47,10 +47,7 @@ def _(share: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 class Share(torch.nn.Module):
-    """A rank's share of a linear layer: of its outputs' columns, or of the rows that its inputs need.
-
-    together: columns of all ranks are put together, so that the output is whole. With rows it is, by a sum over ranks.
-    """
+    """A share of a linear layer: of its columns, which may be put together, or of its rows, which are summed up."""
 
     def __init__(self, layer: torch.nn.Linear, world: World, *, rows: bool = False, together: bool = False) -> None:
         super().__init__()
@@ -85,10 +82,7 @@ def check_even(config: Any, ranks: int) -> None:
 
 
 def sharded(language: Language, world: World) -> Language:
-    """This rank's share of a model, which is left as it is; by the plan that transformers has for its kind.
-
-    Its configuration tells of so many heads as the rank has. The head is shared out if the vocabulary is even.
-    """
+    """This rank's share of a copy of a model, by transformers' plan; of the head if it comes out even."""
     model = copy.deepcopy(language.model)
     base, plan = model.base_model, _plan(model.config)
     layers: list[tuple[str, Any]] = list(base.named_modules())

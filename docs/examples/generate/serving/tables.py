@@ -14,8 +14,7 @@ from serving.ranks import WAYS as RANK_WAYS
 from serving.report import Report, miscounted
 from slotgraph.runners.statistics import human_bytes
 
-MOST_TEXTS = 16
-"""Texts that are printed."""
+MOST_TEXTS = 16  # that are printed
 WAITS = {False: "one behind another", True: "the host waits for each"}
 NO_DEVICE = "A CPU has no graphs to launch: the figures show that this can be measured, not what a device gains."
 
