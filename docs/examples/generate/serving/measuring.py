@@ -25,8 +25,8 @@ from serving.steps import Steps, check_compiles
 from slotgraph import EagerRunner
 
 Times: TypeAlias = dict[str, Any]
+# One way to run a step, which takes its number; and what holds while its steps run.
 Contestant: TypeAlias = tuple[Callable[[int], object], Callable[[], AbstractContextManager[object]]]
-"""One way to run a step, which takes its number; and what holds while its steps run."""
 MODE = "reduce-overhead"
 PLAIN, COMPILED, ALONE = WAYS = "DecodeRunner, step", "DecodeRunner, torch.compile(step)", f"{MODE} alone"
 """Whole steps that are compared: two through a runner, and transformers' own under torch.compile."""
@@ -73,7 +73,7 @@ class Spread:
 
 @attrs.frozen
 class Race:
-    """Contestants take turns of so many steps, so many rounds; each: the host waits for each step, not for each turn."""
+    """Contestants take turns of so many steps in each round; each: the host waits for each step, not for each turn."""
 
     rounds: int
     steps: int

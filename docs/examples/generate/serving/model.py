@@ -113,10 +113,7 @@ def load_language(options: Options, device: torch.device) -> Language:
 
 @torch.no_grad()
 def _scale(model: LlamaForCausalLM, generator: torch.Generator) -> None:
-    """Weights so large that a token depends on all the text before it: with the usual ones, a text soon repeats itself.
-
-    The head prefers printable bytes, so that a reader can tell texts apart, and now and then the end of the text.
-    """
+    """Weights so large that texts do not soon repeat themselves; the head prefers printable bytes and, less so, EOS."""
     gains = {"q_proj": 2.4, "k_proj": 2.4, "v_proj": 1.0, "o_proj": 1.0, "lm_head": 4.0}
     for name, weight in model.named_parameters():
         if "norm" not in name:

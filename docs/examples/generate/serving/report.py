@@ -90,10 +90,7 @@ def summarise(
 
 
 def passed(report: Report) -> bool:
-    """Whether ranks agree, all tokens and logits count as equal to the reference, and devices counted as the host did.
-
-    With tensor parallelism also to the reference of one process with the whole model.
-    """
+    """Whether ranks agree, all is equal to the reference (both, with --tp), and devices counted as the host did."""
     ranks, comparisons = report["ranks"] or {"differing": [], "alone": None}, [report["comparison"]]
     comparisons += [ranks["alone"]] if ranks["alone"] is not None else []
     equal = all(comparison.difference is None for comparison in comparisons)
