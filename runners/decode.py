@@ -190,7 +190,7 @@ class GraphRunner(Runner[V]):
     @functools.cached_property
     def eager(self) -> Eagerly[V]:  # type: ignore[override] # one that is kept
         """Runs the batches that no graph takes, in the same buffers."""
-        return Eagerly(self.stage, self.name, self.size, self._table, buffers=self.graphs.buffers)
+        return Eagerly(self.stage, self.name, self._table, buffers=self.graphs.buffers)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.

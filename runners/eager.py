@@ -62,7 +62,7 @@ class EagerRunner(Runner[V]):
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
         coordinator = coordinator_of(declaration, name, config, {}, *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
-        self.eager = Eagerly(stage, name, size, self._table, no_copy=no_copy)
+        self.eager = Eagerly(stage, name, self._table, no_copy=no_copy)
         self._bound = self._table if self.coordinator.quiet else None
 
     @property

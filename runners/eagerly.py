@@ -10,7 +10,6 @@ from ..dataflow.errors import BatchError
 from ..dataflow.guard import GRADIENTS, without_gradients
 from ..dataflow.packet import Feed
 from ..dataflow.plan import packet_bytes
-from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specializations
 from .running import Running, under_way
@@ -28,7 +27,6 @@ class Eagerly(Generic[V]):
         self,
         stage: Stage[V],
         runner: str,
-        size: Sizer,
         table: Specializations,
         *,
         buffers: Buffers | None = None,
@@ -36,7 +34,6 @@ class Eagerly(Generic[V]):
     ) -> None:
         """Use `buffers`, those of a runner's buckets, as long as they are large enough. runner: its name in events."""
         self.stage = stage
-        self.size = size
         self.no_copy = no_copy
         self._runner = runner
         self._table = table
@@ -53,12 +50,8 @@ class Eagerly(Generic[V]):
         """What steps read of slots in host memory, once there was a batch."""
         return self.held[1]  # type: ignore[index] # a fill comes first
 
-    def fill(self, batch: Any, **side: Any) -> V:
-        """Fill from a batch and return the exact view. Raises MissingSourceError and BatchError."""
-        return self.fill_sized(batch, self.size(batch, side)[: len(self.stage.declaration.varying)], side)
-
-    def fill_sized(self, batch: Any, live: tuple[int, ...], side: Side) -> V:
-        """Fill from a batch of these rows on each varying axis. BatchError, before anything is written."""
+    def fill(self, batch: Any, live: tuple[int, ...], side: Side) -> V:
+        """Fill from a batch of these rows on each varying axis; the view. BatchError, before anything is written."""
         bucket = self._bucket(live)
         if self.hosts.possible:
             self.hosts.wait()

@@ -37,7 +37,7 @@ from .capture import (
 )
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .hooks import Coordinator
-from .outputs import Stamped, check_rows, map_tensors, nbytes_of
+from .outputs import Stamped, cut_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
 from .state import Holdings, State, check_writes
@@ -317,7 +317,7 @@ class GraphSet(Generic[V]):
             mode = self.config.error_mode
             graph = capture_step(stage.backend, step, pool=self._pool, error_mode=mode, parameters=parameters)
         if self.rows_each is not None:
-            check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
+            cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering == "fused":
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses

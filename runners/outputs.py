@@ -52,28 +52,26 @@ def rows_each(output_rows: Axis | None, width: int) -> int | None:
     return width if output_rows == TOKENS else 1
 
 
-def check_rows(outputs: Any, rows: int, what: str) -> None:
-    """Every tensor must have `rows` rows: CaptureError, which says what was expected and how to say otherwise."""
+def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error: type[Exception] = CaptureError) -> Any:
+    """The live rows of outputs, each of which must have `rows` rows, one for each of `what`; else it is an error."""
 
-    def check(tensor: torch.Tensor) -> torch.Tensor:
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
-            raise CaptureError(
+            raise error(
                 f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, one for each {what}: "
                 f"pass output_rows= with the axis that its rows follow, or None to get it whole"
             )
-        return tensor
+        return tensor[:live]
 
-    map_tensors(outputs, check, _check_leaf)
+    def leaf_of(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
+            return leaf
+        raise error(  # it may hold tensors where no one looks, with their padded rows
+            f"the step returned {type(leaf).__name__}, of which rows cannot be cut: return tensors, or tuples, lists, "
+            "mappings, attrs or data classes of them; or pass output_rows=None to get it whole"
+        )
 
-
-def _check_leaf(leaf: Any) -> Any:
-    """Something that holds tensors where no one looks would hand out padded rows."""
-    if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
-        return leaf
-    raise CaptureError(
-        f"the step returned {type(leaf).__name__}, of which rows cannot be cut: return tensors, or tuples, lists, "
-        "mappings, attrs or data classes of them; or pass output_rows=None to get it whole"
-    )
+    return map_tensors(outputs, cut, leaf_of)
 
 
 def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
@@ -115,12 +113,18 @@ class Stamped(torch.Tensor):
                 stamps.append(tensor)
             return tensor
 
+        def inherit(tensor: torch.Tensor) -> torch.Tensor:
+            address = tensor.untyped_storage().data_ptr()
+            for stamped in stamps:
+                if stamped.untyped_storage().data_ptr() == address:
+                    return cls.stamp(tensor, stamped._now)  # noqa: SLF001 - a stamp passes on its clock
+            return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+
         map_tensors([args, kwargs or {}], note)
         for stamped in stamps:
             stamped._check()  # noqa: SLF001 - its own method
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents for __torch_function__
-            result = func(*args, **(kwargs or {}))
-        return map_tensors(result, lambda tensor: _inherit(tensor, stamps))
+            return map_tensors(func(*args, **(kwargs or {})), inherit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is an ordinary tensor, which no replay overwrites."""
@@ -135,13 +139,3 @@ class Stamped(torch.Tensor):
                 f"this output is of generation {made} and overwritten since (the runner is at {now}): "
                 "use it before the next step, or keep a clone"
             )
-
-
-def _inherit(tensor: torch.Tensor, stamps: Sequence[Stamped]) -> torch.Tensor:
-    """A result that shares memory with a stamped output is as perishable as that; any other is an ordinary tensor."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - looking at addresses must not check
-        address = tensor.untyped_storage().data_ptr()
-        for stamped in stamps:
-            if stamped.untyped_storage().data_ptr() == address:
-                return Stamped.stamp(tensor, stamped._now)  # noqa: SLF001 - a stamp passes on its clock
-        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)

@@ -1,6 +1,6 @@
 """Pools: input memory that several runners share, each in its phase."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Generic, final
 
 import attrs
@@ -130,28 +130,23 @@ class InputPool(Unique):
         if self.layout is None:
             seats = [seat for seat, _ in self._joined]
             layout = lay_out([member for _, member in self._joined], self.schedule)
-            for seat, shared in zip(seats, _allocated(layout, seats), strict=True):
-                seat.allocate(shared)
+            backends = {str(seat.stage.backend.device): seat.stage.backend for seat in seats}
+            with torch.inference_mode(mode=False):
+                blocks = [
+                    backends[one.device].empty((one.nbytes,), torch.uint8, one.placement) for one in layout.blocks
+                ]
+                memory = {one: carve(blocks[one.block], one.offset, one.shape, one.dtype) for one in layout.places}
+            ledger, turns = Ledger(), {seat.name: BufferTurn() for seat in seats}
+            for seat in seats:
+                turn, mine = turns[seat.name], [place for place in layout.places if place.member == seat.name]
+                sharing = {place.slot: layout.shared_with(seat.name, place.slot) for place in mine}
+                others = {other.member for touching in sharing.values() for other in touching}
+                turn.neighbours = tuple(turns[other] for other in sorted(others))
+                turn.overwriters = {
+                    slot: tuple({turns[one.member]: None for one in touching}) for slot, touching in sharing.items()
+                }
+                seat.allocate(SharedMemory({place.slot: memory[place] for place in mine}, ledger, turn))
                 seat.layout = layout
             self.layout, self._joined = layout, []
             log.info("sealed", runners=[seat.name for seat in seats], nbytes=layout.nbytes, saved=layout.saved)
         return self.layout
-
-
-def _allocated(layout: Layout, seats: Sequence[Seat[Any]]) -> Iterator[SharedMemory]:
-    """Allocate what was laid out, and give each seat its part of it."""
-    backends = {str(seat.stage.backend.device): seat.stage.backend for seat in seats}
-    with torch.inference_mode(mode=False):
-        blocks = [backends[one.device].empty((one.nbytes,), torch.uint8, one.placement) for one in layout.blocks]
-        tensors = [carve(blocks[place.block], place.offset, place.shape, place.dtype) for place in layout.places]
-    ledger, turns = Ledger(), {seat.name: BufferTurn() for seat in seats}
-    for name, turn in turns.items():
-        places = [place for place in layout.places if place.member == name]
-        sharing = {place: layout.shared_with(name, place.slot) for place in places}
-        others = {other.member for touching in sharing.values() for other in touching}
-        turn.neighbours = tuple(turns[other] for other in sorted(others))
-        turn.overwriters = {
-            place.slot: tuple({turns[one.member]: None for one in touching}) for place, touching in sharing.items()
-        }
-        mine = {place.slot: one for place, one in zip(layout.places, tensors, strict=True) if place.member == name}
-        yield SharedMemory(mine, ledger, turn)

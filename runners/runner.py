@@ -265,7 +265,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     ) -> Filled[V]:
         """Fill for one route: here for a step without a graph."""
         del absent, whole
-        return Filled(self.eager.fill_sized(batch, live[: self._axes], side), route, live)
+        return Filled(self.eager.fill(batch, live[: self._axes], side), route, live)
 
     def _broke_off(self) -> None:
         """Forget the last fill: a step ended in the middle."""

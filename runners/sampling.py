@@ -57,7 +57,11 @@ def sample_batch(
         if path not in left_out and path not in drawn:
             tensor = _draw(name, slot, capabilities, live, generator, values.get(name))
             drawn[path] = tensor.to(device if slot.placement == DEVICE else CPU)
-            _place(sample, path, drawn[path], name)
+            if not put(sample, path, drawn[path]):
+                raise ConfigError(
+                    f"slot {name!r} reads {path}, where another slot's tensor stands: give batches of your own, "
+                    "batches="
+                )
     for name, default in declaration.fields.items():
         if name in values:
             value = values[name]
@@ -127,16 +131,13 @@ def is_location(slot: Slot) -> bool:
     return isinstance(slot.dtype, Role) and slot.dtype.name == CACHE_LOC.name
 
 
-def _place(sample: Sample, path: Path, value: torch.Tensor, name: str) -> None:
-    """Put a value where its source is looked for, in mappings along the path."""
-    holder = sample.side if path.beside else sample.batch
+def put(sample: Sample, path: Path, value: Any) -> bool:
+    """Put a value where its source is looked for, in mappings along the path. False if another source is in the way."""
+    holder: Any = sample.side if path.beside else sample.batch
     *outer, last = path.parts
     for part in outer:
-        holder = holder.setdefault(part, {})
-        if not isinstance(holder, dict):
-            break
-    if not isinstance(holder, dict) or last in holder:
-        raise ConfigError(
-            f"slot {name!r} reads {path}, where another slot's tensor stands: give batches of your own, batches="
-        )
-    holder[last] = value
+        holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
+    fits = isinstance(holder, dict) and not isinstance(holder.get(last), dict)
+    if fits:
+        holder[last] = value
+    return fits

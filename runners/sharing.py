@@ -336,7 +336,13 @@ def check_layout(layout: Layout) -> None:
 
     LayoutError names all places for which that does not hold.
     """
-    faults = [*_misplaced(layout)]
+    faults = list[str]()
+    for place in layout.places:
+        block = layout.blocks[place.block]
+        if (block.device, block.placement) != (place.device, place.placement) or place.offset % ALIGNMENT:
+            faults.append(f"{place} must not begin at byte {place.offset} of {block.device}'s {block.placement} memory")
+        if not 0 <= place.offset <= place.stop <= block.nbytes:
+            faults.append(f"{place} ends at byte {place.stop} of a block of {block.nbytes}")
     faults = faults or [
         f"{one} and {other} share memory, but {one} is needed {one.needed}, and {other} {other.needed}"
         for one, other in itertools.combinations(layout.places, 2)
@@ -344,13 +350,3 @@ def check_layout(layout: Layout) -> None:
     ]
     if faults:
         raise LayoutError(f"the layout is not safe: {'; '.join(faults)}")
-
-
-def _misplaced(layout: Layout) -> Iterator[str]:
-    """Places that lie nowhere, or not where the device can have them."""
-    for place in layout.places:
-        block = layout.blocks[place.block]
-        if (block.device, block.placement) != (place.device, place.placement) or place.offset % ALIGNMENT:
-            yield f"{place} must not begin at byte {place.offset} of {block.device}'s {block.placement} memory"
-        if not 0 <= place.offset <= place.stop <= block.nbytes:
-            yield f"{place} ends at byte {place.stop} of a block of {block.nbytes}"

@@ -1,6 +1,6 @@
 """What every runner stands on: a declaration under its settings, a backend, the step, and its sizes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 import attrs
@@ -16,7 +16,7 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, viewer
-from .config import check_step, checked, checked_relations, checked_sizes, declaration_of, refuse
+from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
@@ -62,7 +62,7 @@ class Stage(Generic[V]):
         relations: Mapping[Axis, Dim] | None = None,
         *,
         ranks: Any = None,
-        state: Iterable[torch.Tensor] | None = None,
+        state: Any = None,
         **_: Any,
     ) -> "Stage[V]":
         """Check what a runner is given. DeclarationError, ConfigError or BackendUnavailableError where it is wrong."""
@@ -76,7 +76,12 @@ class Stage(Generic[V]):
         if unsized:
             raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")
         restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
-        return cls(inputs, declaration, choose(backend), step, sizes, follow, restored, _checked_state(state))
+        if state is not None:
+            single = isinstance(state, torch.Tensor) or not isinstance(state, Iterable)
+            given, state = state, (None,) if single else tuple(state)
+            if not all(isinstance(one, torch.Tensor) for one in state):
+                refuse("state", "a list of the tensors that the step changes beside its slots", given)
+        return cls(inputs, declaration, choose(backend), step, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
         """Buffers of a given capacity on the backend, with what else `buffers.allocate` takes."""
@@ -128,7 +133,18 @@ class Stage(Generic[V]):
         slots = view.__dict__
         kept = [(slots[name], slots[name].clone()) for name in self.restored if slots[name] is not None]
         outputs = step(view)
-        return _put_back(kept, outputs) if kept else outputs
+        if not kept:
+            return outputs
+        spans = [span(slot) for slot, _ in kept if slot.numel()]
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            inside = tensor.layout == torch.strided and tensor.numel() and overlaps(tensor, spans)
+            return tensor.clone() if inside else tensor
+
+        outputs = map_tensors(outputs, own)
+        for slot, before in kept:
+            slot.copy_(before)
+        return outputs
 
     def sealed(self, view: V) -> V:
         """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""
@@ -138,29 +154,3 @@ class Stage(Generic[V]):
             whole = frozenset(self.declaration.parameters.values() if handed else ())
             view._slotgraph_view = attrs.evolve(info, whole=whole, captured=True)  # noqa: SLF001 - as above
         return view
-
-
-def _checked_state(state: Iterable[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
-    """The tensors of `state=`. ConfigError where it is something else."""
-    if state is None:
-        return None
-    expected = "a list of the tensors that the step changes beside its slots"
-    given: Any = [None] if isinstance(state, torch.Tensor) else checked("state", expected, state, Iterable)
-    tensors = tuple(given)
-    if not all(isinstance(one, torch.Tensor) for one in tensors):
-        refuse("state", expected, state)
-    return tensors
-
-
-def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], outputs: Any) -> Any:
-    """Restore slots to what they held before, and return the outputs, which keep what the step made of them."""
-    spans = [span(slot) for slot, _ in kept if slot.numel()]
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        inside = tensor.layout == torch.strided and tensor.numel() and overlaps(tensor, spans)
-        return tensor.clone() if inside else tensor
-
-    outputs = map_tensors(outputs, own)
-    for slot, before in kept:
-        slot.copy_(before)
-    return outputs

@@ -114,17 +114,23 @@ class State:
         slots: no state. exact: keep the elements that this run writes, not whole storages. holder: for names in errors.
         """
         pieces, copies, known, refused = list[Piece](), list[torch.Tensor](), set[Hashable](), list[CheckError]()
-        free = functools.cache(functools.partial(_free_on, backend))
+        free = functools.cache(_free_on)
 
         def note(tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
             low, high = span(tensor)
             if low == high or any(start <= low and high <= stop for start, stop in slots):
                 return
             with _as_it_is():
-                for memory, index in _written(tensor, operator, args, slots, known, exact=exact):
+                index = _written_index(operator, args) if exact else ()
+                view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                key = view if exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
+                if not index and key in known:
+                    return
+                known.update(() if index else (key,))
+                for memory in [_plain(tensor)] if exact else _without(tensor, sorted(slots)):
                     piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
                     try:
-                        _check_room((*pieces, piece), memory.device, free(memory.device), holder=holder)
+                        cls(backend, (*pieces, piece)).check_room(free=free, holder=holder)
                     except CheckError as error:  # which the step may catch
                         refused.append(error)
                         raise
@@ -145,10 +151,31 @@ class State:
         known = {span(piece.memory) for piece in self.pieces}
         return State(self.backend, (*self.pieces, *(one for one in other.pieces if span(one.memory) not in known)))
 
-    def check_room(self, copies: int = 1) -> None:
-        """Raise CheckError if so many copies at once would take more than a share of the memory that is free."""
+    def check_room(
+        self,
+        copies: int = 1,
+        free: Callable[[Backend, torch.device], int] | None = None,
+        holder: Callable[..., Any] | None = None,
+    ) -> None:
+        """Raise CheckError if so many copies at once would take more than a share of the memory that is free.
+
+        free: tells how much that is. holder: for names in errors.
+        """
         for device in {piece.memory.device for piece in self.pieces}:
-            _check_room(self.pieces, device, _free_on(self.backend, device), copies)
+            nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
+            room = (free or _free_on)(self.backend, device)
+            if copies * nbytes > SHARE * room:
+                them = "a copy" if copies == 1 else f"{copies} copies"
+                names = {
+                    one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)
+                }
+                told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in self.pieces)
+                named = "; ".join(dict.fromkeys(told))
+                raise CheckError(
+                    f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} "
+                    f"would take more than {SHARE:.0%} of the {human_bytes(room)} that are free: give state= with "
+                    "those tensors, or parts of them, that must be put back after runs of warm-ups and checks"
+                )
 
     def copy(self) -> Copies:
         """What it is now. Raises CheckError if someone has made its memory smaller."""
@@ -195,21 +222,6 @@ def _restore(pieces: Sequence[Piece], copies: Copies) -> None:
     with _as_it_is():
         for piece, before in zip(pieces, copies, strict=True):
             piece.restore(before)
-
-
-def _written(
-    tensor: torch.Tensor, operator: str, args: Sequence[Any], slots: Spans, known: set[Hashable], *, exact: bool
-) -> list[tuple[torch.Tensor, Index]]:
-    """What to keep of a tensor: if exact, the elements or the view; else its storage without the slots, once."""
-    index = _written_index(operator, args) if exact else ()
-    view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-    key = view if exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
-    if index:
-        return [(_plain(tensor), index)]
-    if key in known:
-        return []
-    known.add(key)
-    return [(one, ()) for one in ([_plain(tensor)] if exact else _without(tensor, sorted(slots)))]
 
 
 def _written_index(operator: str, args: Sequence[Any]) -> Index:
@@ -263,22 +275,6 @@ class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves
     def __exit__(self, *error: object) -> None:
         self._guard.__exit__(None, None, None)
         torch.set_grad_enabled(self._gradients)
-
-
-def _check_room(
-    pieces: Sequence[Piece], device: torch.device, free: int, copies: int = 1, holder: Callable[..., Any] | None = None
-) -> None:
-    nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
-    if copies * nbytes > SHARE * free:
-        them = "a copy" if copies == 1 else f"{copies} copies"
-        names = {one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)}
-        told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in pieces)
-        named = "; ".join(dict.fromkeys(told))
-        raise CheckError(
-            f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} would "
-            f"take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or "
-            "parts of them, that must be put back after runs of warm-ups and checks"
-        )
 
 
 def _free_on(backend: Backend, device: torch.device) -> int:

@@ -38,7 +38,6 @@ def _in_a_folder(file: pathlib.Path | None) -> pathlib.Path | None:
 
 _FORMAT: Final = typer.Option("--format", help="How to show it; JSON is for scripts.")
 _Form = Annotated[Literal["table", "json"], _FORMAT]
-_AnyForm = Annotated[Literal["table", "json", "html", "mermaid"], _FORMAT]
 _Output = Annotated[
     pathlib.Path | None,
     typer.Option(
@@ -55,42 +54,6 @@ _A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function th
 _EXPLAINED: Final = (
     "A declaration's class, or a runner, or a function that makes one: a module or a .py file, and a name."
 )
-_Sizes = Annotated[
-    list[str] | None,
-    typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
-]
-_Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
-]
-_Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
-_Lowering = Annotated[
-    str, typer.Option(metavar="NAME", help="How the plan is run, as `slotgraph backends` lists it for the backend.")
-]
-_Capture = Annotated[bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")]
-_Slots = Annotated[
-    list[int] | None,
-    typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
-]
-_Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")]
-_Batches = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="What the module has to check with: a list of batches, or a function of rows and a torch.Generator.",
-    ),
-]
-_Only = Annotated[
-    list[str] | None, typer.Option(metavar="CHECK", help="One of the checks above; may be repeated. All by default.")
-]
-_ReadOutside = Annotated[
-    list[str] | None, typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated.")
-]
-_Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
-_Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")]
-_File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")]
-_OnRunner = Annotated[str | None, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)]
-_Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")]
 
 
 @app.callback()
@@ -112,7 +75,7 @@ def _do(command: str, given: Mapping[str, Any]) -> None:
     """Do what a command is asked for."""
     from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
 
-    getattr(commands, command)(**given)
+    commands.run(getattr(commands, command), **given)
 
 
 def main() -> None:
@@ -130,13 +93,29 @@ def main() -> None:
 def explain(
     target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help=_EXPLAINED)],
     *,
-    size: _Sizes = None,
-    setting: _Settings = None,
-    absent: _Absent = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."
+        ),
+    ] = None,
+    absent: Annotated[
+        list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")
+    ] = None,
     backend: _Backend = _AUTO,
-    lowering: _Lowering = _AUTO,
-    capture: _Capture = False,
-    form: _AnyForm = "table",
+    lowering: Annotated[
+        str, typer.Option(metavar="NAME", help="How the plan is run, as `slotgraph backends` lists it for the backend.")
+    ] = _AUTO,
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")
+    ] = False,
+    form: Annotated[Literal["table", "json", "html", "mermaid"], _FORMAT] = "table",
     output: _Output = None,
 ) -> None:
     """Show a declaration with its plan, or a runner.
@@ -171,8 +150,11 @@ def backends(*, form: _Form = "table", output: _Output = None) -> None:
 def bench(
     *,
     backend: _Backend = _AUTO,
-    slots: _Slots = None,
-    quick: _Quick = False,
+    slots: Annotated[
+        list[int] | None,
+        typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")] = False,
     form: _Form = "table",
     output: _Output = None,
 ) -> None:
@@ -201,11 +183,23 @@ def bench(
 def check(
     target: Annotated[str, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)],
     *,
-    batches: _Batches = None,
-    only: _Only = None,
-    read_outside: _ReadOutside = None,
-    rounds: _Rounds = 2,
-    seed: _Seed = 0,
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What the module has to check with: a list of batches, or a function of rows and a torch.Generator.",
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help="One of the checks above; may be repeated. All by default."),
+    ] = None,
+    read_outside: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")] = 0,
     form: _Form = "table",
     output: _Output = None,
 ) -> None:
@@ -231,7 +225,12 @@ def check(
 
 @app.command()
 def replay(
-    file: _File, target: _OnRunner = None, *, step: _Step = None, form: _Form = "table", output: _Output = None
+    file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")],
+    target: Annotated[str | None, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)] = None,
+    *,
+    step: Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")] = None,
+    form: _Form = "table",
+    output: _Output = None,
 ) -> None:
     """Run recorded steps again, by the graph and eagerly.
 

@@ -17,6 +17,7 @@ from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ..capture import progress_over
 from ..comparison import state_on
+from ..config import checked
 from ..runner import Runner
 from ..sampling import NO_VALUES, Sample, Values, sample_batch
 from ..state import State
@@ -114,8 +115,7 @@ def check(
     for name in only:
         if name not in CHECKS:
             raise ConfigError(f"there is no check {name!r}: checks are {', '.join(CHECKS)}")
-    if type(rounds) is not int or rounds < 1:
-        raise ConfigError(f"rounds= is a whole number from 1, got {rounds!r:.100}")
+    checked("rounds", "a whole number, at least 1", rounds, int, 1)
     wanted = [name for name in CHECKS if name in only or not only]
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"

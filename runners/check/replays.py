@@ -75,7 +75,7 @@ def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Find
     buffers, seed = subject.graphs.buffers, subject.seed + number
     with subject.state.kept():
         subject.runner(one.batch, **one.side)
-    found = _compared(subject, one, None)
+    found = [*_compared(subject, one, None)]
     if subject.together.any(found):
         return found
     with slots_kept(subject.runner):
@@ -86,12 +86,12 @@ def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Find
             for source, held in own:
                 source.copy_(held)
         buffers.distrust()
-        return _compared(subject, one, seed)
+        return [*_compared(subject, one, seed)]
 
 
-def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Finding]:
+def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> Iterator[Finding]:
     """Fill, and compare with the oracle over the same bytes. seed: of garbage, over whose opposite it fills, too."""
-    stage, buffers, step, found = subject.runner.stage, subject.graphs.buffers, subject.step_of(one), list[Finding]()
+    stage, buffers, step = subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
 
     def oracle(opposite: int | None) -> Buffers:
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -117,12 +117,11 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
                 f"slot {name!r} is not written by a fill: {rows} still hold what lay there before; a kind of slot that "
                 "a fill copies or resets must say so, by reads() and rule()"
             )
-            found.append(Finding(POISON, name, message))
+            yield Finding(POISON, name, message)
             continue
         for fault in fill_faults({name: held}, {name: right}, subject.slots, sizes.live_sizes):
             declared = "what the step or someone else writes there must be declared, by rewritten=True or restored=True"
-            found.append(Finding(POISON, name, f"{fault}; {declared}"))
-    return found
+            yield Finding(POISON, name, f"{fault}; {declared}")
 
 
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
@@ -297,7 +296,8 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if runner.stage.declaration.ranks is not None:
         subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
     with subject.state.kept(), slots_kept(runner):
-        view = runner.eager.fill(one.batch, **one.side)
+        live = runner.size(one.batch, one.side)[: len(runner.stage.declaration.varying)]
+        view = runner.eager.fill(one.batch, live, one.side)
         subject.produce(view)
         try:
             exact: Seen | str = seen(view, runner.eager.run(view))

@@ -17,7 +17,7 @@ from ..comparison import info_of, ran_eagerly
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
 from ..runner import Runner
-from ..sampling import Sample
+from ..sampling import Sample, put
 from ..stage import V
 from ..state import State
 
@@ -213,24 +213,20 @@ class RecordedBatch(dict[Any, Any], Answering):
 
 def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
     """A batch and side arguments that bring given values. RecordingError if a source cannot be stood in for."""
-    batch, side = RecordedBatch(fields), dict[str, Any]()
+    batch = RecordedBatch(fields)
+    sample = Sample(batch, {})
     for name, value in slots.items():
         source = declaration.sources.get(name)
         if isinstance(source, Call):
             batch[id(source)] = value
         elif isinstance(source, Path):
-            holder: Any = side if source.beside else batch
-            *outer, last = source.parts
-            for part in outer:
-                holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
-            if not isinstance(holder, dict) or isinstance(holder.get(last), dict):
+            if not put(sample, source, value):
                 raise RecordingError(
                     f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
                 )
-            holder[last] = value
         elif source is not None:
             raise RecordingError(
                 f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
                 "declare a path, side(...) or a function of the batch"
             )
-    return Sample(batch, side)
+    return sample

@@ -14,7 +14,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Final, NoReturn, TextIO
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from ...backends import choose, load, names
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
@@ -36,9 +36,9 @@ from ..decode import GraphRunner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
-from ..explained.pages import WIDE, Table, html, printable, tables
-from ..recording.records import RecordedFile, StepRecord, versions
-from ..recording.replaying import RecordedRanks, ReplayReport, replay_file, tables_of
+from ..explained.pages import WIDE, Table, html, printable
+from ..recording.records import RecordedFile, versions
+from ..recording.replaying import RecordedRanks, replay_file, tables_of
 from ..runner import Runner
 from ..serial import to_data
 from ..testing.timing import THREADS
@@ -47,6 +47,8 @@ from .bench import FULL, QUICK, measured_rows, tables_of_rows
 FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
 SLOTS: Final = (4, 12, 48)  # that are measured, where none are asked for
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
+Found = tuple[Any, Iterable[Table], bool]
+"""What a command found: as data, as tables, and whether all is well."""
 
 
 def screen(file: TextIO | None = None) -> Console:
@@ -57,20 +59,23 @@ def screen(file: TextIO | None = None) -> Console:
     return console
 
 
-def as_json(data: Any) -> str:
-    """Records as JSON that any parser reads."""
-    return json.dumps(to_data(data), indent=2, allow_nan=False) + "\n"
-
-
-def show(form: str, output: pathlib.Path | None, data: Any, *shown: RenderableType, **more: Callable[[], str]) -> None:
-    """Print what a command found, or write it to a file. shown: its tables. more: what makes it in other forms."""
-    forms = {"json": lambda: as_json(data), **more}
+def run(command: Callable[..., Found], form: str, output: pathlib.Path | None, **given: Any) -> None:
+    """Do what a command is asked for, and print what it found, or write it to a file. Exits with 1 where it failed."""
+    with reported():
+        data, shown, is_well = command(**given)
+    forms: dict[str, Callable[[], str]] = {
+        "json": lambda: json.dumps(to_data(data), indent=2, allow_nan=False) + "\n",
+        "html": lambda: html(data),
+        "mermaid": lambda: mermaid(data if isinstance(data, Explanation) else data.declaration),
+    }
     text = forms[form]() if form in forms else None
     with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
         if text is None:
             screen(file).print(*shown, sep="\n")
         else:
             typer.echo(text, file, nl=False)
+    if not is_well:
+        raise typer.Exit(FAILED)
 
 
 def refuse(message: str, option: str | None = None) -> NoReturn:
@@ -97,17 +102,6 @@ def reported() -> Iterator[None]:
         return
     typer.echo(told, err=True)
     raise typer.Exit(FAILED)
-
-
-def is_explained(value: Any) -> bool:
-    """Whether a value can be explained: a runner, or the class of a declaration."""
-    is_class = isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs
-    return is_class or isinstance(value, Runner)
-
-
-def are_batches(value: Any) -> bool:
-    """Whether a value may be what a runner is checked with: several batches, or a function that makes one."""
-    return callable(value) or (isinstance(value, Iterable) and not isinstance(value, str))
 
 
 def find(
@@ -182,8 +176,6 @@ def _module(place: str) -> ModuleType:
 
 def explain(
     target: str,
-    form: str,
-    output: pathlib.Path | None,
     *,
     size: Sequence[str] | None,
     setting: Sequence[str] | None,
@@ -191,29 +183,32 @@ def explain(
     backend: str,
     lowering: str,
     capture: bool,
-) -> None:
-    """Show a declaration or a runner."""
+) -> Found:
+    """Explain a declaration or a runner."""
     of_a_step: dict[str, object] = {"--size": size, "--set": setting, "--absent": absent}
     of_a_step |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
+
+    def is_explained(value: Any) -> bool:
+        is_class = isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs
+        return is_class or isinstance(value, Runner)
+
     found: Explanation | RunnerExplanation
-    with reported():
-        named = find(target, is_explained, "not a subclass of slotgraph.Inputs, nor a runner")
-        if isinstance(named, Runner):
-            for option in (name for name, given in of_a_step.items() if given):
-                refuse("is for a declaration; a runner has its own: leave it out", option)
-            if capture:
-                try:
-                    captured(named)
-                except CaptureError as error:  # the explanation says why, by bucket
-                    typer.echo(str(error), err=True)
-            found = explain_runner(named)
-        else:
-            declared, on = named.slotgraph, choose(backend)
-            declared = declared.under(_settings_of(setting)) if setting else declared
-            extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
-            found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
-    declaration = found if isinstance(found, Explanation) else found.declaration
-    show(form, output, found, tables(found), html=lambda: html(found), mermaid=lambda: mermaid(declaration))
+    named = find(target, is_explained, "not a subclass of slotgraph.Inputs, nor a runner")
+    if isinstance(named, Runner):
+        for option in (name for name, given in of_a_step.items() if given):
+            refuse("is for a declaration; a runner has its own: leave it out", option)
+        if capture:
+            try:
+                captured(named)
+            except CaptureError as error:  # the explanation says why, by bucket
+                typer.echo(str(error), err=True)
+        found = explain_runner(named)
+    else:
+        declared, on = named.slotgraph, choose(backend)
+        declared = declared.under(_settings_of(setting)) if setting else declared
+        extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
+        found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
+    return found, found.tables(), True
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
@@ -254,14 +249,14 @@ def _settings_of(texts: Sequence[str]) -> object:
     return settings
 
 
-def backends(form: str, output: pathlib.Path | None) -> None:
+def backends() -> Found:
     """List the backends."""
     found = [_facts_of(name) for name in names()]
     able = {facts["name"]: facts["capabilities"] for facts in found if facts["capabilities"] is not None}
     fields: dict[str, Any] = next(iter(able.values()), {})
     facts = [{"capability": one, **{name: data[one] for name, data in able.items()}} for one in fields]
     shown = [{key: value for key, value in one.items() if key != "capabilities"} for one in found]
-    show(form, output, found, Table("backends", shown), *([Table("capabilities", facts)] if facts else ()))
+    return found, [Table("backends", shown), *([Table("capabilities", facts)] if facts else ())], True
 
 
 def _facts_of(name: str) -> dict[str, Any]:
@@ -278,58 +273,54 @@ def _facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
-def bench(backend: str, slots: Iterable[int] | None, form: str, output: pathlib.Path | None, *, quick: bool) -> None:
+def bench(backend: str, slots: Iterable[int] | None, *, quick: bool) -> Found:
     """Measure whole steps of so many slots."""
-    with reported():
-        on = choose(backend)
-        with Console(stderr=True).status("measuring"):
-            rows = measured_rows(on, sorted({*(slots or SLOTS)}), QUICK if quick else FULL)
+    on = choose(backend)
+    with Console(stderr=True).status("measuring"):
+        rows = measured_rows(on, sorted({*(slots or SLOTS)}), QUICK if quick else FULL)
     ours = on.capabilities.lowerings[0]
     about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
     about |= versions()
-    show(form, output, {"rows": rows, "conditions": about}, *tables_of_rows(rows, about))
+    return {"rows": rows, "conditions": about}, tables_of_rows(rows, about), True
 
 
 def check(
     target: str,
-    form: str,
-    output: pathlib.Path | None,
     *,
     batches: str | None,
     only: Sequence[str] | None,
     read_outside: Sequence[str] | None,
     rounds: int,
     seed: int,
-) -> None:
-    """Check a runner. It exits with 1 where something was found."""
-    with reported():
-        runner, given = captured(find(target)), None
-        if batches is not None:
-            why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
-            given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
-        report = check_runner(runner, given, rounds=rounds, seed=seed, only=only or (), read_outside=read_outside or ())
+) -> Found:
+    """Check a runner. It fails where something was found."""
+    runner, given = captured(find(target)), None
+    if batches is not None:
+        why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
+        given = find(
+            f"{target.rpartition(':')[0] or target}:{batches}",
+            lambda value: callable(value) or (isinstance(value, Iterable) and not isinstance(value, str)),
+            why,
+        )
+    report = check_runner(runner, given, rounds=rounds, seed=seed, only=only or (), read_outside=read_outside or ())
     title, *lines = str(report).splitlines()
     found = {name: report.of(name) for name in report.steps}
     rows = [
         {"check": name, "steps": steps, "findings": len(found[name]), "slots": [o.slot for o in found[name] if o.slot]}
         for name, steps in report.steps.items()
     ]
-    show(form, output, report.as_data(), Table(title, rows, "\n".join(lines)))
-    if not report.ok:
-        raise typer.Exit(FAILED)
+    return report.as_data(), [Table(title, rows, "\n".join(lines))], report.ok
 
 
-def replay(file: pathlib.Path, target: str | None, step: int | None, form: str, output: pathlib.Path | None) -> None:
-    """Run recorded steps again, or show what the file holds. It exits with 1 where a step differs or raises."""
-    with reported():
-        try:
-            read = RecordedFile.read(file)
-            found: RecordedFile | StepRecord | ReplayReport = read if step is None else read.only(step)[0]
-            if target is not None:
-                given = {} if read.runner.ranks is None else {"ranks": RecordedRanks(read.runner.ranks)}
-                found = replay_file(read, captured(find(target, given=given)), step)
-        except RecordingError as error:
-            refuse(printable(str(error)))
-    show(form, output, found, *tables_of(found))
-    if isinstance(found, ReplayReport) and not found.ok:
-        raise typer.Exit(FAILED)
+def replay(file: pathlib.Path, target: str | None, step: int | None) -> Found:
+    """Run recorded steps again, or show what the file holds. It fails where a step differs or raises."""
+    try:
+        read = RecordedFile.read(file)
+        if target is not None:
+            given = {} if read.runner.ranks is None else {"ranks": RecordedRanks(read.runner.ranks)}
+            report = replay_file(read, captured(find(target, given=given)), step)
+            return report, tables_of(report), report.ok
+        found = read if step is None else read.only(step)[0]
+    except RecordingError as error:
+        refuse(printable(str(error)))
+    return found, tables_of(found), True

@@ -1,7 +1,7 @@
 """What a declaration says, as data, as text and as a picture."""
 
 import html
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import attrs
@@ -87,7 +87,7 @@ class Explanation(Shown):
         size, copied = self.nbytes or 0, self.copied or 0
         sized = f"{size:,} bytes: at padded sizes" if self.plan else "not known: Give the size of every axis"
         found = {"slots": f"{len(self.slots)}: declared", "buffers": sized}
-        yield Table(f"{self.declaration} on {self.backend}", pairs(found.items()))
+        yield Table(f"{self.declaration} on {self.backend}", pairs(found))
         yield self.slot_table()
         if self.plan:
             axes = (f"{a.name}={a.padded}" if a.fixed else f"{a.name}={a.live}/{a.padded}" for a in self.axes)
@@ -150,7 +150,34 @@ def explain_declaration(
     live, padded = _checked_sizes(declaration, extents)
     pattern.check(declaration)
     moving = {*declaration.sources}.difference(pattern.absent, pattern.in_place)
-    slots = tuple(_facts(name, declaration, capabilities, live, padded, moving) for name in declaration.slots)
+
+    def facts(name: str) -> SlotFacts:
+        slot = declaration.slots[name]
+        source, compute, limit = slot.reads(name), slot.computes(), slot.limit
+        dtype, rule = resolve_dtype(slot.dtype, capabilities), slot.rule() if slot.varying else None
+        return SlotFacts(
+            name=name,
+            kind=slot.kind,
+            shape=tuple(map(str, slot.shape)),
+            dtype=dtype_text(dtype),
+            role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
+            placement=slot.placement,
+            tail=None if rule is None else f"{rule}" if slot.starts is None else f"{rule}, starts as {slot.starts}",
+            source=None if source is None else str(source),
+            limit=None if limit is None else str(limit),
+            parameter=slot.argument,
+            value=_named(slot.initial()) if isinstance(slot, Constant) else None,
+            function=compute.name if compute else None,
+            needs=slot.needs,
+            runs_on=declaration.side(name) if compute else None,
+            when=None if slot.when is None else _named(slot.when),
+            optional=slot.optional,
+            padded=extent(slot.shape, padded) if padded else None,
+            nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
+            copied=slot_bytes(slot, live, capabilities) * (name in moving) if padded else None,
+        )
+
+    slots = tuple(map(facts, declaration.slots))
     return Explanation(
         declaration=declaration.name,
         backend=backend,
@@ -178,36 +205,6 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
             raise ConfigError(f"{axis.name}={live}/{padded}: expected {wanted}")
     known = sorted(extents)
     return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
-
-
-def _facts(
-    name: str, declaration: Declaration, capabilities: Capabilities, live: Sizes, padded: Sizes, moving: Collection[str]
-) -> SlotFacts:
-    """One slot's facts; moving: slots that a copy moves."""
-    slot = declaration.slots[name]
-    source, compute, limit = slot.reads(name), slot.computes(), slot.limit
-    dtype, rule = resolve_dtype(slot.dtype, capabilities), slot.rule() if slot.varying else None
-    return SlotFacts(
-        name=name,
-        kind=slot.kind,
-        shape=tuple(map(str, slot.shape)),
-        dtype=dtype_text(dtype),
-        role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
-        placement=slot.placement,
-        tail=None if rule is None else f"{rule}" if slot.starts is None else f"{rule}, starts as {slot.starts}",
-        source=None if source is None else str(source),
-        limit=None if limit is None else str(limit),
-        parameter=slot.argument,
-        value=_named(slot.initial()) if isinstance(slot, Constant) else None,
-        function=compute.name if compute else None,
-        needs=slot.needs,
-        runs_on=declaration.side(name) if compute else None,
-        when=None if slot.when is None else _named(slot.when),
-        optional=slot.optional,
-        padded=extent(slot.shape, padded) if padded else None,
-        nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
-        copied=slot_bytes(slot, live, capabilities) * (name in moving) if padded else None,
-    )
 
 
 def _named(value: object | Callable[..., object]) -> str:

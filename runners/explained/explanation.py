@@ -11,15 +11,15 @@ import attrs
 
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffer
-from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
-from ...dataflow.declaration import Declaration
+from ...dataflow.capabilities import DEVICE, HOST, Lowering, dtype_text
 from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import Output
-from ..graphs import GraphSet
+from ..decode import GraphRunner
 from ..outputs import nbytes_of
 from ..recording.records import RanksRecord
 from ..runner import Runner
 from ..sharing import Layout, lasting
+from ..stage import Stage
 from ..statistics import Decision, human_bytes
 from .declared import NOT_SIZED, Explanation, explain_declaration
 from .pages import Row, Shown, Table, cell, pairs, rows_of, safe
@@ -178,7 +178,7 @@ class RunnerExplanation(Shown):
         """Figures, slots, steps, buckets, graphs, memory and counts."""
         on = f"{self.kind} of {self.declaration.declaration} on {self.backend} ({self.device})"
         told = f"path {self.path}, lowering {self.lowering}\n{cell(self.configuration)}"
-        yield Table(on, pairs(_on_top(self.statistics).items()), told)
+        yield Table(on, pairs(_on_top(self.statistics)), told)
         yield self.declaration.slot_table()
         for name, fill in self.fills:
             steps = [{"step": number, **row} for number, row in enumerate(rows_of(fill.steps), 1)]
@@ -204,7 +204,7 @@ class RunnerExplanation(Shown):
                 f"fill us: mean microseconds on the host, of one fill in {fills['every']}" if steps else "none so far"
             )
             yield Table(told, steps, timed)
-        yield Table("statistics", pairs(counts.items()))
+        yield Table("statistics", pairs(counts))
         yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
 
     def pictures(self) -> str:
@@ -285,71 +285,66 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     Args:
         runner: Any runner, captured or not.
     """
-    stage, graphs, seat, buffers = runner.stage, runner.graphs, runner.seat, runner.eager.buffers
+    stage, seat, buffers = runner.stage, runner.seat, runner.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
-    lowering = "foreach" if graphs is None else graphs.filler.lowering
+    lowering: Lowering = "foreach"
+    path, buckets = "eager", tuple[BucketFacts, ...]()
+    if isinstance(runner, GraphRunner):
+        path, lowering = runner.tally.path, runner.lowering
+        buckets = tuple(_bucket(runner, rows) for rows in sorted(runner.sizes))
     sizes = runner.sizes[max(runner.sizes)] if runner.sizes else {} if buffers is None else buffers.capacity
     extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
     declaration = explain_declaration(declared, capabilities, stage.backend.name, extents, lowering=lowering)
     eager = None
     if buffers is not None:
         plan = attrs.evolve(plan_fill(declared, buffers.capacity, capabilities), tails=())
-        eager = _fill(plan, declared, capabilities, parts=0, whole=False)
+        eager = _fill(plan, stage, parts=0, whole=False)
+    configuration, statistics = json.loads(json.dumps([runner.config.as_data(), runner.stats()]))  # text for keys
     pool, ranks = None if seat is None else seat.layout, declared.ranks
     where = None if ranks is None or ranks.quiet else ranks.on
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
         device=str(stage.backend.device),
-        path="eager" if graphs is None else runner.tally.path,
+        path=path,
         lowering=lowering,
-        configuration=_as_json(runner.config.as_data()),
+        configuration=configuration,
         declaration=declaration,
-        buckets=() if graphs is None else tuple(_bucket(runner, graphs, rows) for rows in sorted(runner.sizes)),
+        buckets=buckets,
         eager=eager,
         memory=_memory(runner, declaration.plan, pool),
-        statistics=_as_json(runner.stats()),
+        statistics=statistics,
         member=seat.name if seat is not None and pool is not None else None,
         pool=pool,
         ranks=None if ranks is None else RankFacts.of(ranks, on=where, agreed=runner.agreed),
     )
 
 
-def _as_json(data: Any) -> Any:
-    """Plain data as it comes back from JSON, with text for keys."""
-    return json.loads(json.dumps(data))
-
-
-def _bucket(runner: Runner[Any], graphs: GraphSet[Any], rows: int) -> BucketFacts:
-    declaration, capabilities = runner.stage.declaration, runner.stage.backend.capabilities
-    found = tuple(_graph(runner, graphs, rows, absent) for absent in sorted(runner.patterns, key=sorted))
-    how: Any = {"lowering": graphs.filler.lowering, "foreign": graphs.buffers.foreign}
-    plan = plan_fill(declaration, runner.sizes[rows], capabilities, **how)
+def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
+    found = tuple(_graph(runner, rows, absent) for absent in sorted(runner.patterns, key=sorted))
     parts, whole = max(one.parts for one in found) or 1, runner.tally.path == "graph"
-    return BucketFacts(rows, _fill(plan, declaration, capabilities, parts=parts, whole=whole), found)
+    return BucketFacts(rows, _fill(runner.plan(rows), runner.stage, parts=parts, whole=whole), found)
 
 
-def _graph(runner: Runner[Any], graphs: GraphSet[Any], rows: int, absent: Absent) -> GraphFacts:
+def _graph(runner: GraphRunner[Any], rows: int, absent: Absent) -> GraphFacts:
     """A bucket's graph for one pattern, or why there is none."""
-    names, captured = tuple(sorted(absent)), graphs.captured.get((rows, absent))
+    names, captured = tuple(sorted(absent)), runner.graphs.captured.get((rows, absent))
     if captured is not None:
         graph = captured.graph
-        outputs = nbytes_of([graph.outputs], but=graphs.buffers.storages)
+        outputs = nbytes_of([graph.outputs], but=runner.graphs.buffers.storages)
         return GraphFacts(absent=names, parts=graph.parts, nbytes=graph.nbytes, outputs=outputs)
     if not runner.config.graphs:
         why = "graphs are switched off, by graphs=False"
-    elif graphs.report is None:
+    elif runner.report is None:
         why = "nothing is captured yet: call capture()"
     else:
-        why = graphs.report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
+        why = runner.report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
     return GraphFacts(absent=names, why=why)
 
 
-def _fill(  # noqa: C901 - one kind of step after the other
-    plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int, whole: bool
-) -> Fill:
+def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill:  # noqa: C901 - one kind of step after the other
     """A plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
-    named, steps = dict(plan.sizes), list[FillStep]()
+    named, steps, declaration = dict(plan.sizes), list[FillStep](), stage.declaration
     sizes = {axis: named[axis.name] for axis in declaration.axes}
     is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel
 
@@ -360,7 +355,7 @@ def _fill(  # noqa: C901 - one kind of step after the other
         counted = names if moved is None else moved
         nbytes = None
         if kind not in ("reset", "graph", "step"):
-            nbytes = sum(slot_bytes(declaration.slots[name], sizes, capabilities) for name in counted)
+            nbytes = sum(slot_bytes(declaration.slots[name], sizes, stage.backend.capabilities) for name in counted)
         steps.append(FillStep(kind=kind, label=label, calls=calls, nbytes=nbytes, slots=names, **more))
 
     def compute(place: str, *, inside: bool) -> None:

@@ -5,12 +5,12 @@ import functools
 import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
 import attrs
-from rich.console import Console, ConsoleOptions, Group
+from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 WIDE: Final = 200
@@ -207,19 +207,14 @@ def cell(value: Any) -> str:
     return printable(text) or "-"
 
 
-def pairs(found: Iterable[tuple[str, Any]]) -> list[Row]:
+def pairs(found: Row) -> list[Row]:
     """A row for each name and its value."""
-    return [{"what": name, "value": value} for name, value in found]
+    return [{"what": name, "value": value} for name, value in found.items()]
 
 
 def safe(text: object) -> str:
     """What is printable of a text, for a page."""
     return escape(printable(f"{text}"))
-
-
-def tables(explanation: Shown) -> Group:
-    """All tables of a declaration or of a runner, for a rich console."""
-    return Group(*explanation.tables())
 
 
 def html(explanation: Shown) -> str:

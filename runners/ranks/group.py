@@ -65,14 +65,6 @@ class Message:
             raw = raw[: _TEXT - 3].decode(errors="ignore").encode() + b"..."
         _LAYOUT.pack_into(memory, 0, self.place, self.answer, self.bucket, self.why, self.idle, *live, raw)
 
-    @classmethod
-    def unpack_all(cls, memory: Any) -> "list[Message]":
-        """Read the messages that lie in a buffer, one behind the other."""
-        return [
-            cls(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
-            for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
-        ]
-
 
 class HostWire:
     """Carries one exchange at a time over gloo, in host memory."""
@@ -103,7 +95,11 @@ class HostWire:
 
     def messages(self) -> list[Message]:
         """Every rank's message, once they have arrived."""
-        return Message.unpack_all(self._all.numpy())
+        memory: Any = self._all.numpy()
+        return [
+            Message(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
+            for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
+        ]
 
 
 class DeviceWire(HostWire):

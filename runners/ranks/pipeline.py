@@ -73,7 +73,8 @@ class Neighbour:
             raise ConfigError(f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes")
         with torch.inference_mode(mode=False):
             message = torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
-        steady = [_steady(tensor) for tensor in tensors.values() if tensor.numel()]
+        plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors.values() if tensor.numel()]
+        steady = [one.clone(memory_format=torch.contiguous_format) if one.is_cpu else one.contiguous() for one in plain]
         with self._talk():
             self._sent = [self._post(dist.isend, tensor) for tensor in (message, *steady)]
             for work, tensor in self._sent:
@@ -120,12 +121,6 @@ class Neighbour:
         except BaseException as error:
             self.broken = f"{self.me}: {self.other} is not talked to any more, since a step was broken off: {error}"
             raise
-
-
-def _steady(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor, which stays as it is until it is sent."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_cpu else tensor.contiguous()
 
 
 @final

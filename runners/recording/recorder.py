@@ -66,12 +66,12 @@ class Recording(Watcher):
             step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # the leading axis comes last again
             step.decision = runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            step.note(f"nothing was decided: {_told(error)}")
+            step.notes += (f"nothing was decided: {_told(error)}",)
         try:
             slots = [(name, source.read(batch, side)) for name, source in self._declaration.sources.items()]
             fields = [(name, look_up(batch, name)) for name in self._declaration.fields]
         except Exception as error:  # noqa: BLE001 - as above
-            step.note(f"the batch could not be read: {_told(error)}")
+            step.notes += (f"the batch could not be read: {_told(error)}",)
             return
         step.absent = tuple(name for name, value in slots if value is None)
         step.slots, step.fields = self._take(slots), self._take(fields)

@@ -146,10 +146,6 @@ class StepRecord:
         """All values, each with the name of its elements in the file."""
         return ((f"{self.number}.{part}.{one.name}", one) for part in _PARTS for one in getattr(self, part) or ())
 
-    def note(self, text: str) -> None:
-        """Say what is missing from the file."""
-        self.notes = (*self.notes, text)
-
     def missing(self) -> list[str]:
         """The inputs that the file does not have, a line each. Without them the step cannot run."""
         return [f"slot {one.name!r}: {one.why}" for one in (*self.slots, *self.staged) if one.why]
@@ -171,10 +167,16 @@ class RunnerRecord:
     def of(cls, runner: Runner[Any]) -> "RunnerRecord":
         """A runner as it is now."""
         stage, declaration, graphs = runner.stage, runner.stage.declaration, runner.graphs
-        facts = {"kind": runner.name, "inputs": declaration.name, "backend": stage.backend.name}
-        facts |= {"lowering": "" if graphs is None else graphs.filler.lowering, "buckets": str(sorted(runner.sizes))}
-        facts |= {"disabled": ", ".join(declaration.disabled), "fields": ", ".join(declaration.fields)}
-        facts |= {f"config {name!r}": str(value) for name, value in runner.config.as_data().items()}
+        facts = {
+            "kind": runner.name,
+            "inputs": declaration.name,
+            "backend": stage.backend.name,
+            "lowering": "" if graphs is None else graphs.filler.lowering,
+            "buckets": str(sorted(runner.sizes)),
+            "disabled": ", ".join(declaration.disabled),
+            "fields": ", ".join(declaration.fields),
+            **{f"config {name!r}": str(value) for name, value in runner.config.as_data().items()},
+        }
         needed = {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
         for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
             held = facts if slot.source is None else needed

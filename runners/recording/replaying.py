@@ -1,11 +1,9 @@
 """Replaying: recorded steps run again, by the graph and eagerly, and the first places where their results differ."""
 
-import contextlib
 import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, final
 
 import attrs
@@ -45,7 +43,7 @@ class RecordedRanks(Ranks):
         self.on = HOST
         self.exchanges = 0
         self.broken = None
-        self._others: Sequence[Message] = ()
+        self.others: Sequence[Message] = ()  # what all tell while a recorded step is replayed
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
@@ -55,21 +53,11 @@ class RecordedRanks(Ranks):
             raise RecordingError(f"{file.name}: its runner had no ranks")
         return cls(file.runner.ranks)
 
-    @contextlib.contextmanager
-    def telling(self, messages: Sequence[Message]) -> Iterator[None]:
-        """While a step is replayed, the others tell what they did in it."""
-        self._others = messages
-        try:
-            yield
-        finally:
-            self._others = ()
-
     def begin(self, message: Message, told: str) -> Exchange:
         """All have told what they have to tell."""
         del told
         self.exchanges += 1
-        others = self._others or [message] * self.size
-        said = [attrs.evolve(one, place=message.place) for one in others]
+        said = [attrs.evolve(one, place=message.place) for one in self.others or [message] * self.size]
         said[self.rank] = message
         return lambda _: said
 
@@ -164,21 +152,23 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     before, stage, decision = runner.agreed, runner.stage, None
     outcome: Literal["equal", "different", "raised"] = "raised"
     one, ranks = batch_of(step, stage), stage.declaration.ranks
+    recorded = ranks if isinstance(ranks, RecordedRanks) else None
     try:
         decision = runner.decide(one.batch, **one.side)
-        telling: AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(ranks, RecordedRanks):
-            telling = ranks.telling(step.messages)
-            if not (ranks.quiet or step.messages):
+        if recorded is not None:
+            recorded.others = step.messages
+            if not (recorded.quiet or step.messages):
                 lines.append(
                     "what the other ranks told is not in the file: they are taken to bring what this one brings"
                 )
-        with telling:
-            apart = _apart(step, runner, lines)
+        apart = _apart(step, runner, lines)
         outcome = "different" if apart else "equal"
         lines += apart
     except Exception as error:  # noqa: BLE001 - what a step raises is a result
         lines.append(f"it raises {type(error).__name__}: {error}")
+    finally:
+        if recorded is not None:
+            recorded.others = ()
     agreed = decision if runner.agreed is before else runner.agreed
     return Replayed(number=step.number, outcome=outcome, decision=agreed, lines=tuple(lines))
 

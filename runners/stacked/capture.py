@@ -26,7 +26,7 @@ from ...dataflow.views import Aliases, ViewInfo, carried, viewer
 from ..capture import Filling, told_as_capture_error
 from ..config import is_collection, refuse
 from ..graphs import Look
-from ..outputs import check_rows, map_tensors
+from ..outputs import cut_rows, map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage, V
 from ..state import State, reached
@@ -136,7 +136,7 @@ def capture_stack(
                 call.run = lambda *_, **__: parts()  # which hold their arguments already
         if output_rows is not None:
             each = "request of the placeholder" if output_rows == BATCH else "padded token"
-            check_rows(outputs, sizes[output_rows], each)
+            cut_rows(outputs, sizes[output_rows], each)
     buffers.distrust()
     return call, state
 

@@ -19,7 +19,7 @@ from ...dataflow.inputs import Inputs
 from ..bits import text_of
 from ..capture import Captured
 from ..graphs import GraphSet
-from ..outputs import map_tensors
+from ..outputs import cut_rows
 from ..running import RUNNING, Running, running, under_way
 from ..stage import Stage
 from ..statistics import Counts
@@ -286,13 +286,6 @@ class StackCall:
         step.now = now
         return leaves
 
-    def give_back(self, leaves: Sequence[Any]) -> None:
-        """Move what graphs wrote into arguments to where the step has them."""
-        for place in self.written:
-            leaf, kept = leaves[place], self.leaves[place]
-            if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
-                leaf.copy_(kept)
-
 
 def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
     return ReplayError(
@@ -349,7 +342,7 @@ def stack_step(
             if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
                 outputs = outputs if live is None else outputs[:live]
             else:
-                outputs = _cut(outputs, rows, live)
+                outputs = cut_rows(outputs, rows, "request" if live is None else "padded token", live, ReplayError)
         if counted is not None:
             counted.steps += 1
         return outputs
@@ -383,22 +376,10 @@ def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Cal
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
-        if call.written:
-            call.give_back(leaves)
+        for place in call.written:  # to where the step has them
+            leaf, kept = leaves[place], call.leaves[place]
+            if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
+                leaf.copy_(kept)
         return outputs
 
     return answer
-
-
-def _cut(outputs: Any, rows: int, live: int | None) -> Any:
-    """The live rows of outputs, all of which must have so many: of tokens, or of requests where all are live."""
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0 or tensor.shape[0] != rows:
-            raise ReplayError(
-                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows: pass output_rows= "
-                "with the axis that its rows follow, or None to get it whole"
-            )
-        return tensor[:live]
-
-    return map_tensors(outputs, cut)

@@ -20,7 +20,7 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
-from ..sampling import NO_VALUES, Sample, Values, path_of
+from ..sampling import NO_VALUES, Sample, Values, path_of, put
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
 
@@ -113,20 +113,12 @@ def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> l
             if len(slots[name].shape) == 1 and not resolve_dtype(slots[name].dtype, capabilities).is_complex
         ]
         listed = draw(st.sets(st.sampled_from(flat))) if flat else set[str]()
-        for name in listed:
-            _bring_as_list(ground, sample, name)
+        for path in (path_of(ground.declaration, name) for name in listed):
+            value = path.read(sample.batch, sample.side)
+            if isinstance(value, torch.Tensor):
+                put(sample, path, value.tolist())
         made.append(Turn(padded, live, absent, frozenset(listed), sample))
     return made
-
-
-def _bring_as_list(ground: Ground, sample: Sample, name: str) -> None:
-    """Bring a slot as a list: host data, which a fill takes as well."""
-    path = path_of(ground.declaration, name)
-    value, holder = path.read(sample.batch, sample.side), sample.side if path.beside else sample.batch
-    if isinstance(value, torch.Tensor):
-        for part in path.parts[:-1]:
-            holder = holder[part]
-        holder[path.parts[-1]] = value.tolist()
 
 
 def assert_fill_equals_oracle(

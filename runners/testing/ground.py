@@ -20,7 +20,7 @@ from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
-from ..bits import first_unequal, garbage
+from ..bits import first_unequal, garbage, text_of
 from ..graphs import Filler
 from ..sampling import Sample, Values, sample_batch
 from ..stage import NO_SIZES, Stage
@@ -169,9 +169,8 @@ def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
         if got is None or expected is None:
             if got is not expected:
                 yield f"slot {name!r} is {'absent' if got is None else 'there'}, and the oracle's is not"
-        elif (got.dtype, got.shape) != (expected.dtype, expected.shape):
-            facts = [f"{one.dtype} of shape {list(one.shape)}" for one in (got, expected)]
-            yield f"slot {name!r} is {facts[0]}, and the oracle's {facts[1]}"
+        elif text_of(got) != text_of(expected):
+            yield f"slot {name!r} is {text_of(got)}, and the oracle's {text_of(expected)}"
         elif (where := first_unequal(got, expected)) is not None:
             rows = extent(slots[name].shape, live)
             part = "a live row" if all(i < size for i, size in zip(where, rows, strict=True)) else "its tail"

@@ -27,7 +27,6 @@ from slotgraph.backends import Backend
 from slotgraph.extend import once, side
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
-from slotgraph.runners.explained.pages import tables
 from slotgraph.runners.pool import InputPool
 from tests.runners.models import PlainInputs, plain_step
 
@@ -145,7 +144,7 @@ def many_runner(lowering: str = "in_graph") -> DecodeRunner[Any]:
 def printed(explanation: Explanation | RunnerExplanation) -> str:
     """The tables as a wide terminal has them."""
     console = Console(file=io.StringIO(), width=400, highlight=False, record=True)
-    console.print(tables(explanation))
+    console.print(*explanation.tables(), sep="\n")
     return console.export_text()
 
 
