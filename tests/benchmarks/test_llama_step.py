@@ -13,10 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from serving.attention import paged
-from serving.batch import decode_batch
-from serving.cache import PagedCache
-from serving.inputs import PAGES, DecodeInputs
+from serving.attention import PagedCache, paged
+from serving.inputs import PAGES, DecodeInputs, decode_batch
 from serving.request import Request
 from serving.steps import Steps
 from slotgraph import DecodeRunner
@@ -56,7 +54,7 @@ def steps_of(shape: str, device: torch.device, dtype: torch.dtype) -> Steps:
     with torch.device(device):
         model: Any = LlamaForCausalLM(config)
     model = model.to(dtype=dtype).eval()
-    return Steps.over(model, PagedCache.empty(model, 1 + LIVE * REACH, PAGE_SIZE))
+    return Steps(model, PagedCache.empty(model, 1 + LIVE * REACH, PAGE_SIZE))
 
 
 def runner_of(

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.examples.demo import FOLDER, NEEDS, Generate, Result, module, save_llama, shifted
+from tests.examples.demo import FOLDER, NEEDS, SMALL, Generate, Result, module, save_llama, shifted
 
 pytest.importorskip("transformers", reason=NEEDS)
 
@@ -69,20 +69,9 @@ def several(tmp_path_factory: pytest.TempPathFactory, prompts: str, checkpoint: 
         "wrong rows": (["--pp", "2"], "shifted"),
         "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
+    few = {name: () if name in ("dp", "pp") else FEW for name in cases}
     runs = [
-        (
-            [
-                "--model",
-                "random",
-                "--prompts",
-                prompts,
-                *([] if name in ("dp", "pp") else FEW),
-                *argv,
-                "--json",
-                str(folder / name),
-            ],
-            plant,
-        )
+        ([*SMALL, "--prompts", prompts, *few[name], *argv, "--json", str(folder / name)], plant)
         for name, (argv, plant) in cases.items()
     ]
     done = launch(__file__, json.dumps(runs))
@@ -141,7 +130,7 @@ def test_other_runs(several: dict[str, Any], generate: Generate, single: Result,
     alone = generate("--model", checkpoint, "--prompts", prompts, *FEW)[1]
     assert texts_of(several["checkpoint"]) == texts_of(alone)
     [times] = several["checkpoint"]["measured"]["times"]  # how many steps are timed is the same in all ranks
-    assert (times["live"], times["bucket"], times["compiled"]) == (3, 4, None)
+    assert (times["live"], times["bucket"], times["ways"]) == (3, 4, {})
     ranks = several["bfloat16"]["ranks"]["alone"]
     assert ranks["largest"] <= ranks["bounds"]["logits"]
 
@@ -219,7 +208,7 @@ def run(patch: pytest.MonkeyPatch, argv: list[str], plant: str) -> None:
     world = module("serving.ranks").world_of(options)
     patch.setattr(program, "joined", lambda _: contextlib.nullcontext(world))  # one group for all
     if plant == "forgotten":  # shares are not added up
-        patch.setattr(module("serving.sharded"), "add_up", lambda _: None)
+        patch.setattr(module("serving.shares"), "add_up", lambda _: None)
     program.generate(options, **({"prepare": shifted} if plant == "shifted" else {}))
 
 

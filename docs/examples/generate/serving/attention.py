@@ -1,20 +1,84 @@
-"""Attention over the paged cache, plugged into transformers through its attention interface."""
+"""The paged KV cache, and attention over it, plugged into transformers through its attention interface."""
 
-import abc
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import attrs
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from serving.cache import PagedCache
 from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
 from slotgraph import current_view, graph_break
 
 NAME = "slotgraph-paged"
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+DUMMY_PAGE = 0  # where padded rows write: no request owns it
+
+
+class PageAllocator:
+    """Hands out pages 1 to `pages` - 1; the one freed last goes first, so that a stale pointer is soon a wrong one."""
+
+    def __init__(self, pages: int) -> None:
+        self._free = list(range(pages - 1, DUMMY_PAGE, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages that can be had now."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """That many pages; RuntimeError where fewer are free."""
+        if count > self.free:
+            raise RuntimeError(f"{count} pages wanted, {self.free} free")
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Return pages that no request reads any more."""
+        self._free.extend(reversed(pages))
+
+
+@attrs.frozen
+class PagedCache:
+    """Keys and values of all layers, [layers, pages, page size, KV heads, head size] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty(cls, model: PreTrainedModel, pages: int, page_size: int) -> "PagedCache":
+        """A cache of zeros for a model: what is masked out must still be finite."""
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, pages, page_size, config.num_key_value_heads, head_dim)
+        keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        return cls(keys, values)
+
+    @property
+    def pages(self) -> int:
+        """How many pages there are, the dummy among them."""
+        return self.keys.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in one page."""
+        return self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def write(self, layer: int, locations: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put one row a token, [tokens, KV heads, head size], at flat locations, page * page size + offset."""
+        self.keys[layer].flatten(0, 1)[locations] = keys
+        self.values[layer].flatten(0, 1)[locations] = values
+
+    def read(self, layer: int, block_tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the pages that each request owns, [requests, KV heads, pages * page size, head size]."""
+        keys, values = (pages[layer][block_tables].flatten(1, 2).transpose(1, 2) for pages in (self.keys, self.values))
+        return keys, values
 
 
 class Rows(NamedTuple):
@@ -25,38 +89,19 @@ class Rows(NamedTuple):
     value: torch.Tensor
 
 
-class StepAttention(abc.ABC):
-    """Attention of a step, for all layers."""
-
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-
-    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
-        """Store this step's keys and values, then attend."""
-        self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
-        return self.attend(layer, rows, scale)
-
-    @abc.abstractmethod
-    def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
-        """What each token makes of what it may see, [tokens, heads, head size]."""
-
-
-@final
-class DecodeAttention(StepAttention):
-    """Each row is a request's newest token, and sees all that its block table points to, up to its length.
-
-    Made when a step begins, once for all layers.
-    """
+class DecodeAttention:
+    """Each row is a request's newest token, and sees its block table's pages up to its length; made in each step."""
 
     def __init__(self, cache: PagedCache, view: DecodeInputs) -> None:
-        super().__init__(cache)
+        self._cache = cache
         self._block_tables = view.block_tables
         places = torch.arange(view.block_tables.shape[1] * cache.page_size, device=view.seq_lens.device)
         # A row that may see nothing turns nan, and would hand it on to live rows through page 0: hence at least 1.
         self._mask = (places < view.seq_lens.clamp(min=1)[:, None])[:, None, None, :]
 
-    def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
-        """Gather the pages and attend: shapes depend on the bucket alone, and nothing is read by the host."""
+    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
+        """Store, gather the pages and attend: shapes depend on the bucket alone, and nothing is read by the host."""
+        self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
         keys, values = self._cache.read(layer, self._block_tables)
         query = rows.query[:, :, None]
         out = scaled_dot_product_attention(query, keys, values, attn_mask=self._mask, scale=scale, enable_gqa=True)
@@ -64,11 +109,8 @@ class DecodeAttention(StepAttention):
 
 
 def attend_within_requests(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Prompts lie behind one another, and a token sees those of its own up to itself; padded rows get zeros.
-
-    How many prompts there are, and how long each is, differs from step to step, which no graph can follow: so this runs
-    between graphs, and asks for the view of the step that runs.
-    """
+    """Prompts lie behind one another, and a token sees those of its own up to itself; padded rows get zeros."""
+    # The prompts' number and lengths differ from step to step, which no graph can follow: this runs between graphs.
     out, begin = torch.zeros(query.shape, dtype=query.dtype, device=query.device), 0
     for length in current_view(PrefillInputs).lengths:
         mine = slice(begin, begin + length)
@@ -92,47 +134,36 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-@final
-class PrefillAttention(StepAttention):
-    """Within a step: nothing of its requests was in the cache before. attend: how a graph is left for it.
+ATTEND: dict[str, Any] = {"eager": attend_within_requests, "breakable": between_graphs, "piecewise": as_operator}
+"""By the path of prefill."""
 
-    The same one for all steps, because graphs know its cache by the address, and all that changes is in the view.
-    """
+
+class PrefillAttention:
+    """Within a step, as nothing of its requests was in the cache before; one for all steps and their graphs."""
 
     def __init__(self, cache: PagedCache, attend: Attend) -> None:
-        super().__init__(cache)
+        self._cache = cache
         self._attend = attend
 
-    def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
-        """Each token to those of its own request; keys and values were stored already, in the graph before."""
-        del layer
+    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
+        """Store in this graph; after it each token attends to those of its own request."""
+        self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
         return self._attend(rows.query, rows.key, rows.value, scale)
 
 
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _mask: None,
-    *,
-    step_attention: StepAttention,
-    step_view: TokenInputs,
-    scaling: float,
-    **settings: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer: [1, heads, tokens, head size] in, [1, tokens, heads, head size] out.
+StepAttention: TypeAlias = DecodeAttention | PrefillAttention
 
-    Raises NotImplementedError for a model whose attention is more than plain causal attention.
-    """
+
+def paged_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **settings: Any
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each layer: [1, heads, tokens, head size] in, [1, tokens, heads, head size] out."""
     for name in UNSUPPORTED:
         if settings.get(name) is not None:
-            raise NotImplementedError(
-                f"this model's attention uses {name!r}, which this demo's paged attention does not know"
-            )
+            raise NotImplementedError(f"this model uses {name!r}, which this demo's paged attention does not know")
     rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
-    layer: Any = module.layer_idx
-    return step_attention(layer, rows, scaling, step_view)[None], None
+    attention: StepAttention = settings["step_attention"]
+    return attention(module.layer_idx, rows, settings["scaling"], settings["step_view"])[None], None
 
 
 @contextlib.contextmanager

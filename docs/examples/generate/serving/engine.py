@@ -1,6 +1,5 @@
-"""The engine: prompts by the path that is asked for, decode steps through captured buckets, until all are done."""
+"""The engine: admit, prefill, decode and retire, until all requests are done."""
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,20 +7,17 @@ from typing import Any
 import attrs
 import torch
 
-from serving.batch import decode_batch, prefill_batch
-from serving.cache import PageAllocator, PagedCache
-from serving.crew import Crew, Outputs
-from serving.inputs import PAGES, DecodeInputs, PrefillInputs
+from serving.attention import PageAllocator, PagedCache
+from serving.inputs import PAGES, DecodeInputs, PrefillInputs, decode_batch, prefill_batch
 from serving.model import Language
 from serving.options import Options
-from serving.prefill import Prefills, prefill_runner
+from serving.ranks import Crew, Outputs
 from serving.request import Request
 from serving.sampling import Sampler
-from serving.scheduler import Scheduler
-from serving.steps import Decode, Steps
+from serving.steps import Decode, Steps, prefill_runner
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.ranks import PipelineStage
-from slotgraph.runners.statistics import CaptureReport
+from slotgraph.runners.statistics import CaptureReport, Decision
 
 Prepare = Callable[[DecodeInputs], DecodeInputs]
 
@@ -36,8 +32,8 @@ class Work:
     """What the engine has done so far.
 
     decodes: decode steps. decoded: tokens that they made. done: requests that left. seconds: time spent in steps.
-    fills: seconds on the host for the fill of each decode step, where it is a call of its own. prefills: the prefill
-    steps.
+    fills: seconds on the host for the fill of each decode step, where it is a call of its own. prefills: the path of
+    each prefill step. prompt_tokens: of all prompts. most: requests in one prefill step.
     """
 
     steps: int = 0
@@ -46,20 +42,10 @@ class Work:
     done: int = 0
     seconds: float = 0.0
     fills: list[float] = attrs.field(factory=list)
-    prefills: Prefills = attrs.field(factory=Prefills)
-
-    @classmethod
-    def together(cls, works: "Sequence[Work]") -> "Work":
-        """What several engines have done side by side."""
-        return cls(
-            steps=max(work.steps for work in works),
-            decodes=sum(work.decodes for work in works),
-            decoded=sum(work.decoded for work in works),
-            done=sum(work.done for work in works),
-            seconds=max(work.seconds for work in works),
-            fills=[seconds for work in works for seconds in work.fills],
-            prefills=Prefills.together([work.prefills for work in works]),
-        )
+    prefills: list[Decision] = attrs.field(factory=list)
+    prefill_seconds: float = 0.0
+    prompt_tokens: int = 0
+    most: int = 0
 
 
 class Engine:
@@ -82,30 +68,29 @@ class Engine:
         crew: Crew | None = None,
     ) -> None:
         self._crew = crew = Crew() if crew is None else crew
-        declaration, prompts = crew.decode_inputs(declaration), crew.prefill_inputs(prompts)
+        self._options, self._prepare, self._eos = options, prepare, language.eos
+        self._batch: Any = {"page_size": options.page_size, "device": language.model.device}
+        self._sampler = Sampler(options.temperature, options.top_p, options.seed)
+        self.work = Work()
+        self.running: list[Request] = []
+        self._waiting = sorted(requests, key=lambda request: request.arrival)
+
         needs = sorted((request.pages_needed(options.page_size) for request in requests), reverse=True)
         pages = 1 + sum(needs[: options.max_batch])
-        self.work = Work()
+        self._allocator = PageAllocator(pages)
         cache = PagedCache.empty(language.model, pages, options.page_size)
-        self.steps = Steps.over(language.model, cache, crew.world)
-        limits = options.max_batch, options.max_prefill_tokens
-        self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, *limits)
-        self.prefill = prefill_runner(prompts, self.steps, options, crew)
-        sizes = {PAGES: needs[0], **crew.sizes_of(declaration)}
-        among: Any = {"sizes": sizes, "backend": options.backend, **crew.among}
-        self._decoder = functools.partial(DecodeRunner, declaration, **among)
+        self.steps = Steps(language.model, cache, crew.world)
+
+        self._declaration = crew.inputs(declaration)
+        self._given = {"backend": options.backend, **crew.given(self._declaration, {PAGES: needs[0]})}
         self.step = self.steps.decoding(compiled=options.compile)
         self.decode = self.decoder(self.step, options.ladder)
-        self._stages = {"prefill": crew.stage(self.prefill), "decode": crew.stage(self.decode)}
-        self._eos = language.eos
-        self._sampler = Sampler.of(options)
-        self._page_size = options.page_size
-        self._device = language.model.device
-        self._prepare = prepare
+        self.prefill = prefill_runner(crew.inputs(prompts), self.steps, options, crew)
+        self._run_decode, self._run_prefill = crew.stage(self.decode), crew.stage(self.prefill)
 
     def decoder(self, step: Decode, buckets: Sequence[int], **options: Any) -> DecodeRunner[Any]:
         """A runner of a decode step, with the inputs of the engine's own."""
-        return self._decoder(step, buckets=buckets, **options)
+        return DecodeRunner(self._declaration, step, buckets=buckets, **self._given, **options)
 
     @torch.inference_mode()
     def capture(self) -> CaptureReport:
@@ -113,13 +98,13 @@ class Engine:
         if not isinstance(self.prefill, EagerRunner):
             self.prefill.capture()
         report = self.decode.capture()
-        self.steps.start()
+        self.steps.counts.zero_()  # warm-ups were counted, too
         return report
 
     def run(self) -> Iterator[Work]:
         """Step until all requests are done, here and in the rest of the crew; hands out the work so far each time."""
         ran = False
-        while not self.scheduler.idle or self._crew.goes_on(ran=ran, steps=self.work.steps):
+        while self.running or self._waiting or self._crew.goes_on(ran=ran, steps=self.work.steps):
             begin = time.perf_counter()
             ran = self._step()
             self.work.seconds += time.perf_counter() - begin
@@ -128,13 +113,13 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> bool:
         """Prompts, then decoding, as far as there is any, here or in the rest of the crew; whether there was."""
-        admitted = self.scheduler.admit(self.work.steps)
+        admitted = self._admit()
         if admitted:
             self._run_prompts(admitted)
             self._retire()
-        ran = bool(admitted) or self._crew.idle(self.prefill, prefill_batch([], self._page_size, self._device))
-        if self.scheduler.running:
-            self._decode_each(self.scheduler.running)
+        ran = bool(admitted) or self._crew.idle(self.prefill, prefill_batch([], **self._batch))
+        if self.running:
+            self._decode_each(self.running)
             self._retire()
             ran = True
         else:
@@ -142,33 +127,46 @@ class Engine:
         self.work.steps += 1
         return ran
 
+    def _admit(self) -> list[Request]:
+        """Requests whose prompts run in this step: arrived, with a row and all pages free, and not too many at once."""
+        admitted: list[Request] = []
+        tokens = 0
+        while self._waiting and self._waiting[0].arrival <= self.work.steps:
+            request = self._waiting[0]
+            tokens += len(request.prompt_ids)
+            pages = request.pages_needed(self._options.page_size)
+            if len(self.running) == self._options.max_batch or pages > self._allocator.free:
+                break
+            if admitted and tokens > self._options.max_prefill_tokens:
+                break
+            request.pages = self._allocator.take(pages)
+            admitted.append(self._waiting.pop(0))
+            self.running.append(request)
+        return admitted
+
     def _run_prompts(self, requests: Sequence[Request]) -> None:
         """Store the prompts' keys and values, and make the first token of each request."""
         begin = time.perf_counter()
-        batch = prefill_batch(requests, self._page_size, self._device)
-        self._add(requests, self._stages["prefill"](batch))
-        seconds = time.perf_counter() - begin
-        self.work.prefills.add(batch, self._crew.decision(self.prefill, batch), seconds)
+        batch, work = prefill_batch(requests, **self._batch), self.work
+        self._add(requests, self._run_prefill(batch))
+        work.prefill_seconds += time.perf_counter() - begin
+        work.prefills.append(self._crew.decision(self.prefill, batch))
+        work.prompt_tokens += sum(batch.lengths)
+        work.most = max(work.most, len(requests))
 
     def _decode_each(self, requests: Sequence[Request]) -> None:
-        """Make one more token for each request."""
-        batch = self._prepare(decode_batch(requests, self._page_size, self._device))
-        self._add(requests, self._decoded(batch))
+        """Make one more token for each request: fill and replay, of which the first is timed, or a pipeline's stage."""
+        batch = self._prepare(decode_batch(requests, **self._batch))
+        runner = self._run_decode
+        if isinstance(runner, PipelineStage):
+            self._add(requests, runner(batch))
+        else:
+            begin = time.perf_counter()
+            view = runner.fill(batch)
+            self.work.fills.append(time.perf_counter() - begin)
+            self._add(requests, runner.replay(view))
         self.work.decodes += 1
         self.work.decoded += len(requests)
-
-    def _decoded(self, batch: DecodeInputs) -> Outputs:
-        """Fill and replay, of which the first is timed, where they are two calls."""
-        logits: Outputs
-        stage = self._stages["decode"]
-        if isinstance(stage, PipelineStage):
-            logits = stage(batch)
-            return logits
-        begin = time.perf_counter()
-        view = stage.fill(batch)
-        self.work.fills.append(time.perf_counter() - begin)
-        logits = stage.replay(view)
-        return logits
 
     def _add(self, requests: Sequence[Request], logits: Outputs) -> None:
         """A token each, with the logits that chose it where they are known: the next replay overwrites them."""
@@ -178,4 +176,9 @@ class Engine:
             request.add(token, row, self.work.steps)
 
     def _retire(self) -> None:
-        self.work.done += len(self.scheduler.retire(self._eos))
+        """Requests that are done leave the batch, and their pages are free at once."""
+        for request in self.running:
+            if request.finished(self._eos):
+                self._allocator.give_back(request.pages)
+                self.work.done += 1
+        self.running = [request for request in self.running if not request.finished(self._eos)]

@@ -1,25 +1,15 @@
-"""What the two kinds of steps read: the declarations that the runners turn into buffers, fills, tails and views."""
+"""What the two kinds of steps read: the declarations, and the batches that the engine makes of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
+from serving.request import Request
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, standard
 
 PAGES = Axis("PAGES")
-D = TypeVar("D", bound="DecodeInputs")
-T = TypeVar("T", bound="TokenInputs")
-
-
-def live_tokens(step: Step) -> int:
-    """How many rows of this step are no padding."""
-    return step.live(TOKENS)
-
-
-def last_rows(extend_seq_lens: torch.Tensor) -> torch.Tensor:
-    """Where each request's last token lies."""
-    return extend_seq_lens.cumsum(0) - 1
+D = TypeVar("D", bound="TokenInputs")
 
 
 class TokenInputs(Inputs):
@@ -35,7 +25,7 @@ class DecodeInputs(TokenInputs):
 
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
     block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
-    num_token_non_padded: torch.Tensor = computed(live_tokens, shape=1, dtype=torch.int32)
+    num_token_non_padded: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
 
 
 class PrefillInputs(TokenInputs):
@@ -45,7 +35,9 @@ class PrefillInputs(TokenInputs):
     """
 
     extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
-    last_rows: torch.Tensor = computed(last_rows, shape=BATCH, dtype=torch.int64)
+    last_rows: torch.Tensor = computed(
+        lambda extend_seq_lens: extend_seq_lens.cumsum(0) - 1, shape=BATCH, dtype=torch.int64
+    )
     lengths: list[int]
 
     @classmethod
@@ -55,8 +47,39 @@ class PrefillInputs(TokenInputs):
         return {"extend_seq_lens": tokens, "lengths": tokens}
 
 
+def prefill_batch(requests: Sequence[Request], page_size: int, device: torch.device) -> PrefillInputs:
+    """All tokens of the requests' prompts behind one another, with no padding between them."""
+    tokens = [(request, position) for request in requests for position in range(len(request.prompt_ids))]
+    lengths = [len(request.prompt_ids) for request in requests]
+    return PrefillInputs(
+        input_ids=_int64([request.prompt_ids[position] for request, position in tokens], device),
+        positions=_int64([position for _, position in tokens], device),
+        out_cache_loc=_int64([request.location(position, page_size) for request, position in tokens], device),
+        extend_seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        lengths=lengths,
+    )
+
+
+def decode_batch(requests: Sequence[Request], page_size: int, device: torch.device) -> DecodeInputs:
+    """Each request's newest token; block tables are as wide as the longest of these requests needs."""
+    newest = [request.seq_len - 1 for request in requests]
+    width = max(len(request.pages) for request in requests)
+    tables = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+    return DecodeInputs(
+        input_ids=_int64([request.generated[-1] for request in requests], device),
+        positions=_int64(newest, device),
+        out_cache_loc=_int64([r.location(at, page_size) for r, at in zip(requests, newest, strict=True)], device),
+        seq_lens=torch.tensor([request.seq_len for request in requests], dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+    )
+
+
+def _int64(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
 def with_all_counts(declaration: type[D]) -> type[D]:
-    """A declaration of decode steps, and how many tokens each rank has in the step."""
+    """A declaration of decode steps, and how many tokens each rank has in the step: view.global_num_tokens."""
 
     class Counted(declaration, standard.DataParallelAgreed):  # type: ignore[misc, valid-type]
         """Ranks decode in the same bucket, and know of one another."""
@@ -64,22 +87,10 @@ def with_all_counts(declaration: type[D]) -> type[D]:
     return cast("type[D]", Counted)
 
 
-def all_counts(view: Any) -> torch.Tensor:
-    """How many tokens each rank has in a step of such a declaration, [ranks] int32."""
-    counts: torch.Tensor = view.global_num_tokens
-    return counts
-
-
-def after_others(declaration: type[T], dtype: torch.dtype) -> type[T]:
-    """A declaration for layers that others run before; their hidden states come from there."""
+def after_others(declaration: type[D], dtype: torch.dtype) -> type[D]:
+    """A declaration for layers that others run before, whose hidden states come in: view.pp_hidden_states."""
 
     class Later(declaration, standard.PipelineProxies, drop=["pp_residual"]):  # type: ignore[misc, valid-type]
         """A part of the model that does not begin with tokens."""
 
-    return cast("type[T]", standard.model_dtype(dtype)(Later))
-
-
-def proxies(view: Any) -> torch.Tensor:
-    """The hidden states of such a declaration, [tokens, elements] in the model's dtype."""
-    hidden: torch.Tensor = view.pp_hidden_states
-    return hidden
+    return cast("type[D]", standard.model_dtype(dtype)(Later))

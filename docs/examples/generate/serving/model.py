@@ -1,32 +1,65 @@
-"""The language model: SmolLM2 from the package index, a small seeded Llama, a folder, or a name on the hub."""
+"""The language model and its tokens: SmolLM2, a small seeded Llama, a folder, or a name on the hub."""
 
 import importlib.util
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import attrs
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from serving.options import RANDOM, Options, OptionsError
-from serving.tokens import BYTES, ByteTokens, Tokens, checkpoint_tokens
 
 SMOLLM2: Final = "smollm2"
+BYTES = 256
 BOS, EOS = BYTES, BYTES + 1
 PRINTABLE = range(32, 127)
 NEEDED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "max_position_embeddings")
 UNKNOWN = ("sliding_window", "attn_logit_softcapping")
 ROPES_READ_BY_THE_HOST = ("dynamic", "longrope")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@attrs.frozen
+class ByteTokens:
+    """A byte is a token, so any UTF-8 text goes in and no file is needed; ids from 256 on are special."""
+
+    bos: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """The begin-of-text token, where there is one, and the text's bytes."""
+        return [*([] if self.bos is None else [self.bos]), *text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The bytes among the ids, as UTF-8; what is no valid text comes out as a replacement sign."""
+        return bytes(token for token in ids if token < BYTES).decode(errors="replace")
+
+
+@attrs.frozen
+class CheckpointTokens:
+    """The tokenizer that came with a checkpoint."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        """The text as a user's message, where the tokenizer has a chat template; else the text alone."""
+        if self.tokenizer.chat_template is not None:
+            message = [{"role": "user", "content": text}]
+            ids: Any = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        else:
+            ids = self.tokenizer(text)
+        return list(ids["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+Tokens: TypeAlias = ByteTokens | CheckpointTokens
 
 
 @attrs.frozen
@@ -38,77 +71,58 @@ class Language:
     tokens: Tokens
     eos: frozenset[int]
 
-    @property
-    def parameters(self) -> int:
-        """How many numbers the model holds."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
 
 def config_of(options: Options) -> Any:
-    """The configuration of the model that the options ask for, without its weights.
-
-    Raises:
-        OptionsError: There is no such model, or this engine does not know its attention or positions.
-    """
-    return _seeded_config() if options.model == RANDOM else _checkpoint_config(_place(options.model))
+    """The configuration of the model that the options ask for; OptionsError where this engine cannot run it."""
+    if options.model == RANDOM:
+        return LlamaConfig(
+            vocab_size=BYTES + 2,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+        )
+    place = _place(options.model)
+    try:
+        config = AutoConfig.from_pretrained(place)
+    except OSError as error:
+        raise OptionsError(f"--model {place}: {str(error).splitlines()[0]}") from error
+    _refuse_what_is_no_llama(config)
+    return config
 
 
 def load_language(options: Options, device: torch.device) -> Language:
     """The model that the options ask for, ready to run on `device`; OptionsError where there is none."""
+    config = config_of(options)
     if options.model == RANDOM:
-        language = _seeded(options.seed)
+        model: Any = LlamaForCausalLM(config)
+        _scale(model, torch.Generator().manual_seed(options.seed))
+        language = Language(f"seeded Llama, seed {options.seed}", model, ByteTokens(bos=BOS), frozenset({EOS}))
     else:
-        language = _checkpoint(_place(options.model), options.torch_dtype)
-    language.model.to(device=device, dtype=options.torch_dtype).eval()  # type: ignore[call-arg]
-    language.model.generation_config = GenerationConfig()  # this program says how tokens are chosen
+        place = _place(options.model)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=options.torch_dtype)
+        language = Language(Path(place).name, model, _tokens(place, config), _ends(model))
+    model.to(device=device, dtype=options.torch_dtype).eval()
+    model.generation_config = GenerationConfig()  # this program says how tokens are chosen
     return language
-
-
-def _seeded_config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=BYTES + 2,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
-
-
-def _seeded(seed: int) -> Language:
-    model = LlamaForCausalLM(_seeded_config())
-    _scale(model, torch.Generator().manual_seed(seed))
-    return Language(f"seeded Llama, seed {seed}", model, ByteTokens(bos=BOS), frozenset({EOS}))
 
 
 @torch.no_grad()
 def _scale(model: LlamaForCausalLM, generator: torch.Generator) -> None:
-    """Weights so large that a token depends on all the text before it: with the usual ones, a text soon repeats itself.
-
-    The head prefers printable bytes, so that a reader can tell texts apart, and now and then the end of the text.
-    """
+    """Weights so large that texts do not soon repeat themselves; the head prefers printable bytes and, less so, EOS."""
+    gains = {"q_proj": 2.4, "k_proj": 2.4, "v_proj": 1.0, "o_proj": 1.0, "lm_head": 4.0}
     for name, weight in model.named_parameters():
         if "norm" not in name:
-            weight.normal_(std=_deviation(name, weight.shape[1]), generator=generator)
+            deviation = gains.get(name.split(".")[-2], 2.0) / math.sqrt(weight.shape[1])
+            weight.normal_(std=1.0 if "embed_tokens" in name else deviation, generator=generator)
     preference = torch.full((BYTES + 2, 1), 0.5)
     preference[list(PRINTABLE)] = 1.0
     preference[EOS] = 1.3
     model.lm_head.weight.mul_(preference)
-
-
-def _deviation(name: str, fan_in: int) -> float:
-    gains = {
-        "embed_tokens": math.sqrt(fan_in),
-        "q_proj": 2.4,
-        "k_proj": 2.4,
-        "v_proj": 1.0,
-        "o_proj": 1.0,
-        "lm_head": 4.0,
-    }
-    return gains.get(name.split(".")[-2], 2.0) / math.sqrt(fan_in)
 
 
 def _place(model: str) -> str:
@@ -127,10 +141,7 @@ def _place(model: str) -> str:
 
 
 def _smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, made of its package's file when it is first used.
-
-    Transformers takes half a minute to read that file, and a second to read what is made of it.
-    """
+    """The folder of SmolLM2-135M-Instruct, made on first use of its package's file, which is slow to read."""
     folder = Path(sys.prefix, "share", "slotgraph", "SmolLM2-135M-Instruct")
     if (folder / "tokenizer.json").is_file():
         return folder
@@ -149,21 +160,6 @@ def _smollm2() -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
-
-
-def _checkpoint_config(place: str) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(place)
-    except OSError as error:
-        raise OptionsError(f"--model {place}: {str(error).splitlines()[0]}") from error
-    _refuse_what_is_no_llama(config)
-    return config
-
-
-def _checkpoint(place: str, dtype: torch.dtype) -> Language:
-    config = _checkpoint_config(place)
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    return Language(Path(place).name, model, checkpoint_tokens(place, config), _ends(model))
 
 
 def _refuse_what_is_no_llama(config: Any) -> None:
@@ -189,3 +185,16 @@ def _ends(model: PreTrainedModel) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
+
+
+def _tokens(place: str, config: Any) -> Tokens:
+    """The checkpoint's tokenizer, or bytes where a folder has none; OptionsError where bytes do not fit."""
+    folder = Path(place)
+    if not folder.is_dir() or any((folder / name).exists() for name in TOKENIZER_FILES):
+        return CheckpointTokens(AutoTokenizer.from_pretrained(place))
+    if config.vocab_size < BYTES:
+        raise OptionsError(
+            f"--model {place}: no tokenizer, and {config.vocab_size} tokens are too few for bytes: add a tokenizer"
+        )
+    bos = config.bos_token_id
+    return ByteTokens(bos=bos if bos is not None and BYTES <= bos < config.vocab_size else None)

@@ -1,15 +1,16 @@
 """The command line: one attrs field an option, from which the parser is made."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
 
-PATHS = ("auto", "breakable", "piecewise", "eager")
 FOLDER = Path(__file__).resolve().parents[1]
+PROMPTS = FOLDER / "prompts.txt"
+Number = TypeVar("Number", int, float)
 RANDOM = "random"
 """The --model that needs no download."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,165 +33,126 @@ class OptionsError(ValueError):
     """The options, or the model and prompts that they name, cannot be run; the message says what to change."""
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+def _checked(kind: type[Number], fits: Callable[[Number], bool], words: str) -> Callable[[str], Number]:
+    def number(text: str) -> Number:
+        read = kind(text)
+        if not fits(read):
+            raise argparse.ArgumentTypeError(f"expected {words}, got {text}")
+        return read
+
     return number
+
+
+_count = _checked(int, lambda number: number >= 1, "a whole number of at least 1")
+_rounds = _checked(int, lambda number: number >= 0, "a whole number of at least 0")
+_amount = _checked(float, lambda number: number >= 0, "a number of at least 0")
+_share = _checked(float, lambda number: 0 < number <= 1, "a number above 0 and at most 1")
 
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({_count(part) for part in text.split(",")}))
 
 
-def _amount(text: str) -> float:
-    number = float(text)
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text}")
-    return number
-
-
-def _rounds(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _says(text: str, **parser: Any) -> Mapping[str, Any]:
-    """An option's help, and what argparse must know of it."""
-    return {"help": text, **parser}
+def _option(default: Any, text: str, **parser: Any) -> Any:
+    """An option's default, its help, and what argparse must know of it."""
+    return attrs.field(default=default, metadata={"help": text, **parser})
 
 
 def _number(default: int, text: str) -> Any:
     """An option that is a whole number of at least 1."""
-    return attrs.field(default=default, metadata=_says(text, type=_count, metavar="N"))
+    return _option(default, text, type=_count, metavar="N")
 
 
 @attrs.frozen(kw_only=True)
 class Options:
     """What one run of the demo is asked to do; every field is a command-line option of the same name."""
 
-    model: str = attrs.field(
-        default="smollm2",
-        metadata=_says(
-            "smollm2 (SmolLM2-135M-Instruct from the package index), random (a small Llama with seeded weights), a "
-            "folder of a Llama-like checkpoint, or a name on the hub, as in org/name",
-            metavar="NAME",
-        ),
+    model: str = _option(
+        "smollm2",
+        "smollm2 (SmolLM2-135M-Instruct from the package index), random (a small Llama with seeded weights), a "
+        "folder of a Llama-like checkpoint, or a name on the hub, as in org/name",
+        metavar="NAME",
     )
-    prompts: str = attrs.field(
-        default="",
-        metadata=_says(
-            "file with a prompt a line, or - for standard input (default: prompts.txt beside this program; texts.txt "
-            "with --model random)",
-            metavar="FILE",
-        ),
+    prompts: str = _option(
+        "",
+        "file with a prompt a line, or - for standard input (default: prompts.txt beside this program; texts.txt "
+        "with --model random)",
+        metavar="FILE",
     )
-    backend: str = attrs.field(
-        default="cpu-capture",
-        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
+    backend: str = _option(
+        "cpu-capture", "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"
     )
-    dtype: str = attrs.field(default="float32", metadata=_says("the model's dtype", choices=tuple(DTYPES)))
+    dtype: str = _option("float32", "the model's dtype", choices=tuple(DTYPES))
     max_new_tokens: int = _number(48, "tokens that a request gets, unless its text ends earlier")
     max_batch: int = _number(16, "requests that may decode in one step")
-    buckets: tuple[int, ...] = attrs.field(
-        default=(),
-        metadata=_says(
-            "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch)",
-            type=_counts,
-            metavar="N,N,..",
-        ),
+    buckets: tuple[int, ...] = _option(
+        (),
+        "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch)",
+        type=_counts,
+        metavar="N,N,..",
     )
-    temperature: float = attrs.field(
-        default=0.0,
-        metadata=_says("draw tokens at this temperature, by --seed; 0 takes the likeliest", type=_amount, metavar="T"),
+    temperature: float = _option(
+        0.0, "draw tokens at this temperature, by --seed; 0 takes the likeliest", type=_amount, metavar="T"
     )
-    top_p: float = attrs.field(
-        default=1.0, metadata=_says("draw from the likeliest tokens of this share alone", type=_share, metavar="P")
-    )
-    prefill: str = attrs.field(
-        default="auto",
-        metadata=_says(
-            "how prompts run: breakable (graphs between marks in the attention's code), piecewise (the layers are "
-            "traced and cut at the attention's operator), eager (no graphs), auto (eager on a CPU, where captures take "
-            "long and gain nothing; else breakable)",
-            choices=PATHS,
-        ),
+    top_p: float = _option(1.0, "draw from the likeliest tokens of this share alone", type=_share, metavar="P")
+    prefill: str = _option(
+        "auto",
+        "how prompts run: breakable (graphs between marks in the attention's code), piecewise (the layers are "
+        "traced and cut at the attention's operator), eager (no graphs), auto (eager on a CPU, where captures take "
+        "long and gain nothing; else breakable)",
+        choices=("auto", "breakable", "piecewise", "eager"),
     )
     max_prefill_tokens: int = _number(
-        512,
-        "tokens of prompts that may share one step; a longer prompt runs alone, and eagerly",
+        512, "tokens of prompts that may share one step; a longer prompt runs alone, and eagerly"
     )
     page_size: int = _number(16, "tokens that one page of the KV cache holds")
-    arrival_gap: float = attrs.field(
-        default=0.0,
-        metadata=_says("mean number of steps between two arrivals, 0 for all at once", type=_amount, metavar="N"),
+    arrival_gap: float = _option(
+        0.0, "mean number of steps between two arrivals, 0 for all at once", type=_amount, metavar="N"
     )
-    seed: int = attrs.field(
-        default=0,
-        metadata=_says("seed of arrivals, of draws, and of the weights of --model random", type=int, metavar="N"),
-    )
-    tolerance: float | None = attrs.field(
-        default=None,
-        metadata=_says(
-            "largest difference of a logit that counts as equal (default: 0.001 for float32, else twice what the model "
-            "differs from itself in other batches)",
-            type=_amount,
-            metavar="X",
-        ),
+    seed: int = _option(0, "seed of arrivals, of draws, and of the weights of --model random", type=int, metavar="N")
+    tolerance: float | None = _option(
+        None,
+        "largest difference of a logit that counts as equal (default: 0.001 for float32, else twice what the model "
+        "differs from itself in other batches)",
+        type=_amount,
+        metavar="X",
     )
     tp: int = _number(
         1,
         "processes that run each request together, a share of the model's heads and columns each; torchrun starts them",
     )
     dp: int = _number(
-        1,
-        "processes that serve a share of the requests each, with the whole model; torchrun starts them",
+        1, "processes that serve a share of the requests each, with the whole model; torchrun starts them"
     )
     pp: int = _number(
-        1,
-        "processes that run each request one after another, a part of the model's layers each; torchrun starts them",
+        1, "processes that run each request one after another, a part of the model's layers each; torchrun starts them"
     )
-    rounds: int | None = attrs.field(
-        default=None,
-        metadata=_says(
-            "rounds in which decode steps are timed, 0 for none (default: 15 on a CPU, 11 on a device)",
-            type=_rounds,
-            metavar="N",
-        ),
+    rounds: int | None = _option(
+        None,
+        "rounds in which decode steps are timed, 0 for none (default: 15 on a CPU, 11 on a device)",
+        type=_rounds,
+        metavar="N",
     )
-    compile: bool = attrs.field(
-        default=False,
-        metadata=_says(
-            "capture torch.compile(step) as the decode step, on cuda, or on cpu with a C++ compiler",
-            action="store_true",
-        ),
+    compile: bool = _option(
+        False,  # noqa: FBT003 - a flag's default
+        "capture torch.compile(step) as the decode step, on cuda, or on cpu with a C++ compiler",
+        action="store_true",
     )
-    compare: bool | None = attrs.field(
-        default=None,
-        metadata=_says(
-            "time what transformers does, too: its continuous batching (default: unless --model random), its own step "
-            "under torch.compile, and torch.compile(step) through DecodeRunner (default: on a device; on a CPU "
-            "compiling takes a minute)",
-            action=argparse.BooleanOptionalAction,
-        ),
+    compare: bool | None = _option(
+        None,
+        "time what transformers does, too: its continuous batching (default: unless --model random), its own step "
+        "under torch.compile, and torch.compile(step) through DecodeRunner (default: on a device; on a CPU "
+        "compiling takes a minute)",
+        action=argparse.BooleanOptionalAction,
     )
-    json: Path | None = attrs.field(
-        default=None, metadata=_says("write the report to this file too", type=Path, metavar="FILE")
+    json: Path | None = _option(  # noqa: RUF009 - an attrs.field
+        None, "write the report to this file too", type=Path, metavar="FILE"
     )
-    verbose: bool = attrs.field(
-        default=False, metadata=_says("show the library's events: captures, growth", action="store_true")
+    verbose: bool = _option(
+        False,  # noqa: FBT003 - a flag's default
+        "show the library's events: captures, growth",
+        action="store_true",
     )
-
-    @property
-    def prompts_file(self) -> str:
-        """The file with prompts that is asked for, - for standard input."""
-        return self.prompts or str(FOLDER / ("texts.txt" if self.model == RANDOM else "prompts.txt"))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -210,12 +172,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         prog="generate", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for field in attrs.fields(Options):
-        _add(parser, field)
+        details = dict(field.metadata)
+        if field.default not in {None, "", ()} and "action" not in details:
+            details["help"] += f" (default: {field.default})"
+        parser.add_argument("--" + field.name.replace("_", "-"), default=field.default, **details)
     return Options(**vars(parser.parse_args(argv)))
-
-
-def _add(parser: argparse.ArgumentParser, field: "attrs.Attribute[Any]") -> None:
-    details = dict(field.metadata)
-    if field.default not in {None, "", ()} and "action" not in details:
-        details["help"] += f" (default: {field.default})"
-    parser.add_argument("--" + field.name.replace("_", "-"), default=field.default, **details)

@@ -1,8 +1,9 @@
 """The program: the reference, the engine, the comparison and the report, one after the other."""
 
+import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -11,30 +12,21 @@ from rich.console import Console
 from rich.progress import Progress
 
 from serving.attention import paged
-from serving.batched import continuous_batching
-from serving.compiled import check_compiles
-from serving.crew import crew_of
+from serving.comparison import Judge
 from serving.engine import Engine, Prepare, unchanged
 from serving.inputs import DecodeInputs, PrefillInputs
-from serving.judge import Judge
-from serving.measuring import measure
+from serving.measuring import measure, measure_prefill
 from serving.model import Language, config_of, load_language
 from serving.options import RANDOM, Options, OptionsError, parse
-from serving.parts import Part, run_of
-from serving.prefill_times import prefill_times
-from serving.prompts import read_requests
-from serving.ranks import World, joined
-from serving.reference import Answer
-from serving.report import Report, write_json
-from serving.request import Request
-from serving.served import Served
-from serving.sharded import check_even, sharded
-from serving.staged import check_layers, staged
-from serving.summary import summarise
+from serving.ranks import World, crew_of, joined
+from serving.reference import continuous_batching
+from serving.report import Report, part_of, passed, summarise, write_json
+from serving.request import Request, read_requests
+from serving.shares import check_even, check_layers, sharded, staged
+from serving.steps import check_compiles
 from serving.tables import show
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
-from slotgraph.runners.statistics import CaptureReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,15 +67,15 @@ def generate(
     if options.pp > 1:
         check_layers(config_of(options), options.pp)
     with joined(options) as world:
-        report = _report(options, world, {"declaration": declaration, "prompts": prompts, "prepare": prepare})
-    if world.first:
+        report = _report(options, world, declaration=declaration, prompts=prompts, prepare=prepare)
+    if world.rank == 0:
         show(report, Console())
         if options.json is not None:
             write_json(report, options.json)
-    return 0 if report.passed else 1
+    return 0 if passed(report) else 1
 
 
-def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
+def _report(options: Options, world: World, **seams: Any) -> Report:
     """Answer, serve, compare, and time; the same report in every rank."""
     device = backends.choose(options.backend).device
     if options.prefill == "auto":
@@ -92,60 +84,48 @@ def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
     every = read_requests(options, whole)
     requests = world.share(every)
     language, judged, alone = whole, whole, None
-    if world.pipeline_parallel:
+    if world.way == "pp":
         language = staged(whole, world)
-    if world.tensor_parallel:
+    if world.way == "tp":
         language = judged = sharded(whole, world)
         alone = _ask(options, world, whole, requests)
     judge = _ask(options, world, judged, requests)
-    judge = judge.within(world.gathered(judge.bounds))
-    batched = continuous_batching(whole, requests, options, world)
+    judge = attrs.evolve(judge, bounds=max(world.gathered(judge.bounds), key=lambda bounds: bounds.logits))
+    batched = continuous_batching(whole, requests, options, world.size)
+
     engine = Engine(language, requests, options, crew=crew_of(world, language, every), **seams)
-    with paged(language.model):
-        captured = _serve(engine, len(requests), world)
-    part = Part(
-        requests=requests,
-        served=Served.by(engine, captured),
+    with paged(language.model), _bar(world) as progress:
+        captured = engine.capture()
+        task = progress.add_task("serving, in batches", total=len(requests))
+        for work in engine.run():
+            progress.update(task, completed=work.done)
+
+    part = part_of(
+        engine,
+        captured,
+        requests,
         comparison=judge.compare(requests) if world.ends else None,
         alone=None if alone is None else alone.beside(judge).compare(requests),
         reference_seconds=judge.seconds,
-        batched=batched,
     )
-    report = summarise(run_of(options, world, whole, part))
-    if report.passed and world.timed:  # what a wrong step takes is of no interest
-        report = _timed(report, engine, options, requests, world)
+    report = summarise(options, world, whole, world.gathered(part), batched)
+    # What a wrong step takes is of no interest; and a step can be timed by itself where each rank runs all that it is.
+    if passed(report) and world.way in {"", "tp"}:
+        options = attrs.evolve(options, compare=False) if world.size > 1 else options
+        with _bar(world) as progress:
+            progress.add_task("timing steps", total=None)
+            report["prefill_times"] = measure_prefill(engine, options, requests)
+            report["measured"] = measure(engine, options, requests)
     return report
 
 
 def _ask(options: Options, world: World, language: Language, requests: Sequence[Request]) -> Judge:
     with _bar(world) as progress:
-
-        def watch(answers: Iterator[Answer], count: int) -> Iterable[Answer]:
-            return progress.track(answers, count, description="generate(), one at a time")
-
+        watch = functools.partial(progress.track, total=len(requests), description="generate(), one at a time")
         return Judge.asked(options, language, requests, watch)
-
-
-def _serve(engine: Engine, count: int, world: World) -> CaptureReport:
-    """Capture, then run until every request is done."""
-    captured = engine.capture()
-    with _bar(world) as progress:
-        task = progress.add_task("serving, in batches", total=count)
-        for work in engine.run():
-            progress.update(task, completed=work.done)
-    return captured
-
-
-def _timed(report: Report, engine: Engine, options: Options, requests: Sequence[Request], world: World) -> Report:
-    """Ranks that run each request together are timed together; transformers' own compiled step is for one process."""
-    options = attrs.evolve(options, compare=False) if world.size > 1 else options
-    with _bar(world) as progress:
-        progress.add_task("timing steps", total=None)
-        prefill = prefill_times(engine, options, requests)
-        return attrs.evolve(report, prefill_times=prefill, measured=measure(engine, options, requests))
 
 
 def _bar(world: World) -> Progress:
     """A progress bar, on a terminal only, and of one rank."""
     console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not (world.first and console.is_terminal))
+    return Progress(console=console, transient=True, disable=not (world.rank == 0 and console.is_terminal))

@@ -1,18 +1,28 @@
-"""The processes of a run over several ranks: who they are, what each does, and how they tell one another."""
+"""The processes of a run over several ranks: who they are, and how the steps of one go with those of others."""
 
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import attrs
 import torch
 import torch.distributed as dist
 
+from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, after_others, with_all_counts
+from serving.model import Language
 from serving.options import Options, OptionsError
-from slotgraph import backends
+from serving.request import Request
+from serving.sampling import Sampler
+from slotgraph import Axis, backends, standard
+from slotgraph.ranks import PipelineStage, Ranks
+from slotgraph.runners.runner import Runner
+from slotgraph.runners.statistics import Decision
 
+Outputs: TypeAlias = "torch.Tensor | None"
+"""Logits, or None where the rank has none of them."""
+D = TypeVar("D", bound=TokenInputs)
 T = TypeVar("T")
 WAYS = {"tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline parallel"}
 """What can be shared out among ranks, by the option that asks for it."""
@@ -27,43 +37,18 @@ class World:
     size: int = 1
 
     @property
-    def first(self) -> bool:
-        """Whether it is the one that prints."""
-        return self.rank == 0
-
-    @property
-    def tensor_parallel(self) -> bool:
-        """Whether all ranks run each request together, a share of the model each."""
-        return self.way == "tp"
-
-    @property
-    def data_parallel(self) -> bool:
-        """Whether each rank has requests of its own, and the whole model."""
-        return self.way == "dp"
-
-    @property
-    def pipeline_parallel(self) -> bool:
-        """Whether all ranks run each request one after another, a part of the model's layers each."""
-        return self.way == "pp"
-
-    @property
     def begins(self) -> bool:
         """Whether its part of the model begins with tokens."""
-        return self.rank == 0 or not self.pipeline_parallel
+        return self.rank == 0 or self.way != "pp"
 
     @property
     def ends(self) -> bool:
         """Whether its part of the model ends with logits."""
-        return self.rank == self.size - 1 or not self.pipeline_parallel
-
-    @property
-    def timed(self) -> bool:
-        """Whether steps can be timed by themselves: each rank runs all that a step is, on the same batch."""
-        return self.way in {"", "tp"}
+        return self.rank == self.size - 1 or self.way != "pp"
 
     def share(self, items: Sequence[T]) -> list[T]:
         """What this rank serves: every so many-th with data parallelism, else all. OptionsError where that is none."""
-        if not self.data_parallel:
+        if self.way != "dp":
             return list(items)
         if len(items) < self.size:
             raise OptionsError(
@@ -80,30 +65,23 @@ class World:
         return parts
 
 
-ALONE: Final = World()
-"""A run of one process."""
-
-
-def as_first_says(number: int) -> int:
-    """Rank 0's number, in every rank, where a clock decides how often ranks meet; one process's is its own."""
-    if not dist.is_initialized():
-        return number
-    said = [number]
-    dist.broadcast_object_list(said)
-    return said[0]
+ALONE: Final = World()  # a run of one process
 
 
 @contextlib.contextmanager
 def joined(options: Options) -> Iterator[World]:
-    """The processes that the options ask for, in one group as long as the block runs.
-
-    Raises OptionsError where the environment has other processes than that, or too few devices for them.
-    """
+    """The processes that the options ask for, in one group; OptionsError where there are others, or too few devices."""
     world = world_of(options)
     if world.size == 1:
         yield world
         return
-    device = _device(options)
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    there = torch.accelerator.device_count()
+    if local < there:
+        torch.accelerator.set_device_index(local)
+    device = backends.choose(options.backend).device
+    if device.type != "cpu" and local >= there:
+        raise OptionsError(f"local rank {local} has no device: this machine has {there}; run fewer processes on it")
     own = "" if device.type == "cpu" else f"{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(f"cpu:gloo,{own}" if own else "gloo")
     yield world
@@ -123,27 +101,119 @@ def world_of(options: Options) -> World:
         ways = " or ".join(f"--{way} {present}" for way in WAYS)
         raise OptionsError(f"{present} processes would all do the same: say {ways}")
     if not sizes:
-        return World()
+        return ALONE
     [(way, size)] = sizes.items()
     if present != size or "RANK" not in os.environ:
         run = f"torchrun --nproc-per-node {size} docs/examples/generate {asked}"
-        raise OptionsError(f"{asked} is for {size} processes, and here {_are(present)}: {run}")
+        are = "is 1" if present == 1 else f"are {present}"
+        raise OptionsError(f"{asked} is for {size} processes, and here {are}: {run}")
     if options.prompts == "-":
         raise OptionsError(f"{asked}: {size} processes cannot share standard input: give a file, --prompts FILE")
     return World(way, int(os.environ["RANK"]), size)
 
 
-def _device(options: Options) -> torch.device:
-    """Of several devices on a machine the one of this rank's number there; else the host."""
-    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    there = torch.accelerator.device_count()
-    if local < there:
-        torch.accelerator.set_device_index(local)
-    device = backends.choose(options.backend).device
-    if device.type != "cpu" and local >= there:
-        raise OptionsError(f"local rank {local} has no device: this machine has {there}; run fewer processes on it")
-    return device
+class Crew:
+    """One process by itself, or one of several that run the same batches, as those of tensor parallelism do.
+
+    world: its place among all. ranks: what runners are told of the others, None where there are none, or none matter.
+    sizes: of axes that declarations may have here beside their own.
+    """
+
+    def __init__(
+        self, world: World = ALONE, ranks: Ranks | None = None, sizes: Mapping[Axis, int] | None = None
+    ) -> None:
+        self.world = world
+        self._ranks = ranks
+        self._sizes = sizes or {}
+
+    def inputs(self, declaration: type[D]) -> type[D]:
+        """What steps of a declaration read here."""
+        return declaration
+
+    def given(self, declaration: type[TokenInputs], sizes: Mapping[Axis, int] | None = None) -> dict[str, Any]:
+        """What a declaration's runner is told by keyword: of other ranks, and the sizes of its axes."""
+        here = {axis: size for axis, size in self._sizes.items() if axis in declaration.slotgraph.axes}
+        ranks = {} if self._ranks is None else {"ranks": self._ranks}
+        return {"sizes": {**(sizes or {}), **here}, **ranks}
+
+    def stage(self, runner: Runner[Any]) -> Runner[Any] | PipelineStage:
+        """What runs a batch through what this process has of the model."""
+        return runner
+
+    def tokens(self, logits: Outputs, requests: Sequence[Request], sampler: Sampler) -> list[int]:
+        """The next token of each request."""
+        if logits is None:
+            raise RuntimeError(f"there are no logits for {len(requests)} requests")
+        return sampler.choose(logits, requests)
+
+    def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:
+        """The path that a batch has just taken, and why: with data parallelism what all ranks have agreed on."""
+        return runner.agreed or runner.decide(batch)
+
+    def idle(self, runner: Runner[Any], batch: object = None) -> bool:
+        """Take part, with a batch without rows, in what others run of a runner; whether they ran anything."""
+        del runner, batch
+        return False
+
+    def goes_on(self, *, ran: bool, steps: int) -> bool:
+        """Whether others may still need this process. ran: whether any ran something in the step before."""
+        del ran, steps
+        return False
 
 
-def _are(present: int) -> str:
-    return "is 1" if present == 1 else f"are {present}"
+class Peers(Crew):
+    """Ranks with requests of their own that run each step together, in one bucket, as data parallelism does."""
+
+    def __init__(self, world: World, last_arrival: int) -> None:
+        super().__init__(world, Ranks(), {standard.DP: world.size})
+        self._last_arrival = last_arrival
+
+    def inputs(self, declaration: type[D]) -> type[D]:
+        """Decode steps also read how many tokens each rank has."""
+        return with_all_counts(declaration) if issubclass(declaration, DecodeInputs) else declaration
+
+    def idle(self, runner: Runner[Any], batch: object = None) -> bool:
+        """A step without rows, unless no rank has any."""
+        return runner.idle(batch) is not None
+
+    def goes_on(self, *, ran: bool, steps: int) -> bool:
+        """A request that somebody has still to run has not arrived, or was there in the step before."""
+        return ran or steps <= self._last_arrival
+
+
+class Pipeline(Crew):
+    """Ranks that run one part of the model's layers each, one after another."""
+
+    def __init__(self, world: World, language: Language) -> None:
+        self._dtype, self._hidden = language.model.dtype, language.model.config.hidden_size
+        super().__init__(world, sizes={standard.HIDDEN: self._hidden})
+
+    def inputs(self, declaration: type[D]) -> type[D]:
+        """The same, and hidden states but on the first rank."""
+        return declaration if self.world.begins else after_others(declaration, self._dtype)
+
+    def stage(self, runner: Runner[Any]) -> PipelineStage:
+        """Hidden states come from the rank before, and go to the one after."""
+        return PipelineStage(runner)
+
+    def tokens(self, logits: Outputs, requests: Sequence[Request], sampler: Sampler) -> list[int]:
+        """The last rank chooses, and tells the others."""
+        tokens = torch.tensor([0] * len(requests) if logits is None else sampler.choose(logits, requests))
+        dist.broadcast(tokens, self.world.size - 1)
+        return tokens.tolist()
+
+    def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:
+        """Asked for with hidden states of the batch's size, of which there is nothing any more but that."""
+        if self.world.begins:
+            return runner.decide(batch)
+        came = torch.empty(len(batch.input_ids), self._hidden, dtype=self._dtype, device="meta")
+        return runner.decide(batch, pp_proxy_tensors={"hidden_states": came})
+
+
+def crew_of(world: World, language: Language, requests: Sequence[Request]) -> Crew:
+    """The crew of a process in its world. requests: of all ranks."""
+    if world.way == "dp":
+        return Peers(world, max(request.arrival for request in requests))
+    if world.way == "pp":
+        return Pipeline(world, language)
+    return Crew(world, Ranks(equal=True) if world.way == "tp" else None)

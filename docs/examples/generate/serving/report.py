@@ -1,171 +1,183 @@
-"""The report: what one run showed, as plain records that go to JSON as they are."""
+"""The report: what one run showed, as one record that goes to JSON as it is; on a terminal see tables."""
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace as Part
+from typing import Any, TypeAlias
 
 import attrs
 import cattrs
 
-from serving.batched import Batched
 from serving.comparison import Comparison
-from serving.measuring import Measured
-from serving.prefill_times import PrefillTimes
+from serving.engine import Engine
+from serving.model import Language
+from serving.options import Options
+from serving.ranks import World
+from serving.request import Request
+from slotgraph import EagerRunner
+from slotgraph.runners.statistics import CaptureReport
+
+Report: TypeAlias = dict[str, Any]
 
 
-@attrs.frozen(kw_only=True)
-class BucketUse:
-    """How often one bucket was replayed, and how; waste: the share of its rows that were padding."""
+def part_of(engine: Engine, captured: CaptureReport, requests: Sequence[Request], **judged: Any) -> Part:
+    """What one rank did, which every rank tells the others; but for logits, which have been compared.
 
-    bucket: int
-    path: str
-    steps: int
-    live: int
-    padded: int
-    waste: float
-
-
-@attrs.frozen(kw_only=True)
-class PrefillUse:
-    """The prefill steps.
-
-    asked: the path that was asked for. paths: steps by the path that they took. reasons: why steps ran eagerly, by the
-    reason's word. tokens: of all prompts. most: requests in one step. share: of the time of all steps. buckets: of
-    tokens. memory: bytes of input buffers, graphs and outputs; 0 without graphs.
+    counts: live rows of decode steps, as the device counted them, of this rank and of all. decode, prompts: the
+    runners' statistics; captured: what their captures came to. judged: comparison with generate() of the same model,
+    None where the rank has no logits; alone: with that of the whole one; reference_seconds.
     """
-
-    asked: str
-    steps: int
-    paths: dict[str, int]
-    reasons: dict[str, str]
-    tokens: int
-    most: int
-    share: float
-    capture_seconds: float
-    padding_waste: float
-    buckets: list[BucketUse]
-    memory: int
-
-
-@attrs.frozen(kw_only=True)
-class FillTime:
-    """Host time of the fill of one decode step, in microseconds."""
-
-    fills: int
-    median_us: float
-    p99_us: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "FillTime":
-        """Median and 99th percentile; zeros where nothing was filled."""
-        ranked = sorted(seconds) or [0.0]
-        last = ranked[math.ceil(0.99 * len(ranked)) - 1]
-        return cls(fills=len(seconds), median_us=1e6 * statistics.median(ranked), p99_us=1e6 * last)
+    runner = engine.prefill
+    return Part(
+        requests=[attrs.evolve(request, logits=[]) for request in requests],
+        backend=engine.decode.stage.backend.name,
+        work=engine.work,
+        counts=engine.steps.counts.flatten().tolist(),
+        decode=dict(engine.decode.stats()),
+        captured=captured,
+        prompts=dict(runner.stats()),
+        captured_prompts=None if isinstance(runner, EagerRunner) else runner.report,
+        kv_cache=engine.steps.cache.nbytes,
+        **judged,
+    )
 
 
-@attrs.frozen(kw_only=True)
-class MemoryUse:
-    """Bytes of the decode runner's input buffers, graphs and outputs, and of the KV cache."""
-
-    inputs: int
-    graphs: int
-    outputs: int
-    kv_cache: int
-
-
-@attrs.frozen(kw_only=True)
-class TextMade:
-    """One request and its text. arrived, began, ended: engine steps; what lies between the first two is waiting."""
-
-    request: int
-    arrived: int
-    began: int
-    ended: int
-    prompt: str
-    prompt_tokens: int
-    tokens: list[int]
-    text: str
-
-
-@attrs.frozen(kw_only=True)
-class RanksUse:
-    """How a run was shared out among processes.
-
-    way: "tp", "dp" or "pp". requests: of each rank. differing: ranks that made other tokens than rank 0 of the same
-    requests. alone: with tensor parallelism what all came to beside one process with the whole model; the report's
-    comparison is with the same shares run eagerly. counted: with data parallelism all ranks' decoded tokens, as each
-    rank's device counted them inside the step. forced: steps by the rank that forced the bucket of all.
-    """
-
-    way: str
-    size: int
-    requests: list[int]
-    differing: list[int]
-    alone: Comparison | None
-    counted: list[int] = attrs.field(factory=list)
-    forced: dict[int, int] = attrs.field(factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """Whether all ranks agree, with one another and with one process."""
-        return not self.differing and (self.alone is None or self.alone.difference is None)
+def summarise(
+    options: Options, world: World, language: Language, parts: Sequence[Part], batched: tuple[float | None, str]
+) -> Report:
+    """The report of all ranks: of data parallelism their sums, else of one whose requests stand for all."""
+    shown = parts if world.way == "dp" else parts[-1:] if world.way == "pp" else parts[:1]
+    works = [part.work for part in shown]
+    requests = sorted((request for part in shown for request in part.requests), key=lambda one: one.number)
+    comparison = Comparison.together([part.comparison for part in shown if part.comparison is not None])
+    tokens = sum(len(request.generated) for request in requests)
+    memories = [part.captured.memory for part in shown]
+    buckets = _buckets([part.decode for part in shown])
+    return {
+        "model": language.name,
+        "parameters": sum(parameter.numel() for parameter in language.model.parameters()),
+        "backend": shown[0].backend,
+        "dtype": options.dtype,
+        "requests": len(requests),
+        "steps": max(work.steps for work in works),
+        "prefill": _prefill(options, shown),
+        "decode_steps": sum(work.decodes for work in works),
+        "eager_steps": sum(part.decode["steps"]["eager"] for part in shown),
+        "decoded": sum(work.decoded for work in works),  # by the host; counted: by the device, inside the step
+        "counted": sum(part.counts[0] for part in shown),
+        "tokens": tokens,
+        "tokens_per_second": tokens / max(work.seconds for work in works),
+        "reference_tokens_per_second": comparison.tokens / max(part.reference_seconds for part in shown),
+        "batched": dict(zip(("tokens_per_second", "note"), batched, strict=True)),
+        "capture_seconds": max(part.captured.seconds for part in shown),
+        "padding_waste": _waste(buckets),
+        "buckets": buckets,
+        "fill": _fill([seconds for work in works for seconds in work.fills]),
+        "memory": {
+            **{name: sum(getattr(memory, name) for memory in memories) for name in ("inputs", "graphs", "outputs")},
+            "kv_cache": sum(part.kv_cache for part in shown),
+        },
+        "comparison": comparison,
+        "texts": [_text(request, language) for request in requests],
+        "ranks": _ranks(world, parts) if world.size > 1 else None,
+        "measured": None,  # what steps take, of a run that is right
+        "prefill_times": None,
+    }
 
 
-@attrs.frozen(kw_only=True)
-class Report:
-    """One run of the demo.
+def passed(report: Report) -> bool:
+    """Whether ranks agree, all is equal to the reference (both, with --tp), and devices counted as the host did."""
+    ranks, comparisons = report["ranks"] or {"differing": [], "alone": None}, [report["comparison"]]
+    comparisons += [ranks["alone"]] if ranks["alone"] is not None else []
+    equal = all(comparison.difference is None for comparison in comparisons)
+    return equal and not ranks["differing"] and miscounted(report) is None
 
-    decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
-    eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
-    time. batched: its continuous batching. measured, prefill_times: what decode and prefill steps take, None where they
-    were not timed. ranks: None where there was one process; with data parallelism all else is of all ranks, with tensor
-    parallelism of rank 0, with pipeline parallelism of the last one.
-    """
 
-    model: str
-    parameters: int
-    backend: str
-    dtype: str
-    requests: int
-    steps: int
-    prefill: PrefillUse
-    decode_steps: int
-    eager_steps: int
-    decoded: int
-    counted: int
-    tokens: int
-    tokens_per_second: float
-    reference_tokens_per_second: float
-    batched: Batched
-    capture_seconds: float
-    padding_waste: float
-    buckets: list[BucketUse]
-    fill: FillTime
-    memory: MemoryUse
-    comparison: Comparison
-    texts: list[TextMade]
-    ranks: RanksUse | None = None
-    measured: Measured | None = None
-    prefill_times: PrefillTimes | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Whether all tokens and logits count as equal to the reference, and the device counted what the host did."""
-        equal = self.comparison.difference is None and self.miscounted is None
-        return equal and (self.ranks is None or self.ranks.passed)
-
-    @property
-    def miscounted(self) -> int | None:
-        """A count of the decoded tokens that is wrong, of this rank's tokens or of all ranks'; None where none is."""
-        counts = [self.counted, *(self.ranks.counted if self.ranks is not None else ())]
-        return next((count for count in counts if count != self.decoded), None)
+def miscounted(report: Report) -> int | None:
+    """A count of the decoded tokens that is wrong, of this rank's tokens or of all ranks'; None where none is."""
+    counts = [report["counted"], *(report["ranks"] or {"counted": []})["counted"]]
+    return next((count for count in counts if count != report["decoded"]), None)
 
 
 def write_json(report: Report, path: Path) -> None:
     """The report and whether it passed; a number that is not finite becomes null."""
     converter = cattrs.Converter()
     converter.register_unstructure_hook(float, lambda number: number if math.isfinite(number) else None)
-    content = {"passed": report.passed, **converter.unstructure(report)}
+    content = {"passed": passed(report), **converter.unstructure(report)}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _prefill(options: Options, shown: Sequence[Part]) -> Report:
+    works = [part.work for part in shown]
+    buckets = _buckets([part.prompts for part in shown])
+    captured = [part.captured_prompts for part in shown if part.captured_prompts is not None]
+    decisions = [decision for work in works for decision in work.prefills]
+    return {
+        "asked": options.prefill,
+        "steps": len(decisions),
+        "paths": dict(Counter(decision.path for decision in decisions)),
+        "reasons": {one.why: one.reason for one in reversed(decisions) if one.path == "eager"},
+        "tokens": sum(work.prompt_tokens for work in works),
+        "most": max(work.most for work in works),
+        "share": sum(work.prefill_seconds for work in works) / sum(work.seconds for work in works),
+        "capture_seconds": max((report.seconds for report in captured), default=0.0),
+        "padding_waste": _waste(buckets),
+        "buckets": buckets,
+        "memory": sum(report.memory.total for report in captured),
+    }
+
+
+def _buckets(stats: Sequence[Mapping[str, Any]]) -> list[Report]:
+    """How often runners replayed each bucket, and the share of its rows that were padding."""
+    found: list[Report] = []
+    for bucket in sorted({bucket for one in stats for bucket in one["buckets"]}):
+        uses = [one["buckets"][bucket] for one in stats if bucket in one["buckets"]]
+        sums = {name: sum(use[name] for use in uses) for name in ("steps", "live", "padded")}
+        found.append({"bucket": bucket, "path": uses[0]["path"], **sums, "waste": _waste([sums])})
+    return found
+
+
+def _waste(uses: Sequence[Report]) -> float:
+    """The share of all replayed rows that were padding."""
+    padded = sum(use["padded"] for use in uses)
+    return 1 - sum(use["live"] for use in uses) / padded if padded else 0.0
+
+
+def _fill(seconds: Sequence[float]) -> Report:
+    """Host time of the fill of one decode step; zeros where nothing was filled."""
+    ranked = sorted(seconds) or [0.0]
+    last = ranked[math.ceil(0.99 * len(ranked)) - 1]
+    return {"fills": len(seconds), "median_us": 1e6 * statistics.median(ranked), "p99_us": 1e6 * last}
+
+
+def _text(request: Request, language: Language) -> Report:
+    return {
+        "request": request.number,
+        "arrived": request.arrival,  # in engine steps; until it began it was waiting
+        "began": request.steps[0],
+        "ended": request.steps[-1],
+        "prompt": request.prompt,
+        "prompt_tokens": len(request.prompt_ids),
+        "tokens": request.generated,
+        "text": language.tokens.decode(request.generated),
+    }
+
+
+def _ranks(world: World, parts: Sequence[Part]) -> Report:
+    texts = [[request.generated for request in part.requests] for part in parts]
+    forced: Counter[int] = Counter()
+    for stats in (parts[0].prompts, parts[0].decode):
+        forced.update({rank: sum(why.values()) for rank, why in (stats["ranks"] or {"forced": {}})["forced"].items()})
+    return {
+        "way": world.way,
+        "size": world.size,
+        "requests": [len(part.requests) for part in parts],
+        "differing": [rank for rank, made in enumerate(texts) if made != texts[0] and world.way != "dp"],
+        "alone": parts[0].alone,
+        "counted": [part.counts[1] for part in parts] if world.way == "dp" else [],
+        "forced": dict(sorted(forced.items())),  # steps by the rank that forced the path of all
+    }

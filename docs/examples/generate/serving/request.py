@@ -2,9 +2,14 @@
 
 import math
 import random
+import sys
+from pathlib import Path
 
 import attrs
 import torch
+
+from serving.model import Language
+from serving.options import FOLDER, PROMPTS, RANDOM, Options, OptionsError
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -65,3 +70,38 @@ def arrivals(count: int, mean_gap: float, seed: int) -> list[int]:
         steps.append(int(now))
         now += chance.choice((0, 2)) * mean_gap * chance.expovariate(1)
     return steps
+
+
+def read_requests(options: Options, language: Language) -> list[Request]:
+    """A request a line that is not blank; OptionsError where there is none, or one that the model cannot hold."""
+    own = str(FOLDER / "texts.txt" if options.model == RANDOM else PROMPTS)
+    prompts = [line.rstrip("\r") for line in _lines(options.prompts or own) if line.strip()]
+    if not prompts:
+        raise OptionsError("no prompts: give at least one line that is not blank")
+    steps, limit = arrivals(len(prompts), options.arrival_gap, options.seed), options.max_new_tokens
+    requests = [
+        Request(number=number, prompt=prompt, prompt_ids=language.tokens.encode(prompt), arrival=step, limit=limit)
+        for number, (prompt, step) in enumerate(zip(prompts, steps, strict=True))
+    ]
+    room = language.model.config.max_position_embeddings
+    for request in requests:
+        if not request.prompt_ids:
+            raise OptionsError(f"prompt {request.number}: the model's tokenizer makes no token of {request.prompt!r}")
+        if request.longest > room:
+            tokens = f"{len(request.prompt_ids)} tokens and {limit} new ones"
+            raise OptionsError(
+                f"prompt {request.number}: {tokens} exceed the model's {room} positions: lower --max-new-tokens"
+            )
+    return requests
+
+
+def _lines(source: str) -> list[str]:
+    if source == "-":
+        return sys.stdin.read().split("\n")
+    path = Path(source)
+    if not path.is_file():
+        raise OptionsError(f"--prompts {path}: no such file; give one, or - for standard input")
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise OptionsError(f"--prompts {path}: this is no UTF-8 text: {error}") from error

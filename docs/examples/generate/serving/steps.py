@@ -1,4 +1,4 @@
-"""The steps that the runners run: of one all is captured, of the other the model's layers."""
+"""The steps that runners run: all of a decode step is captured, and the model's layers of a prefill step."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -7,42 +7,48 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from serving.attention import Attend, DecodeAttention, PrefillAttention, StepAttention
-from serving.cache import PagedCache
-from serving.compiled import compiled_for_each_size
-from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, all_counts, proxies
-from serving.ranks import ALONE, World
+from serving.attention import ATTEND, Attend, DecodeAttention, PagedCache, PrefillAttention, StepAttention
+from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
+from serving.options import Options, OptionsError
+from serving.ranks import ALONE, Crew, World
+from slotgraph import BATCH, TOKENS, BreakableRunner, EagerRunner, PrefillRunner
 
 Made: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 """Logits, float32; or hidden states, [tokens, elements], where the model goes on in another process."""
 Decode: TypeAlias = Callable[[DecodeInputs], Made]
+Prefill: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs] | PrefillRunner[PrefillInputs]"
 
 
 @attrs.frozen(eq=False)
 class Steps:
     """A model over a paged cache, or its layers of one rank of a pipeline.
 
-    counted: live tokens decoded so far, [1] int32, counted on the device. counted_all: those of all ranks, where steps
-    know of one another's.
+    counts: live tokens decoded so far, [2, 1] int32 on the device: here, and by all ranks where they know of others.
     """
 
     model: PreTrainedModel
     cache: PagedCache
-    world: World
-    counted: torch.Tensor
-    counted_all: torch.Tensor
+    world: World = ALONE
+    counts: torch.Tensor = attrs.field(init=False)
 
-    @classmethod
-    def over(cls, model: PreTrainedModel, cache: PagedCache, world: World = ALONE) -> "Steps":
-        """Steps whose counts stand at zero."""
-        own, everyones = torch.zeros(2, 1, dtype=torch.int32, device=model.device)
-        return cls(model, cache, world, own, everyones)
+    @counts.default
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(2, 1, dtype=torch.int32, device=self.model.device)
 
     @property
     def layers(self) -> torch.nn.Module:
         """All of the model but its head: what prefill graphs hold."""
         layers: torch.nn.Module = self.model.base_model
         return layers
+
+    def decode(self, view: DecodeInputs) -> Made:
+        """Logits for the token after each request's newest, [tokens, vocabulary]; or hidden states."""
+        self.counts[0].add_(view.num_token_non_padded)
+        if self.world.way == "dp":
+            everyones: Any = view
+            self.counts[1].add_(everyones.global_num_tokens.sum())
+        hidden = self._hidden(view, DecodeAttention(self.cache, view))
+        return self._logits(hidden) if self.world.ends else {"hidden_states": hidden}
 
     def prefill(self, attend: Attend) -> Callable[[PrefillInputs], Made]:
         """The prefill step: logits for the first token after each prompt, [requests, vocabulary]; or hidden states."""
@@ -54,22 +60,14 @@ class Steps:
 
         return step
 
-    def decode(self, view: DecodeInputs) -> Made:
-        """Logits for the token after each request's newest, [tokens, vocabulary]; or hidden states."""
-        self.counted.add_(view.num_token_non_padded)
-        if self.world.data_parallel:
-            self.counted_all.add_(all_counts(view).sum())
-        hidden = self._hidden(view, DecodeAttention(self.cache, view))
-        return self._logits(hidden) if self.world.ends else {"hidden_states": hidden}
-
     def decoding(self, *, compiled: bool) -> Decode:
-        """The decode step as a runner gets it; compiled: by torch.compile, anew for each bucket."""
-        return compiled_for_each_size(self.decode) if compiled else self.decode
-
-    def start(self) -> None:
-        """Forget what was counted: warm-ups were, too."""
-        self.counted.zero_()
-        self.counted_all.zero_()
+        """The decode step as a runner gets it; compiled: by torch.compile, which a runner's warm-ups call."""
+        if not compiled:
+            return self.decode
+        config = torch._dynamo.config  # noqa: SLF001 - it has no public name
+        config.recompile_limit = config.accumulated_recompile_limit  # it compiles for each bucket; torch allows 8 sizes
+        step: Decode = torch.compile(self.decode, fullgraph=True, dynamic=False)
+        return step
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head: Any = self.model.get_output_embeddings()
@@ -78,9 +76,10 @@ class Steps:
 
     def _hidden(self, view: TokenInputs, attention: StepAttention) -> torch.Tensor:
         """Without transformers' own cache and masks: positions are given, and attention knows what it may see."""
-        begin = {"input_ids": view.input_ids[None]} if self.world.begins else {"inputs_embeds": proxies(view)[None]}
+        of: Any = view
+        begin = {"input_ids": of.input_ids} if self.world.begins else {"inputs_embeds": of.pp_hidden_states}
         output = self.layers(
-            **begin,
+            **{name: tensor[None] for name, tensor in begin.items()},
             position_ids=view.positions[None],
             use_cache=False,
             step_attention=attention,
@@ -88,3 +87,24 @@ class Steps:
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
+
+
+def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Options, crew: Crew) -> Prefill:
+    """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests."""
+    attend, given = ATTEND[options.prefill], {"backend": options.backend, **crew.given(declaration)}
+    step = steps.prefill(attend)
+    if options.prefill == "eager":
+        return EagerRunner(declaration, step, **given)
+    rows = BATCH if steps.world.ends else TOKENS
+    given |= {"max_tokens": options.max_prefill_tokens, "max_batch": options.max_batch, "output_rows": rows}
+    if options.prefill == "breakable":
+        return BreakableRunner(declaration, step, stack=steps.layers, **given)
+    return PrefillRunner(declaration, step, stack=steps.layers, splits=[attend], **given)
+
+
+def check_compiles(backend: str) -> None:
+    """Raises OptionsError for a backend whose graphs cannot hold compiled kernels."""
+    if backend == "cpu-capture":
+        raise OptionsError(
+            "cpu-capture records torch operators and cannot record compiled kernels: compile with --backend cpu or cuda"
+        )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from serving.cache import PageAllocator
+from serving.attention import PageAllocator
 from serving.model import Language
 from slotgraph import DecodeRunner, EagerRunner, standard
 from slotgraph.backends import Backend

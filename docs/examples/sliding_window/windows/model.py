@@ -6,8 +6,7 @@ from typing import Final
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
-from serving.model import BOS, EOS, PRINTABLE, Language
-from serving.tokens import BYTES, ByteTokens
+from serving.model import BOS, BYTES, EOS, PRINTABLE, ByteTokens, Language
 
 SLIDING: Final = "sliding_attention"
 _LAYERS: Final = [SLIDING, SLIDING, "full_attention"] * 2

@@ -8,7 +8,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from serving.cache import PagedCache
+from serving.attention import PagedCache
 from windows.model import SLIDING
 
 PAGE: Final = 4

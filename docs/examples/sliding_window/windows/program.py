@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from serving.bounds import FLOAT32_TOLERANCE, Bounds
-from serving.comparison import compare
+from serving.comparison import FLOAT32_TOLERANCE, Bounds, compare
 from serving.reference import reference_answers
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError

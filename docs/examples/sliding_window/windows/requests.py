@@ -4,9 +4,9 @@ import math
 
 import attrs
 
+from serving.model import Tokens
 from serving.options import PROMPTS
 from serving.request import Request, arrivals
-from serving.tokens import Tokens
 from windows.pools import PAGE
 
 
