@@ -238,7 +238,7 @@ class Specializations:
 
     def __init__(self, declaration: Declaration, size: Sizer | None = None) -> None:
         """Make an empty one. size: reads live sizes; without it, nothing can be bound."""
-        sources = {name: source for name, slot in declaration.slots.items() if (source := slot.reads(name)) is not None}
+        sources = declaration.sources
         self.names = tuple(sources)
         self.gather = Gather([*sources.values()])
         self._arguments = declaration.arguments
