@@ -31,7 +31,7 @@ from .device import StreamBackend
 from .device_graph import Advice, Handle, Opened, first_line
 from .ring import Inline, Start, copy_slice, ring_on
 
-DriverCopy = Callable[[int, int | bytes, int, int], int]
+DriverCopy = Callable[[ctypes.c_uint64, ctypes.c_void_p | bytes, ctypes.c_size_t, ctypes.c_void_p], int]
 _C: Final[Any] = torch._C  # noqa: SLF001 - the allocator's side of a capture has no public name
 _CAPABILITIES: Final = Capabilities(packed_uploads=True, capture_error_modes=StreamBackend.error_modes)
 _WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=LADDER)
@@ -195,14 +195,15 @@ def _copies(copy: DriverCopy, packet: torch.Tensor) -> tuple[Start, Inline, int]
     From memory that is not pinned, a driver reads what it copies before the call returns (CUDA's "API synchronization
     behavior"); torch would wait for the device there.
     """
-    target, stream = packet.data_ptr(), _current_stream_on(packet.device)
+    target, stream = ctypes.c_uint64(packet.data_ptr()), _current_stream_on(packet.device)
+    size, handle = functools.cache(ctypes.c_size_t), functools.cache(ctypes.c_void_p)  # ctypes converts ints slowly
 
     def start(memory: torch.Tensor, at: int, nbytes: int) -> None:
-        if copy(target, memory.data_ptr() + at, nbytes, stream()):
+        if copy(target, ctypes.c_void_p(memory.data_ptr() + at), size(nbytes), handle(stream())):
             copy_slice(packet, memory, at, nbytes)
 
     def inline(data: bytes, nbytes: int) -> None:
-        if copy(target, data, nbytes, stream()):
+        if copy(target, data, size(nbytes), handle(stream())):
             with torch.cuda.device(packet.device):  # a thread that has not used the device yet: torch readies it
                 packet[:nbytes].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
@@ -218,7 +219,6 @@ def _driver_copy() -> DriverCopy | None:
         function = ctypes.CDLL(_DRIVER).cuMemcpyHtoDAsync_v2
     except (OSError, AttributeError):
         return None
-    function.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     function.restype = ctypes.c_int
     return function
 

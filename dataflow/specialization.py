@@ -236,8 +236,9 @@ class Specializations:
 
     def __init__(self, declaration: Declaration, size: Sizer | None = None) -> None:
         """Make an empty one. size: reads live sizes; without it, nothing can be bound."""
-        self.names = tuple(declaration.sources)
-        self.gather = Gather([*declaration.sources.values()])
+        sources = declaration.sources
+        self.names = tuple(sources)
+        self.gather = Gather([*sources.values()])
         self._arguments = declaration.arguments
         self._key = None if size is None else _key_of(size, self.names, [name for name, _ in declaration.optional])
         self._known: dict[Hashable, list[Specialization]] = {}

@@ -94,7 +94,7 @@ class Prover(Watcher):
         except CheckError as error:
             self.off, state = True, None
             log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
-        except Exception as error:  # noqa: BLE001 - a step may fail when it is looked at, which is no fault of its graph
+        except Exception as error:  # noqa: BLE001 - a step may fail under a look although its graph is right
             state, reason = None, error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)

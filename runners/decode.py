@@ -434,7 +434,7 @@ class DecodeRunner(RequestRunner[V]):
         output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
         phase: Of a pool, whose memory others use in theirs.
         state: The tensors beside slots, or parts of them, that captures and checks put back after each run of the
-            step that nobody asked for. By default all that its operators write is found and put back; a large KV
+            step for a warm-up or a look. By default all that its operators write is found and put back; a large KV
             cache that a custom operator writes may be too large for that: give the parts that padded rows write,
             or `()`.
         ranks: Those that run each step together, in one bucket.

@@ -34,7 +34,7 @@ Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 class Traffic(OperatorWatch):
     """Tells of each operator that is run, but not of kernels beside torch's dispatcher, such as Triton's.
 
-    writes: called before one writes memory that was there before. done: called after one that is no mere view.
+    writes: called before an operator writes memory that the run did not make. done: called after each but a view.
     """
 
     def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:

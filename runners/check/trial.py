@@ -203,12 +203,16 @@ class Subject(Generic[V]):
         return not (late or isinstance(self.slots[name], Output))
 
 
-class RecordedBatch(dict[Any, Any], Answering):
-    """A batch made of what sources gave. It answers for functions of the batch, which are not called, by their ids."""
+class RecordedBatch(dict[str, Any], Answering):
+    """A batch made of what sources gave. It answers for functions of the batch, which are not called."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.answers: dict[int, Any] = {}
 
     def answer(self, source: Source) -> Any:
         """What the source found in the batch that this one stands for. None if it found nothing."""
-        return self.get(id(source))
+        return self.answers.get(id(source))
 
 
 def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
@@ -218,7 +222,7 @@ def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[
     for name, value in slots.items():
         source = declaration.sources.get(name)
         if isinstance(source, Call):
-            batch[id(source)] = value
+            batch.answers[id(source)] = value
         elif isinstance(source, Path):
             if not put(sample, source, value):
                 raise RecordingError(

@@ -442,7 +442,7 @@ def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[P
     slot, name = buffer.slot, buffer.name
     if isinstance(slot, Output):
         return "replay", "outputs"
-    if slot.computes() is not None and runner.stage.declaration.side(name) == DEVICE:
+    if runner.stage.declaration.side(name) == DEVICE:
         return ("replay" if runner.tally.path == "graph" else "fill"), "replay"
     by_kernel = plan is not None and name in plan.fused and not slot.rewritten
     return ("kernel" if by_kernel else "fill"), "replay"

@@ -118,7 +118,7 @@ class EagerInputs(DecodeInputs):
 
 
 class PrefillInputs(Inputs):
-    """What the captured pieces of a prefill read: tokens alone, so that no piece hangs on how many requests there are.
+    """What the captured pieces of a prefill read: tokens alone, so that no piece depends on the requests.
 
     input_ids: padded rows are executed, by kernels that may sort or route by id: one and the same id each time.
     positions: padded rows are executed; a stale position indexes the rope table past its end.
@@ -138,7 +138,7 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
     extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
     extend_prefix_lens: cached tokens before the new ones; 0 in padded rows, which have no cache.
     extend_start_loc: where each request's tokens begin; a padded row stays inside the tokens.
-    orig_seq_lens: lengths before anything was chunked, for rope scaling that hangs on them.
+    orig_seq_lens: lengths before anything was chunked, for rope scaling that depends on them.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
@@ -212,7 +212,7 @@ class DraftExtendInputs(Requests):
     extend_seq_lens: each request has WIDTH tokens, accepted or not.
     num_correct_drafts: WIDTH in padded rows, as if all of their drafts were right.
     num_accept_tokens: WIDTH in padded rows, whose select_index is then the last of their own rows.
-    select_index: the row of each request's last accepted token; it hangs on WIDTH, so no two widths may share it.
+    select_index: the row of each request's last accepted token; it depends on WIDTH, so no two widths may share it.
     next_token_logits: one row a request, that of select_index.
     """
 

@@ -39,7 +39,7 @@ class Wide(Flow):  # with rows of too many bytes to go along in a command
 
 
 def flow_step(view: Flow) -> torch.Tensor:
-    """Whole numbers that hang on every slot and on every tail; exact in any order of addition."""
+    """Whole numbers that depend on every slot and on every tail; exact in any order of addition."""
     rows = view.ids * 3 + view.live + view.ids.sum() + view.weights.sum().long()
     return rows + view.table.sum() if isinstance(view, Wide) else rows
 

@@ -42,7 +42,7 @@ class Way:
     """One way to run the kernel.
 
     blocks: elements for each table row that are tried. exact: whether a converted NaN has the reference's very bits,
-    which on the CPU hang on torch's vector code. programs: about how many one launch may have at most.
+    which on the CPU depend on torch's vector code. programs: about how many one launch may have at most.
     """
 
     device: torch.device

@@ -278,7 +278,7 @@ def test_parameters_by_argument() -> None:
 
 @attrs.frozen(kw_only=True)
 class Recomputed(Copied):
-    """A kind that is copied, and computed too: which of the two comes last would hang on the lowering."""
+    """A kind that is copied, and computed too: which of the two comes last would depend on the lowering."""
 
     def computes(self) -> Compute:
         return compute_of(lambda out: out.add_(1))

@@ -97,7 +97,7 @@ keys = KEYS | KEYS.map(str.upper) | st.text(max_size=6)
 @example(options={"debug": []})  # none, whatever the environment says
 @given(st.dictionaries(keys | leaves, values | numbers | st.lists(numbers, max_size=4), max_size=4))
 def test_any_keys_and_values(options: dict[Any, Any]) -> None:
-    """Random keys and values: a configuration that is as good as any, or ConfigError that says what is wrong."""
+    """Random keys and values: a valid configuration, or ConfigError that names the fault."""
     try:
         config = RunnerConfig.of(options)
     except ConfigError as error:

@@ -20,7 +20,7 @@ class Numbers(Inputs):
 
 
 def runner_on(backend: NpuBackend | AcceleratorBackend) -> DecodeRunner[Numbers]:
-    """A captured runner whose outputs hang on every row, the padded ones too."""
+    """A captured runner whose outputs depend on every row, the padded ones too."""
     options: dict[str, Any] = {"buckets": [4], "backend": backend, "progress": False}
     runner = DecodeRunner(Numbers, lambda view: view.numbers * 3 + view.numbers.sum(), **options)
     runner.capture()

@@ -118,7 +118,7 @@ def another_batch(rank: int) -> str:
 
 
 def test_another_batch_than_was_agreed_on(two: Processes) -> None:
-    """It is told where it is noticed; the next step is as good as any."""
+    """It is told where it is noticed; the next step is right."""
     first, second = two.run(another_batch)
     assert first == ""
     told = "RankError: this is not the batch that was agreed on ahead, with sizes (3, 3, 3); it has sizes (4, 4, 4)"

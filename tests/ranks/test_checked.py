@@ -298,7 +298,7 @@ def raises_eagerly(rank: int) -> tuple[str, bool]:
 
 
 def test_a_check_that_breaks_off_on_one_rank(two: Processes) -> None:
-    """The others are told at once what it raised, and the next step is as good as any."""
+    """The others are told at once what it raised, and the next step is right."""
     first, second = two.run(raises_eagerly)
     assert first == ("RankError: the look at what a step changes raised on rank 1: ValueError: lost a page", True)
     assert second == ("ValueError: lost a page", True)

@@ -73,7 +73,7 @@ def refuses(rank: int, kind: str) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_refused_batch(two: Processes, kind: str) -> None:
-    """Nobody runs the step, nothing is written anywhere, each is told, and the next step is as good as any."""
+    """Nobody runs the step, nothing is written anywhere, each is told, and the next step is right."""
     first, second = two.run(refuses, kind)
     assert [error for error, _ in first[::2] + second[::2]] == [""] * 10
     for (other, unwritten), (own, also) in zip(first[1::2], second[1::2], strict=True):

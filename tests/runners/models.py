@@ -36,7 +36,7 @@ class PlainInputs(Inputs):  # one slot of each common kind; no tail value is one
 
 
 def plain_step(view: PlainInputs) -> torch.Tensor:
-    """[TOKENS, WIDTH] floats; each row hangs on its own slots and on the number of live requests."""
+    """[TOKENS, WIDTH] floats; each row depends on its own slots and on the number of live requests."""
     scale = view.weights + view.pairs[:, 0] * view.pairs[:, 1]
     return table_on(view.rows.device)[view.rows] * scale[:, None] + view.live + view.places[:, None]
 

@@ -39,7 +39,7 @@ class BareInputs(Inputs):  # no more than a draft needs
 
 @attrs.define(eq=False)
 class Toy:
-    """A model whose answer hangs on the token, its position, its hidden state, and on all drafted tokens before it."""
+    """A model whose answer depends on the token, its position, its hidden state, and all drafted tokens before it."""
 
     topk: int
     steps: int
@@ -198,7 +198,7 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
     table = torch.cat([TABLE, TABLE], 1).to(device)
 
     def forward(view: Any, step: DraftStep) -> tuple[torch.Tensor, None]:
-        """What hangs on all parts."""
+        """What depends on all parts."""
         seen.append(view.mrope_positions.clone())
         return (table[step.input_ids] * view.mrope_positions.sum(0)[:, None]).double(), None
 

@@ -60,7 +60,7 @@ def batch_of(requests: int, width: int, seed: int, device: Any = "cpu", *, whole
 
 
 def extend(view: Any) -> Any:
-    """The row of each request's last accepted token, which hangs on all of the request's tokens up to it."""
+    """The row of each request's last accepted token, which depends on all of the request's tokens up to it."""
     rows = on(view.input_ids.device)[0][view.input_ids] * view.positions[:, None] + view.hidden_states
     sums = rows.view(view.seq_lens.shape[0], -1, WIDE).cumsum(1).flatten(0, 1)
     return sums[view.select_index] + view.extend_seq_lens[:, None]

@@ -273,7 +273,7 @@ def test_read_that_would_be_frozen() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_runners(kind: str) -> None:
-    """A prefill in parts is handed its values once, padded to the bucket; none of them hangs on the requests."""
+    """A prefill in parts is handed its values once, padded to the bucket; none of them depends on the requests."""
     backend, (mine, twin) = HandingBackend("cpu-capture"), [Model(named=kind == "piecewise") for _ in range(2)]
     runner: Any = runner_of(kind, mine, backend, inputs=PrefillParameters)
     runner.capture()

@@ -59,7 +59,7 @@ DECLARATIONS: Final = {"draft": DraftInputs, "verify": VerifyInputs, "extend": E
 
 
 def step(view: DraftInputs) -> torch.Tensor:
-    """Every live row hangs on every slot that its own row of the view has, and on nothing else."""
+    """Every live row depends on every slot that its own row of the view has, and on nothing else."""
     slots = view.__dict__
     several = (slots.get(name) for name in ("rows", "widths", "lens", "accepted", "positions"))
     summed = torch.stack([one for one in several if one is not None]).sum(0)

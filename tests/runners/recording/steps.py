@@ -40,7 +40,7 @@ class Flaw:
 
 
 class Scored:
-    """[TOKENS, WIDE] floats that hang on every slot; also written to the output slot."""
+    """[TOKENS, WIDE] floats that depend on every slot; also written to the output slot."""
 
     def __init__(self, device: torch.device | str = "cpu", flaw: Flaw | None = None) -> None:
         self.flaw = flaw or Flaw()

@@ -30,7 +30,7 @@ class Scale:
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """Sizes of the axes that hang on the model and the drafts."""
+        """Sizes of the axes that depend on the model and the drafts."""
         return {
             standard.HIDDEN: self.hidden,
             standard.VOCAB: self.vocabulary,
