@@ -10,10 +10,10 @@ from twins.lines import numbered_code, parts
 
 _STYLE: Final = (
     "text{font:10px ui-monospace,Menlo,Consolas,monospace;fill:#24292f;white-space:pre}"
-    ".head{font:600 15px system-ui,sans-serif}.page{fill:#fff}.before{fill:#f9dcc4}.after{fill:#d3ecd6}"
+    ".head{font:600 22px system-ui,sans-serif}.page{fill:#fff}.before{fill:#f9dcc4}.after{fill:#d3ecd6}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.page{fill:#131416}.before{fill:#5a3412}.after{fill:#1d4425}}"
 )
-_HIGH, _TOP = 13, 40
+_HIGH, _TOP = 13, 48
 _SIDES: Final = (  # name, place, width, parts that handle inputs, what is said above
     ("before", 12, 694, {"allocate", "fill", "on_device"}, "By hand: {} lines. {} allocate, copy and reset inputs."),
     ("after", 720, 694, {"TokenInputs", "PrefillInputs", "DecodeInputs"}, "slotgraph: {} lines. {} declare the inputs."),
@@ -44,7 +44,7 @@ def _side(name: str, left: int, width: int, marked: set[str], said: str) -> Iter
     lines, numbers = text.splitlines(), sorted(numbered_code(text))
     spans = [range(node.lineno, (node.end_lineno or 0) + 1) for part, node in parts(ast.parse(text)) if part in marked]
     inputs = [number for number in numbers if any(number in span for span in spans)]
-    yield f'<text class="head" x="{left}" y="24">{said.format(len(numbers), len(inputs))}</text>'
+    yield f'<text class="head" x="{left}" y="30">{said.format(len(numbers), len(inputs))}</text>'
     for row, number in enumerate(numbers):
         top = _TOP + _HIGH * row
         if number in inputs:
