@@ -16,23 +16,17 @@ _STYLE: Final = (
 _HIGH, _TOP = 13, 48
 _SIDES: Final = (  # name, place, width, parts that handle inputs, what is said above
     ("before", 12, 694, {"allocate", "fill", "on_device"}, "By hand: {} lines. {} allocate, copy and reset inputs."),
-    ("after", 720, 694, {"TokenInputs", "PrefillInputs", "DecodeInputs"}, "slotgraph: {} lines. {} declare the inputs."),
+    ("after", 720, 694, {"TokenInputs", "PrefillInputs", "DecodeInputs"}, "slotgraph: {} lines. {} declare inputs."),
 )
 
 
 def picture() -> str:
     """An SVG, light or dark as the page is."""
-    drawn = [line for side in _SIDES for line in _side(*side)]
     high = _TOP + _HIGH * max(len(numbered_code(_text(name))) for name, *_ in _SIDES) + 8
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1420 {high}" role="img"'
-            f' aria-label="A model runner by hand, and with slotgraph"><style>{_STYLE}</style>',
-            f'<rect class="page" width="1420" height="{high}"/>',
-            *drawn,
-            "</svg>\n",
-        )
-    )
+    size = f'viewBox="0 0 1420 {high}" role="img" aria-label="A model runner by hand, and with slotgraph"'
+    drawn = "\n".join(line for side in _SIDES for line in _side(*side))
+    page = f'<style>{_STYLE}</style>\n<rect class="page" width="1420" height="{high}"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{page}\n{drawn}\n</svg>\n'
 
 
 def _text(name: str) -> str:
