@@ -1,4 +1,7 @@
-"""A picture of both runners beside each other, code lines alone; those that handle inputs are marked."""
+"""A picture of both runners beside each other, code lines alone; those that handle inputs are marked.
+
+Run `python -m twins.beside > ../../pictures/beside.svg` in the folder above to draw it anew.
+"""
 
 import ast
 import html
@@ -45,3 +48,7 @@ def _side(name: str, left: int, width: int, marked: set[str], said: str) -> Iter
             yield f'<rect class="{name}" x="{left - 4}" y="{top}" width="{width}" height="{_HIGH}"/>'
         code = lines[number - 1].partition("  #")[0]
         yield f'<text x="{left}" y="{top + 10}">{html.escape(code)}</text>'
+
+
+if __name__ == "__main__":
+    print(picture(), end="")
