@@ -10,6 +10,7 @@ import attrs
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from transformers.utils import logging as transformers_logging
 
 from serving.attention import paged
 from serving.comparison import Judge
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verbose:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("slotgraph").setLevel(logging.INFO)
+    else:
+        transformers_logging.disable_progress_bar()  # of weights that are read within a second
+        transformers_logging.set_verbosity_error()
     if options.model == RANDOM:
         torch.set_num_threads(1)  # its operators are too short to share: threads would wait for each other
     try:
