@@ -17,7 +17,8 @@ import structlog
 import torch
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from slotgraph import BATCH, Inputs, copied
+from tests.runners.models import decoder
 
 PROGRAM = """
 import json, sys, torch, slotgraph
@@ -66,8 +67,7 @@ class Batch(Inputs):
 
 def fall_back() -> None:
     """A step that makes events of all three levels: debug of the eager buffers, info of the capture, a warning."""
-    runner = DecodeRunner(Batch, lambda view: view.ids * 3, buckets=[2], backend="cpu-capture", progress=False)
-    runner.capture()
+    runner = decoder(Batch, lambda view: view.ids * 3, buckets=[2], backend="cpu-capture")
     assert runner({"ids": [5, 6, 7]}).tolist() == [15, 18, 21]
 
 

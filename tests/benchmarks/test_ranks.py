@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.runners.ranks.group import HOST, Ranks
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 from tests.ranks.processes import ranks
+from tests.runners.models import decoder
 
 WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
 LIVE, BUCKET = 29, 32
@@ -74,8 +75,7 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
     batches, runs = batches_of(device), {}
     for way in WAYS if backend == "cuda" else WAYS[:3]:
         given = Ranks(equal=way == WAYS[0], on="cuda" if way in WAYS[3:] else HOST)
-        runner = DecodeRunner(Decode, model, buckets=[BUCKET], backend=backend, progress=False, ranks=given)
-        runner.capture()
+        runner = decoder(Decode, model, buckets=[BUCKET], backend=backend, ranks=given)
 
         def step(number: int, runner: Any = runner, ahead: bool = way in {WAYS[2], WAYS[4]}) -> None:  # noqa: FBT001 - bound here
             outputs = runner(batches[number])

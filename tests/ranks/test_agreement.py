@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from slotgraph import DecodeRunner, computed
+from slotgraph import computed
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, all_gather, raised
 from tests.ranks.stepping import Counted, Kept, runner_on, soon
+from tests.runners.models import decoder
 
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -127,8 +128,7 @@ def test_another_batch_than_was_agreed_on(two: Processes) -> None:
 
 def test_alone_and_quiet() -> None:
     """A runner without ranks agrees with itself: whatever is asked of ranks does nothing."""
-    runner = DecodeRunner(Counted, lambda view: view.ids, buckets=[2], backend="cpu", progress=False)
-    runner.capture()
+    runner = decoder(Counted, lambda view: view.ids, buckets=[2])
     runner.agree_ahead(stepping.batch_of(2, 3))
     assert runner.idle() is None
     assert runner.agreed is None

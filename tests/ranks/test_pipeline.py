@@ -19,6 +19,7 @@ from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHOSEN, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
 from tests.ranks.stepping import soon
 from tests.runners import prefilled
+from tests.runners.models import decoder
 from tests.runners.prefilled import HIDDEN, VOCAB, Prefill
 
 
@@ -34,7 +35,7 @@ class Place:
         """Captured. timeout: of all waits. equal: of ranks that share a stage's layers."""
         size = dist.get_world_size()
         stages, everyone = size // shards, list(range(size))
-        given: dict[str, Any] = {"buckets": [2, 4, 8], "backend": "cpu", "progress": False, **options}
+        given: dict[str, Any] = {"buckets": [2, 4, 8], "backend": "cpu", **options}
         seconds, equal, group = given.pop("timeout", 20.0), given.pop("equal", False), given.pop("group", None)
         stage, shard = divmod(rank, shards)
         within: Any = None
@@ -45,8 +46,7 @@ class Place:
             given["ranks"] = soon(group=within, timeout=seconds, equal=equal)
         part = Part(stage, stages, shard, shards, within)
         expected(batch_of(1, 1), given["backend"])  # weights are made before a graph is
-        runner: Any = DecodeRunner(Later if stage else First, part, sizes=SIZES if stage else {}, **given)
-        runner.capture()
+        runner = decoder(Later if stage else First, part, sizes=SIZES if stage else {}, **given)
         return cls(part, PipelineStage(runner, group, timeout=seconds))
 
     @property

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import slotgraph
-from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, copied, keep, output
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Inputs, computed, copied, keep, output
 from slotgraph.dataflow.slots import Copied
 from slotgraph.extend import once, slot
 from slotgraph.runners.check.checks import CheckReport
 from slotgraph.runners.check.trial import Finding
 from tests.invariants.device import Device
-from tests.runners.models import TABLE, WORDS
+from tests.runners.models import TABLE, WORDS, decoder
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -56,10 +56,7 @@ def tables_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def runner_of(step: Callable[[Any], Any], backend: Any, inputs: type[Inputs] = Sound, **options: Any) -> Any:
     """A captured runner."""
-    given: dict[str, Any] = {"buckets": [2, 4, 8], "progress": False, **options}
-    runner = DecodeRunner(inputs, step, backend=backend, **given)
-    runner.capture()
-    return runner
+    return decoder(inputs, step, backend=backend, **{"buckets": [2, 4, 8], **options})
 
 
 def report_of(check: str, runner: Any, batches: Any = None, **options: Any) -> CheckReport:

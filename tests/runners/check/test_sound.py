@@ -11,7 +11,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, errors
 from slotgraph.dataflow.slots import Output
 from tests.runners import prefilled
 from tests.runners.check.test_planted import OURS, runner_of, sound
-from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
 from tests.runners.standard.batches import fixed_of
 from tests.runners.standard.test_runs import SHARDING, WIDTHS
 from tests.runners.test_draft import batch_of as drafted
@@ -109,19 +109,8 @@ def _by_token(tensor: torch.Tensor, requests: int, tokens: int) -> torch.Tensor:
 def standard_runner(inputs: type[Inputs], width: int, backend: Any) -> Any:
     """A captured decode runner over a declaration, for batches with every optional slot and with none."""
     optional = {name for name, slot in inputs.slotgraph.slots.items() if slot.optional}
-    runner = DecodeRunner(
-        inputs,
-        every_slot,
-        buckets=[2, 5],
-        width=width,
-        sizes=fixed_of(inputs),
-        settings=SHARDING,
-        absent=[optional] if optional else [],
-        backend=backend,
-        progress=False,
-    )
-    runner.capture()
-    return runner
+    given = {"width": width, "sizes": fixed_of(inputs), "settings": SHARDING, "backend": backend}
+    return decoder(inputs, every_slot, buckets=[2, 5], absent=[optional] if optional else [], **given)
 
 
 OTHERS_READ = ("req_pool_indices", "seq_lens", "out_cache_loc", "num_correct_drafts", "num_accept_tokens")

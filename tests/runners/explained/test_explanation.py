@@ -18,7 +18,7 @@ from slotgraph.runners.pool import InputPool
 from slotgraph.runners.serial import from_data, to_data
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
 from tests.runners.kinds import RUNNERS, batch_of, captured
-from tests.runners.models import PlainInputs, batch_for, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, batch_for, decoder, plain_runner, plain_step, random_batch
 from tests.runners.prefilled import KINDS, Model, runner_of
 
 
@@ -93,9 +93,7 @@ class Written(Inputs):
 @pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot"])
 def test_calls_are_those_that_are_made(lowering: str) -> None:
     """Copies and resets of a fill that finds every tail dirty are as many operators as are told."""
-    options: dict[str, Any] = {"buckets": [8], "backend": "cpu", "lowering": lowering, "progress": False}
-    runner = DecodeRunner(Written, lambda view: view.ids + 1, **options)
-    runner.capture()
+    runner = decoder(Written, lambda view: view.ids + 1, buckets=[8], lowering=lowering)
     for rows in (7, 2, 7):
         runner.fill(batch_for(Written, {TOKENS: rows}, rows))
     with Calls() as calls:

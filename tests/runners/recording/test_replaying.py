@@ -12,7 +12,7 @@ import torch
 import typer.testing
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied, staged
+from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied, staged
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, RecordingError
 from slotgraph.dataflow.sources import Source
@@ -21,6 +21,7 @@ from slotgraph.runners.recording.records import RecordedFile, RunnerRecord
 from slotgraph.runners.recording.replaying import ReplayReport, replay_file, unlike
 from slotgraph_cli import app
 from tests.runners import prefilled
+from tests.runners.models import decoder
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
 
 MODULE = """
@@ -96,15 +97,14 @@ def test_state_goes_on_from_step_to_step(backend_name: str, tmp_path: pathlib.Pa
     class Cached(Inputs):
         values: torch.Tensor = copied(TOKENS, dtype=torch.float32, pad=0)
 
-    def made() -> tuple[DecodeRunner[Cached], torch.Tensor]:
+    def made() -> tuple[Any, torch.Tensor]:
         cache = torch.zeros(1, device=load(backend_name)().device)
 
         def step(view: Cached) -> torch.Tensor:
             cache.add_(view.values.sum())
             return view.values + cache
 
-        runner = DecodeRunner(Cached, step, buckets=[4], backend=backend_name)
-        runner.capture()
+        runner = decoder(Cached, step, backend=backend_name)
         cache.zero_()
         return runner, cache
 
@@ -139,8 +139,7 @@ def test_replay_again_and_fields(backend_name: str, tmp_path: pathlib.Path) -> N
         tag: Any = 1
 
     device = load(backend_name)().device
-    runner = DecodeRunner(Counted, lambda v: v.ids * v.count, buckets=[2], backend=backend_name)
-    runner.capture()
+    runner = decoder(Counted, lambda v: v.ids * v.count, buckets=[2], backend=backend_name)
     ids, count = torch.tensor([5, 6], device=device), torch.tensor([3], dtype=torch.int32, device=device)
     with slotgraph.record(runner, tmp_path / "x.safetensors"):
         view = runner.fill({"ids": ids, "count": count})
@@ -164,8 +163,7 @@ def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
         mask: torch.Tensor = staged(TOKENS, 2, dtype=torch.float32, pad=0)
 
     device = load(backend_name)().device
-    runner = DecodeRunner(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[2, 4], backend=backend_name)
-    runner.capture()
+    runner = decoder(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[2, 4], backend=backend_name)
     with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
         for rows in (3, 5):
             view = runner.fill({"ids": torch.arange(1, rows + 1, device=device)})
@@ -173,8 +171,7 @@ def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
             runner.replay(view)
     first, second = RecordedFile.read(tmp_path / "x.safetensors").steps
     assert [one.shape for one in (*first.staged, *second.staged)] == [(3, 2), (5, 2)]
-    again = DecodeRunner(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[4], backend=backend_name)
-    again.capture()
+    again = decoder(Masked, lambda v: v.ids[:, None] * v.mask, backend=backend_name)
     assert [step.outcome for step in report_of(tmp_path / "x.safetensors", again).steps] == ["equal"] * 2
 
     class Renamed(Masked, drop=("mask",)):
@@ -218,10 +215,8 @@ def test_what_does_not_keep_a_step_from_running_is_noted(tmp_path: pathlib.Path)
     class Sized(Inputs):
         ids: torch.Tensor = copied(TOKENS, hidden, dtype=torch.int64, pad=0)
 
-    def made(size: int, *buckets: int) -> DecodeRunner[Sized]:
-        runner = DecodeRunner(Sized, lambda v: v.ids + 1, sizes={hidden: size}, buckets=buckets, backend="cpu")
-        runner.capture()
-        return runner
+    def made(size: int, *buckets: int) -> Any:
+        return decoder(Sized, lambda v: v.ids + 1, sizes={hidden: size}, buckets=buckets)
 
     runner = made(2, 4)
     with slotgraph.record(runner, tmp_path / "x.safetensors"):
