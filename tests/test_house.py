@@ -34,7 +34,7 @@ from slotgraph.backends import load, names
 from slotgraph.errors import SlotGraphError
 from slotgraph_cli import app
 from tests.runners import prefilled
-from tests.runners.models import decoder
+from tests.runners.models import decoder, ready
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataflow", "backends", "runners")
@@ -351,8 +351,7 @@ def paths() -> Iterator[Figure]:
             found.append((f"decode, {name}, {lowering}", decode, batch))
         found.append((f"eager, {name}", EagerRunner(Three, step, backend=backend), batch))
     for kind in ("breakable", "piecewise"):
-        prefill = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu-capture")
-        prefill.capture()
+        prefill = ready(prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu-capture"))
         found.append((f"{kind}, cpu-capture", prefill, prefilled.batch_of([3, 2], 0)))
     for name, runner, batch in found:
         files, frames = path_of(runner, batch)

@@ -3,8 +3,6 @@
 import itertools
 import os
 import pathlib
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any, Final
@@ -15,6 +13,7 @@ import torch
 from slotgraph import DecodeRunner, EagerRunner, computed
 from slotgraph.dataflow.errors import CaptureError, ConfigError
 from slotgraph.runners.ranks.group import Ranks
+from tests.programs import python
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.stepping import Counted, Kept, runner_on, soon
@@ -227,7 +226,7 @@ def test_a_torch_without_process_groups() -> None:
         "import slotgraph.ranks\n"
         "slotgraph.ranks.Ranks()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    done = python("-c", code)
     assert done.stderr.splitlines()[-1].startswith(
         "slotgraph.dataflow.errors.ConfigError: ranks need a process group: call torch.distributed.init_process_group"
     )

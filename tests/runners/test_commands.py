@@ -33,6 +33,7 @@ from slotgraph.runners.explained.pages import Table
 from slotgraph.runners.serial import from_data
 from slotgraph.runners.testing.benchmarks import verify
 from slotgraph_cli import app
+from tests.programs import python
 
 DECLARATIONS = """
 import torch
@@ -410,7 +411,7 @@ print("imported:", {"torch", "numpy", "slotgraph"} & {*sys.modules})
 
 def test_help_and_version() -> None:
     """Help is whole at 80 columns, its examples on lines of their own. Neither it nor completion imports torch."""
-    done = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=True)  # noqa: S603 - ours
+    done = python("-c", HELPS)
     shown = done.stdout.splitlines()
     assert (done.stderr, max(map(len, shown)) <= 80, "..." in done.stdout.replace("ARGS]...", "")) == ("", True, False)
     for command in ("explain", "backends", "bench", "check", "replay"):

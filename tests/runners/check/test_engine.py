@@ -11,6 +11,7 @@ import torch
 
 import slotgraph
 from slotgraph import CACHE_LOC, TOKENS, copied
+from tests.runners.models import ready
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -32,8 +33,7 @@ def engine_of(twins: Any, backend: "Backend", *declaration: Any) -> Any:
     model = twins("model").Model(3).to(backend.device)
     cache = model.new_cache(PAGES, PAGE)
     setting = twins("engine").Setting(model=model, cache=cache, backend=backend, buckets=(1, 2, 4, 8), max_pages=5)
-    engine = twins("after").Slotgraph(setting, *declaration)
-    engine.capture()
+    engine = ready(twins("after").Slotgraph(setting, *declaration))
     cache.rows.normal_()
     return engine.graphs
 

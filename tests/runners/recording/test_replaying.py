@@ -21,7 +21,7 @@ from slotgraph.runners.recording.records import RecordedFile, RunnerRecord
 from slotgraph.runners.recording.replaying import ReplayReport, replay_file, unlike
 from slotgraph_cli import app
 from tests.runners import prefilled
-from tests.runners.models import decoder
+from tests.runners.models import decoder, ready
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
 
 MODULE = """
@@ -262,8 +262,7 @@ def test_command(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "replayed_runners", raising=False)
-    runner = importlib.import_module("replayed_runners").right()
-    runner.capture()
+    runner = ready(importlib.import_module("replayed_runners").right())
     with slotgraph.record(runner, "home.safetensors", outputs=True):
         runner({"input_ids": [2, 5, 9], "limits": {"window": [7]}})
         with pytest.raises(BatchError):

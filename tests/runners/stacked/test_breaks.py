@@ -6,12 +6,12 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, EagerRunner, Inputs, copied, current_view, graph_break
+from slotgraph import BATCH, EagerRunner, current_view, graph_break
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
 from slotgraph.runners.capture import Clock
 from tests.backends.test_contract import has_true_graphs
-from tests.runners.models import decoder
+from tests.runners.models import Ids, decoder
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, scaled
 
 
@@ -206,14 +206,10 @@ def test_graph_alone(backend: Backend) -> None:
         captured.graph.replay()
 
 
-class Rows(Inputs):  # one row a request
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_another_runner_within_a_break(backend: Backend, *, shared: bool) -> None:
     """Its replay may overwrite what later graphs of the step read, where both share a pool: that step is refused."""
-    other = decoder(Rows, lambda view: view.ids * 3, buckets=[2], output_rows=BATCH, backend=backend)
+    other = decoder(Ids, lambda view: view.ids * 3, buckets=[2], output_rows=BATCH, backend=backend)
     wanted = [False]
 
     @graph_break

@@ -11,6 +11,7 @@ import torch
 from slotgraph import BATCH, CACHE_LOC, TOKENS, BreakableRunner, Step, copied, current_view, errors, graph_break, keep
 from slotgraph.backends import Backend
 from slotgraph.extend import once
+from tests.runners.models import ready
 from tests.runners.prefilled import Model, Prefill, around, assert_equal, batch_of, poison, runner_of, scaled
 
 
@@ -224,8 +225,7 @@ def test_forward_is_put_back(backend: Backend) -> None:
         return before(*args, **kwargs) * 2
 
     model.inner.forward = own  # type: ignore[method-assign] # as some libraries do
-    runner = runner_of("breakable", model, backend, buckets=[4])
-    runner.capture()
+    runner = ready(runner_of("breakable", model, backend, buckets=[4]))
     plain, batch = Model().to(backend.device), batch_of([2, 1], 2, backend.device)
 
     @torch.no_grad()
