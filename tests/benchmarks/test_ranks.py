@@ -52,19 +52,13 @@ class Half:
         return hidden
 
 
-def batches_of(device: torch.device) -> list[Tokens]:
-    """Batches that take turns, each with tensors of its own."""
-    draw = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(0, 256, (2, LIVE), generator=draw).to(device) for _ in range(4)]
-    ones = torch.ones(LIVE, dtype=torch.int32, device=device)
-    return [Tokens(input_ids=ids, positions=positions, seq_lens=ones.clone()) for ids, positions in drawn]
-
-
 def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps: int) -> dict[str, list[float]]:
     """Microseconds of each step whose outputs the host waits for, by way."""
     device = torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
     model = Half(layers, hidden, device, torch.bfloat16 if backend == "cuda" else torch.float32)
-    batches, runs = batches_of(device), {}
+    draw, ones, runs = torch.Generator().manual_seed(1), torch.ones(LIVE, dtype=torch.int32, device=device), {}
+    drawn = [torch.randint(0, 256, (2, LIVE), generator=draw).to(device) for _ in range(4)]
+    batches = [Tokens(input_ids=ids, positions=positions, seq_lens=ones.clone()) for ids, positions in drawn]
     for way in WAYS if backend == "cuda" else WAYS[:3]:
         given = Ranks(equal=way == WAYS[0], on="cuda" if way in WAYS[3:] else HOST)
         runner = decoder(Tokens, model, buckets=[BUCKET], backend=backend, ranks=given)

@@ -10,23 +10,16 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import DecodeRunner, EagerRunner, computed
+from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.dataflow.errors import CaptureError, ConfigError
 from slotgraph.runners.ranks.group import Ranks
 from tests.programs import python
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
-from tests.ranks.stepping import Counted, Kept, runner_on, soon
+from tests.ranks.stepping import Counted, Kept, Numbered, runner_on, soon
 
 KINDS: Final = ("decode", "eager")
 CPU: Final = torch.device("cpu")
-
-
-class Numbered(Counted):
-    """With a number that the host computes."""
-
-    number: torch.Tensor = computed(lambda factor: factor, shape=1, dtype=torch.int32)
-    factor: Any
 
 
 class Unreadable(dict[str, Any]):

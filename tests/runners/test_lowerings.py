@@ -118,13 +118,6 @@ def digest_step(view: Any) -> dict[str, torch.Tensor]:
     return {"rows": ids * 3 + 1, **{name: one.expand(len(ids)) * 1 for name, one in each.items()}}
 
 
-def runner_of(kind: type[Inputs], backend: str, lowering: str) -> Any:
-    """A captured runner."""
-    options: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "lowering": lowering}
-    absent = [ABSENT] if kind is Rich else []
-    return decoder(kind, digest_step, absent=absent, backend=backend_of(backend), **options)
-
-
 def values(slot: Slot, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Random numbers of all sizes, those on the verge of other dtypes among them, where a conversion is defined."""
     draw, own = torch.Generator().manual_seed(seed), slot.dtype
@@ -152,7 +145,10 @@ class Pair:
     @classmethod
     def of(cls, kind: type[Inputs], backend: str, lowering: str) -> "Pair":
         """Both, captured."""
-        return cls(*(runner_of(kind, backend, one) for one in (lowering, "slot_by_slot")))
+        options: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind]}
+        options["absent"] = [ABSENT] if kind is Rich else []
+        ways = ({"backend": backend_of(backend), "lowering": one} for one in (lowering, "slot_by_slot"))
+        return cls(*(decoder(kind, digest_step, **options, **way) for way in ways))
 
     def batches(
         self, rows: int, seed: int, kinds: Sequence[str], absent: frozenset[str] = ABSENT
@@ -181,17 +177,6 @@ class Pair:
 def arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a batch brings beside it."""
     return {"proxy": {"beside": batch["beside"]}} if "beside" in batch else {}
-
-
-def assert_same_views(mine: Inputs, right: Inputs) -> None:
-    """Both show the same bytes in every slot, but for what is computed in the graph."""
-    declaration = type(mine).slotgraph
-    for name, slot in declaration.slots.items():
-        if slot.computes() is not None and declaration.side(name) == "device":
-            continue
-        one, other = getattr(mine, name), getattr(right, name)
-        assert (one is None) == (other is None), name
-        assert one is None or same_bytes(one.cpu(), other.cpu()), f"{name}: {one} is not {other}"
 
 
 EXACTLY: Final[Any] = {"rtol": 0, "atol": 0}
@@ -278,11 +263,16 @@ class Game:
         self.outputs = outputs["rows"]
 
     def fill(self, batch: Batch, plain: Batch, mode: str) -> None:
-        """Fills, whose views are compared."""
+        """Fills, whose views show the same bytes in every slot."""
         with MODES[mode]():
             mine = self.pair.mine.fill(batch, **arguments(batch))
         right = self.pair.right.fill(plain, **arguments(plain))
-        assert_same_views(mine, right)
+        declaration = type(mine).slotgraph
+        for name, slot in declaration.slots.items():
+            if slot.computes() is None or declaration.side(name) != "device":  # which the graph computes
+                one, other = getattr(mine, name), getattr(right, name)
+                assert (one is None) == (other is None), name
+                assert one is None or same_bytes(one.cpu(), other.cpu()), f"{name}: {one} is not {other}"
         self.views = (mine, right)
 
     def replay(self, mode: str) -> None:

@@ -69,6 +69,13 @@ def found_by(check: str, runner: Any, batches: Any = None, **options: Any) -> li
     return list(report_of(check, runner, batches, **options).findings)
 
 
+def passed(runner: Any, batches: Any = None, **options: Any) -> CheckReport:
+    """What all checks say, none of which may find anything."""
+    report = slotgraph.check(runner, batches, progress=False, **options)
+    assert report.ok, str(report)
+    return report
+
+
 @attrs.frozen
 class Planted:
     """A bug: what it is called, its slot, and the step, the declaration and the check that it is for.
@@ -294,7 +301,6 @@ def test_the_page_has_no_other_rows() -> None:
 
 def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     """The same step without a bug passes all checks, with notes on what was held."""
-    report = slotgraph.check(runner_of(sound, backend), progress=False)
-    assert report.ok, str(report)
+    report = passed(runner_of(sound, backend))
     assert report.notes == ("slot 'places' was checked against its pad=0: it says where the step writes",)
     assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races"), 13)

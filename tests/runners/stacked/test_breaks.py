@@ -46,16 +46,6 @@ def with_gradients(hidden: torch.Tensor) -> torch.Tensor:
     return hidden + int(torch.is_grad_enabled())
 
 
-def metadata_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-    """Hand the stack an object of this step's."""
-    return inner(hidden, Metadata(view.extend_seq_lens, view.scale * 7))
-
-
-def extra_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-    """Hand the stack a tensor that is not a slot, and has one row a request."""
-    return inner(hidden, extra=view.extend_seq_lens * view.scale)
-
-
 def test_outside_of_steps() -> None:
     """Elsewhere a marked function is the function itself: name, arguments, gradients, errors and all."""
 
@@ -93,8 +83,14 @@ def test_view_that_is_not_there(cpu: str) -> None:
         (lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.input_ids, view.positions)), None),
         (lambda hidden, view: scaled(hidden, current_view(type(view))), None),
         (lambda hidden, _: with_current_view(hidden) - 1, None),
-        (lambda hidden, metadata: with_metadata(hidden * 2, metadata), metadata_of),
-        (lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2, extra_of),
+        (
+            lambda hidden, metadata: with_metadata(hidden * 2, metadata),
+            lambda view, hidden, inner: inner(hidden, Metadata(view.extend_seq_lens, view.scale * 7)),
+        ),
+        (
+            lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2,
+            lambda view, hidden, inner: inner(hidden, extra=view.extend_seq_lens * view.scale),  # no slot, by requests
+        ),
         (lambda hidden, _: with_gradients(hidden), None),
         (lambda hidden, view: with_gradients(scaled(with_current_view(hidden), view)), None),
     ],
