@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
+import importlib
 import io
 import itertools
 import json
@@ -21,7 +22,7 @@ from rich.console import Console
 from slotgraph import BATCH, TOKENS, record
 from slotgraph.backends import Availability, Backend, choose, names
 from slotgraph.backends.cpu import CpuBackend
-from slotgraph.dataflow.errors import WrongBytesError
+from slotgraph.dataflow.errors import BatchError, WrongBytesError
 from slotgraph.runners.check.checks import CHECKS, CheckReport
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.commands import bench
@@ -34,6 +35,7 @@ from slotgraph.runners.serial import from_data
 from slotgraph.runners.testing.benchmarks import verify
 from slotgraph_cli import app
 from tests.programs import python
+from tests.runners.models import ready
 
 DECLARATIONS = """
 import torch
@@ -162,6 +164,35 @@ TWO = [make_batch(1, torch.Generator()), make_batch(3, torch.Generator())]
 number = 5
 """
 
+REPLAYED = """
+import torch
+from slotgraph import TOKENS, DecodeRunner, Inputs, copied, output
+
+class DecodeInputs(Inputs):
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    window: torch.Tensor = copied(1, dtype=torch.int64, pad=0, source=lambda batch: batch["limits"]["window"])
+    logits: torch.Tensor = output(TOKENS, 2, dtype=torch.float32)
+
+class Model:
+    window = 4                                    # a host value, which a graph freezes
+
+    def __call__(self, view):
+        far = (view.input_ids >= self.window).float()
+        view.logits.copy_(torch.stack([far, view.input_ids.float()], 1))
+        return view.logits
+
+model = Model()
+
+def right():
+    return DecodeRunner(DecodeInputs, model, buckets=[4], backend="cpu-capture", progress=False)
+
+def late():
+    model.window = 7                              # in time for the graph, and not what was recorded
+    return right()
+
+nothing = 3
+"""
+
 FILES: Final = {
     "checked_engine": ENGINE,
     "explained_inputs": DECLARATIONS,
@@ -170,6 +201,7 @@ FILES: Final = {
     "raising_inputs": "x = 1\nraise KeyError('oops')\n",
     "failing_module": MODULE,
     "explained_serving": SERVING,
+    "replayed_runners": REPLAYED,
     "quits_at_once": "import sys\nsys.exit(0)\n",
 }
 
@@ -524,6 +556,35 @@ def test_check_refuses() -> None:
         found = checked(f"checked_engine:{arguments}")
         assert found.exit_code == status, arguments
         assert said in " ".join(found.stderr.split()), found.stderr
+
+
+def test_replay(folder: pathlib.Path) -> None:
+    """The exit status says whether all is the same; JSON says what differs, or what the file holds; 2 is a refusal."""
+    sys.path.append(str(folder))
+    runner = ready(importlib.import_module("replayed_runners").right())
+    with record(runner, "home.safetensors", outputs=True):
+        runner({"input_ids": [2, 5, 9], "limits": {"window": [7]}})
+        with pytest.raises(BatchError):
+            runner({"input_ids": [2.5], "limits": {"window": [7]}})
+    assert run("replay", "home.safetensors", "replayed_runners:right", "--step", "0").exit_code == 0
+    done = run("replay", "home.safetensors", "replayed_runners.py:late", "--format", "json")
+    assert done.exit_code == 1
+    first, last = json.loads(done.stdout)["steps"]
+    assert first["outcome"] == "different"
+    assert first["lines"][-1].startswith("outputs row 1, at [1, 0]: here ")
+    assert last["outcome"] == "raised"
+    assert json.loads(run("replay", "home.safetensors", "--format", "json").stdout)["format"] == 5
+    assert "input_ids" in run("replay", "home.safetensors", "--step", "0").stdout
+    for arguments, says in (
+        (["nowhere.safetensors"], "No such file"),
+        (["replayed_runners.py"], "replayed_runners.py: "),
+        (["home.safetensors", "replayed_runners:decod"], "has no 'decod'"),
+        (["home.safetensors", "replayed_runners:nothing"], "nothing"),
+        (["home.safetensors", "replayed_runners:right", "--step", "7"], "no step 7: it has 0, 1"),
+    ):
+        done = run("replay", *arguments)
+        assert done.exit_code == 2, done.output
+        assert says in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow
