@@ -154,7 +154,8 @@ def test_compiled_step_beside_what_a_user_would_pick(shape: str, slotgraph_backe
             PLAIN: runner_of(steps, backend, [BUCKET]),
             COMPILED: runner_of(steps, backend, [BUCKET], compiled=True),
         }
-        torch.testing.assert_close(*(runner(batches[0]).clone() for runner in runners.values()), rtol=0.05, atol=0.05)
+        plain, compiled = (runner(batches[0]).float() for runner in runners.values())
+    assert (plain - compiled).norm() < 0.05 * plain.norm()
     own: Any
     own, emptied = alone(steps.model, batches, CONTEXT)
 
