@@ -222,8 +222,7 @@ def optional(rank: int, captured: bool) -> None:  # noqa: FBT001 - sent as it is
 
 
 def alone(rank: int) -> None:
-    """Two groups of one rank each, whose stage is first and last; it needs no group."""
-    check(PipelineStage(eager_part(0, 1)), batch_of(3, 1))
+    """Two groups of one rank each, whose stage is first and last."""
     groups: list[Any] = [dist.new_group([place]) for place in range(2)]
     stage = PipelineStage(eager_part(0, 1), groups[rank])
     assert (stage.first, stage.last, stage.size) == (True, True, 1)
@@ -237,6 +236,7 @@ def alone(rank: int) -> None:
 def test_what_is_sent(two: Processes, what: Any, how: tuple[bool, ...]) -> None:
     """What is sent stays as it was, with the keys that it has, and nothing is sent by the only stage."""
     two.run(what, *how)
+    check(PipelineStage(eager_part(0, 1)), batch_of(3, 1))  # which needs no group
 
 
 class LaterPrefill(Prefill):
