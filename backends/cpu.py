@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
+from ..dataflow.guard import outside_inference
 from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
 from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Fusion, Graph, Interruption, Memory
 from .device_graph import not_captured
@@ -49,7 +50,7 @@ class HostUpload(Upload):
     """A packet that is written at once: what reads the packet before has done so."""
 
     def __init__(self, nbytes: int) -> None:
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             self.packet = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         self.nbytes, self._address = nbytes, self.packet.data_ptr()
         self._kept: object = None
@@ -134,7 +135,7 @@ class HostBackend(Backend):
         """Host memory for either placement, which torch refuses to resize: another tensor owns it."""
         del placement
         nbytes = math.prod(shape) * dtype.itemsize
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             owner = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             return from_dlpack(owner).view(dtype).view(shape)
 

@@ -25,6 +25,7 @@ import torch
 from ..dataflow import log
 from ..dataflow.capabilities import LADDER, Capabilities
 from ..dataflow.errors import BackendUnavailableError
+from ..dataflow.guard import outside_inference
 from ..dataflow.packet import Upload
 from .base import Fusion
 from .device import StreamBackend
@@ -133,7 +134,7 @@ class CudaBackend(StreamBackend):
         """The same memory, which it does not keep: as torch's own graph trees hold what lies in a pool."""
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             bare = _C._construct_storage_from_data_pointer(address, tensor.device, nbytes)  # noqa: SLF001
             fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             return fresh.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -233,7 +234,7 @@ def fusion_on(device: torch.device) -> Fusion | None:
         from . import cuda_kernel  # noqa: PLC0415 - triton is there only where the device is
 
         fusion = Fusion(cuda_kernel.BLOCK, functools.partial(_kernel, cuda_kernel))
-        with torch.inference_mode(mode=False), torch.cuda.device(device):  # a capture is no place to find out
+        with outside_inference(), torch.cuda.device(device):  # a capture is no place to find out
             table = torch.zeros(8, dtype=torch.int64, device=device)
             words = torch.full((8,), -1, dtype=torch.int64, device=device)  # for no table
             fusion.kernel(table.view(1, 8), words, ())()

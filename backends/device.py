@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..dataflow.capabilities import DEVICE, Placement
 from ..dataflow.errors import CaptureError
+from ..dataflow.guard import outside_inference
 from ..dataflow.packet import Upload
 from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Graph, Interruption, Memory, mode_of
 from .device_graph import (
@@ -69,7 +70,7 @@ class StreamBackend(Backend):
 
     def __init__(self, device: torch.device, module: Any, native: Any = None, **options: Any) -> None:
         self._device, self._module, self._native, self._options = device, module, native, options
-        with _LOCK, torch.inference_mode(mode=False):
+        with _LOCK, outside_inference():
             key = (self.name, device.type, device.index)
             if key not in _STATES:
                 pool, one = GraphPool(module.graph_pool_handle), torch.zeros(1, device=device)
@@ -119,7 +120,7 @@ class StreamBackend(Backend):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
         """Memory on the device, or pinned memory on the host."""
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             if placement == DEVICE:
                 return torch.empty(shape, dtype=dtype, device=self._device)
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError, place_of
+from ..dataflow.views import ordinary_alias
 from .base import Graph
 
 Handle: TypeAlias = Any
@@ -105,11 +106,7 @@ def ordinary(outputs: Any) -> Any:
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_inference() or tensor.layout is not torch.strided:
-        return tensor
-    with torch.inference_mode(mode=False):
-        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return ordinary_alias(tensor) if tensor.is_inference() and tensor.layout is torch.strided else tensor
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -26,6 +26,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
+from ..dataflow.guard import outside_inference
 from .base import NO_PARAMETERS, Capturable, Graph, mode_of
 from .device import StreamBackend
 from .device_graph import Advice, Handle, Opened, first_line
@@ -290,7 +291,7 @@ class NpuBackend(StreamBackend):
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, which it does not keep: as torch_npu's records of updated operators hold tensors."""
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             alias: torch.Tensor = npu_c()._weak_ref_tensor(tensor)  # noqa: SLF001
         return alias
 

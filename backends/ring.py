@@ -16,6 +16,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
+from ..dataflow.guard import outside_inference
 from ..dataflow.packet import Upload
 
 SEGMENT: Final = 8
@@ -72,7 +73,7 @@ class Ring(Upload):
 
     def move(self, source: torch.Tensor) -> torch.Tensor:
         """By way of pinned memory of its own: an entry of the ring for it would be there 32 times, and for good."""
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
             return held.copy_(source).to(self.packet.device, non_blocking=True)
 
@@ -104,13 +105,13 @@ def _end(finish: Callable[[], None], kept: list[object]) -> None:
 
 def pinned(nbytes: int) -> torch.Tensor:
     """Host memory that the device copies from while the host goes on."""
-    with torch.inference_mode(mode=False):
+    with outside_inference():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
     """Zeros at an address that is a multiple of 256."""
-    with torch.inference_mode(mode=False):
+    with outside_inference():
         room = torch.zeros(nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
         start = -room.data_ptr() % _ALIGNMENT
         return room[start : start + nbytes]

@@ -9,9 +9,11 @@ import attrs
 import numpy as np
 import torch
 
+from .axes import Extent
 from .buffers import Buffer, Buffers
 from .capabilities import DEVICE, dtype_text
 from .errors import BatchError, MissingSourceError
+from .guard import outside_inference
 from .hostdata import HOST_KINDS, NOT_CARRIED, Carrier, array_carrier, list_carrier, tensor_carrier, tensor_of
 from .packet import converts, row_stride
 
@@ -19,7 +21,8 @@ NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
 """Errors of reading the shape, strides or address of a source that is not a tensor, or of a tensor that hides them."""
 _PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
 _HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
-Extent = tuple[int, ...]
+Admitted = list[tuple[Buffer, Any, torch.Tensor]]
+"""Slots, what a batch brings for them, and that as a tensor: on the host where it is host data."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 """Takes a dense host tensor to the device; see `Upload.move`."""
 
@@ -60,7 +63,7 @@ def _is_hosted(to: Buffer, source: Any) -> bool:
     return isinstance(source, HOST_KINDS) and to.slot.placement == DEVICE
 
 
-def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> list[tuple[Buffer, Any, torch.Tensor]]:
+def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> Admitted:
     """Slots' sources, each also as a tensor, on the host where it is host data. rows: sources and the wanted shapes.
 
     Raises MissingSourceError if sources are missing, else BatchError with every fault.
@@ -72,7 +75,7 @@ def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> list[tuple[Buff
     ]
     if missing:
         raise MissingSourceError("; ".join(missing))
-    found, faults = list[tuple[Buffer, Any, torch.Tensor]](), list[str]()
+    found, faults = Admitted(), list[str]()
     for to, source, shape in rows:
         try:
             found.append((to, source, _admitted(to, source, shape)))
@@ -192,7 +195,7 @@ def kind_of(
 
 def _by_copy(carry: Any, like: torch.Tensor) -> Callable[[Any], torch.Tensor]:
     """Puts host data into one tensor, which is written anew for each batch, and copied at once."""
-    with torch.inference_mode(mode=False):
+    with outside_inference():
         made = torch.empty_like(like, memory_format=torch.contiguous_format)
     array: Any = made.numpy()
     room = memoryview(array).cast("B")

@@ -19,6 +19,10 @@ def python_number(value: Any) -> Any:
 
 
 Sizes = Mapping["Axis", int]
+Extent = tuple[int, ...]
+"""A shape in whole numbers."""
+Live = tuple[int, ...]
+"""Live rows on each varying axis."""
 MOST: Final = 2**63 - 1  # the largest size that torch counts to
 
 
@@ -137,7 +141,7 @@ def shape_of(dims: object) -> Shape:
     return tuple(Dim.of(dim) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
 
 
-def extent(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
+def extent(shape: Shape, sizes: Sizes) -> Extent:
     """A shape's whole numbers at given sizes."""
     return tuple(dim.at(sizes) for dim in shape)
 

@@ -6,9 +6,9 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .admission import Kind, check_sources, kind_of, placed
-from .axes import Sizes, extent
-from .buffers import Buffer, Buffers
+from .admission import Admitted, Kind, check_sources, kind_of, placed
+from .axes import Live, Sizes, extent
+from .buffers import Buffers
 from .capabilities import DEVICE, HOST, Capabilities, Lowering
 from .declaration import Declaration
 from .errors import BatchError
@@ -55,7 +55,7 @@ class Bucket:
         self._targets = [buffers[name] for name in self._table.names]
         self._plans: dict[Pattern, Planned] = {}
 
-    def fill(self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
+    def fill(self, batch: Any, live: Live, absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
         """Fill from a batch of `live` rows on each varying axis; all but what the device computes.
 
         Raises MissingSourceError and BatchError before anything is written.
@@ -65,7 +65,7 @@ class Bucket:
         return found.ready
 
     def admit(
-        self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
+        self, batch: Any, live: Live, absent: Absent = NONE, side: Side = NO_SIDE
     ) -> tuple[Specialization, Taken]:
         """The specialization for a batch, and what it took of its sources; nothing is written. Raises as a fill."""
         sources = self.gather(batch, side)
@@ -81,9 +81,7 @@ class Bucket:
         self._table.keep(sources, found)
         return found, taken
 
-    def fill_slot_by_slot(
-        self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
-    ) -> Ready:
+    def fill_slot_by_slot(self, batch: Any, live: Live, absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
         """The same by the oracle, what the device computes included."""
         ready, given = self.tensors(batch, live, absent, side)
         self.buffers.distrust()
@@ -91,14 +89,14 @@ class Bucket:
         return ready
 
     def tensors(
-        self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
+        self, batch: Any, live: Live, absent: Absent = NONE, side: Side = NO_SIDE
     ) -> tuple[Ready, dict[str, torch.Tensor]]:
         """What a fill would copy, by slot, as tensors where slots are; nothing is written. Raises as a fill does."""
         ready, move = self.ready(live, absent), self.feed.move if self._packs else None
         rows = self._admitted(self.gather(batch, side), live, absent)
         return ready, {to.name: placed(to, source, tensor, self.buffers, move) for to, source, tensor in rows}
 
-    def ready(self, live: tuple[int, ...], absent: Absent = NONE) -> Ready:
+    def ready(self, live: Live, absent: Absent = NONE) -> Ready:
         """What live sizes need, of batches that come without some optional slots. BatchError if they do not fit."""
         return self.planned(absent).ready(live)
 
@@ -106,15 +104,13 @@ class Bucket:
         """The plan for batches that come without some optional slots, made on its first use."""
         return self._planned(Pattern(absent))
 
-    def _admitted(
-        self, sources: Sources, live: tuple[int, ...], absent: Absent
-    ) -> list[tuple[Buffer, Any, torch.Tensor]]:
+    def _admitted(self, sources: Sources, live: Live, absent: Absent) -> Admitted:
         """The slots that are there, their sources, and these as tensors; raises as `check_sources`."""
         sizes = self.declaration.step(live, self.sizes, exact=self._exact).live_sizes
         pairs = [(to, one) for to, one in zip(self._targets, sources, strict=True) if to.name not in absent]
         return check_sources([(to, source, extent(to.slot.shape, sizes)) for to, source in pairs])
 
-    def _kinds(self, sources: Sources, live: tuple[int, ...], absent: Absent) -> dict[str, Kind]:
+    def _kinds(self, sources: Sources, live: Live, absent: Absent) -> dict[str, Kind]:
         """How each source travels. MissingSourceError and BatchError where one does not fit."""
         planned, found = self.planned(absent), dict[str, Kind]()
         for to, source, tensor in self._admitted(sources, live, absent):
@@ -145,7 +141,7 @@ class Bucket:
         return known
 
 
-def hand_over(bucket: Bucket, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
+def hand_over(bucket: Bucket, batch: Any, live: Live, absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
     """What a fill would have made ready, with the batch's tensors in the place of copies, of their own dtypes.
 
     Host data comes as a tensor where its slot is, and what the step writes as a copy. Raises as a fill does.

@@ -10,14 +10,15 @@ from typing import Any, Final, TypeAlias, final
 import attrs
 import torch
 
-from .axes import Sizes, extent
+from .axes import Extent, Sizes, extent
 from .capabilities import Capabilities, Placement, dtype_text, resolve_dtype
 from .computation import initial_value, write
 from .declaration import Declaration
-from .errors import BindError, ReplayError, did_you_mean
+from .errors import BindError, did_you_mean
+from .guard import outside_inference
 from .slots import Slot
 
-Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
+Allocate: TypeAlias = Callable[[Extent, torch.dtype, Placement], torch.Tensor]
 Box = Sequence[tuple[int, int]]
 ALIGNMENT: Final = 256
 """Bytes that each slot's address is a multiple of: what CUDA's allocator gives, and wide loads need."""
@@ -57,14 +58,6 @@ class BufferTurn:
     def others(self) -> int:
         """A number that grows whenever another's fill may have written some of this memory."""
         return sum([other.fills for other in self.neighbours]) if self.neighbours else 0  # asked at each fill
-
-    def check_others(self, seen: int) -> None:
-        """ReplayError where another's fill came since that number was seen."""
-        if self.others != seen:
-            raise ReplayError(
-                "another runner of this one's pool was filled since, in memory that both use: replay a view before the "
-                "next phase begins, or declare that the phases overlap"
-            )
 
     def overwritten(self, slot: str) -> int:
         """A number that grows whenever another's fill may have written a slot's memory."""
@@ -129,7 +122,7 @@ class Buffer:
         """Whether the memory was handed in."""
         return self.owner is not None
 
-    def reach(self, sizes: Sizes) -> tuple[int, ...]:
+    def reach(self, sizes: Sizes) -> Extent:
         """A size along each varying dim."""
         return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
 
@@ -140,7 +133,7 @@ class Buffer:
     def box(self, ranges: Box) -> torch.Tensor:
         """The part between two bounds along each varying dim; no inference tensor, whatever mode is on."""
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
+            with outside_inference():
                 return self.box(ranges)
         view = self.tensor
         for dim, (start, stop) in zip(self.slot.varying, ranges, strict=True):
@@ -215,12 +208,12 @@ class Buffers:
         return [b.name for b in self if any(t is not None and t.data_ptr() != at[b.name] for t in (b.tensor, b.owner))]
 
 
-def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def aligned(shape: Extent, dtype: torch.dtype) -> int:
     """Bytes of a slot's memory, up to the alignment; never nothing, so that no two slots begin at one address."""
     return max(math.ceil(math.prod(shape) * dtype.itemsize / ALIGNMENT), 1) * ALIGNMENT
 
 
-def carve(block: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def carve(block: torch.Tensor, start: int, shape: Extent, dtype: torch.dtype) -> torch.Tensor:
     """A tensor in the bytes of a block, from one of them on."""
     used = math.prod(shape) * dtype.itemsize
     return block[start : start + used].view(dtype).view(shape)
@@ -246,7 +239,7 @@ def allocate(
     owners = {name: _tensor_in(bound) for name, bound in bind.items()}
     slots, waiting = declaration.slots.items(), dict[Placement, list[tuple[int, str]]]()
     asked = {name: (extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities)) for name, slot in slots}
-    with torch.inference_mode(mode=False):
+    with outside_inference():
         tensors = {**{name: owner.detach() for name, owner in owners.items()}, **shared.tensors}
         for name, slot in slots:
             if name in tensors:
@@ -274,7 +267,7 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
         if buffer.adopted and not adopted:
             continue
         value, target = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities), buffer.tensor
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             if isinstance(value, bool | int | float):
                 target.fill_(value)
             else:
@@ -284,13 +277,13 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
 @contextlib.contextmanager
 def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
     """Have all slots hold their initial values for a while, on which a step does no harm; then what they held."""
-    with torch.inference_mode(mode=False), torch.no_grad():
+    with outside_inference(), torch.no_grad():
         kept = [(buffer.tensor, buffer.tensor.clone()) for buffer in buffers]
     try:
         _initialise(buffers, capabilities)
         yield
     finally:
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             for tensor, before in kept:
                 tensor.copy_(before)
         buffers.distrust()
@@ -324,7 +317,7 @@ def _tensor_in(bound: Bound) -> torch.Tensor:
     return bound.tensor if isinstance(bound, Exclusive) else bound
 
 
-def _misfits(tensor: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> Iterator[str]:
+def _misfits(tensor: torch.Tensor, like: torch.Tensor, shape: Extent) -> Iterator[str]:
     """Why a tensor cannot be adopted."""
     if tuple(tensor.shape) != shape:
         yield f"expected shape {list(shape)} (its full capacity), got {list(tensor.shape)}"

@@ -14,6 +14,7 @@ from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .errors import ComputeError, blame
+from .guard import outside_inference
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
 from .slots import Slot
@@ -105,7 +106,7 @@ class Computation:
         """Give a slot's function what is known by name; all else are fields of the declaration."""
         compute = declaration.functions[slot]
         given = {need: known[need] for need in compute.needs if need in known}
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
             if compute.writes_out:
                 given[OUT] = target.data
@@ -175,7 +176,7 @@ class PackedValue:
         """The same computation with a host tensor as its target."""
         target = computation.target
         nbytes = rounded(target.nbytes)
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             room = torch.zeros(max(nbytes, UNIT), dtype=torch.uint8, device="cpu")
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
         letter = LETTERS.get(target.dtype) if target.numel() == 1 else None

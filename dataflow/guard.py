@@ -1,5 +1,6 @@
 """What a step asks of torch: guards over tensors seen before, and no modes and gradients while it runs."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -8,6 +9,8 @@ import torch
 
 Guard = Callable[..., bool]
 T = TypeVar("T")
+outside_inference: Final = functools.partial(torch.inference_mode, mode=False)
+"""A block that makes ordinary tensors, which may be written in any mode."""
 _FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
 IS_NESTED: Final = operator.attrgetter("is_nested")
 POINTER: Final = torch.Tensor.data_ptr

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from .errors import ConfigError
+from .guard import outside_inference
 from .tails import Number
 
 COLUMNS: Final = 8
@@ -124,7 +125,7 @@ def pattern(value: Number | None, dtype: torch.dtype) -> int:
     """A tail's value as eight bytes, repeated."""
     if value is None:
         return 0
-    with torch.inference_mode(mode=False):
+    with outside_inference():
         filled = torch.full((WORD // dtype.itemsize,), value, dtype=dtype, device="cpu")
     return int(struct.unpack("<q", filled.view(torch.uint8).numpy().tobytes())[0])
 
@@ -195,7 +196,7 @@ class Upload(abc.ABC):
 
         The source may change as soon as this returns. By default it waits until the device has read it.
         """
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             return source.detach().to(self.packet.device, copy=True)
 
 

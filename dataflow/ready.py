@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from .admission import Kind
-from .axes import Sizes, Step
+from .axes import Live, Sizes, Step
 from .buffers import Box, Buffers, Ledger
 from .capabilities import DEVICE, HOST
 from .computation import Computation, PackedValue
@@ -43,7 +43,7 @@ class Ready:
 
     planned: "Planned"
     step: Step
-    live: tuple[int, ...]
+    live: Live
     always: TailRows
     early: list[Targets]
     late: list[Targets]
@@ -85,7 +85,7 @@ class Ready:
         return zeros, others
 
 
-def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
+def boxes(live: Live, reach: Live) -> Iterator[Box]:
     """The rows within `reach` that are not within `live`, as boxes that do not overlap."""
     for dim, (start, stop) in enumerate(zip(live, reach, strict=True)):
         if start < stop:
@@ -114,7 +114,7 @@ class Planned:
         self._bucket_shown = Aliases(self._bucket_views)
         self._asked = False
 
-    def ready(self, live: tuple[int, ...]) -> Ready:
+    def ready(self, live: Live) -> Ready:
         """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
         for axis, rows in zip(self._declaration.varying, live, strict=True):
             if rows > self._padded[axis]:

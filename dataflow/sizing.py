@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from .admission import NOT_TOLD, has_memory, unreadable
-from .axes import Axis, Dim, Sizes
+from .axes import Axis, Dim, Live, Sizes
 from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
@@ -93,7 +93,7 @@ class Sizer:
                 said = " and ".join(f"{rows} off slot {', '.join(slots)}" for rows, slots in rarest)
                 error.args = (f"{axis} is {said}: one of them is wrong; {error}",)
 
-    def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
+    def __call__(self, batch: Any, side: Side) -> Live:
         """Live rows on each varying axis, and last those of the lead axis where one was named.
 
         Raises BatchError for a side argument that no slot reads, and where a source does not tell.

@@ -13,9 +13,10 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .admission import NOT_TOLD, Kind, has_memory, is_in_place
+from .axes import Live
 from .declaration import Declaration
 from .errors import BatchError
-from .guard import IS_NESTED, POINTER, below_modes, own_guard
+from .guard import IS_NESTED, POINTER, below_modes, outside_inference, own_guard
 from .hostdata import NOT_CARRIED
 from .packet import UNIT, WORD, Feed, head_bytes, rounded
 from .plan import FUSED
@@ -47,7 +48,7 @@ MISS: Final = object()
 
 Taken = tuple[bytes, Sources]
 """What a packet begins with and the host data in it, and sources as the kernel and copies read them."""
-MadeFor = tuple[object, tuple[int, ...], frozenset[str]]
+MadeFor = tuple[object, Live, frozenset[str]]
 """A bucket, live sizes and absent slots."""
 Run = Callable[[Any, Side, Sources], Any]
 """A bound step: see `bind` of runners."""
@@ -105,7 +106,7 @@ class Specialization:
         if at > feed.room:
             raise ValueError(f"the packet has {feed.room} bytes, too few for a bucket that it was not made for")
         targets = {name: view for copies in ready.late for name, view in copies.items()}
-        with torch.inference_mode(mode=False):  # the parts that copies read stand as tensors behind the sources
+        with outside_inference():  # the parts that copies read stand as tensors behind the sources
             for name in starts.keys() & targets.keys():
                 target, start = targets[name], starts[name]
                 self._places[name] = count + len(self._fixed)

@@ -11,7 +11,7 @@ from .capabilities import DEVICE
 from .computation import Computation, field_of
 from .declaration import Declaration
 from .errors import BatchError, ReplayError
-from .guard import POINTER, Guard, own_guard
+from .guard import POINTER, Guard, outside_inference, own_guard
 from .slots import Constant, Slot
 from .sources import STEP
 
@@ -20,9 +20,16 @@ Views = Mapping[str, torch.Tensor | None]
 Ranges = Mapping[Axis, tuple[int, int]]
 
 
+def ordinary_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a tensor that may be written in any mode, whatever mode the other was made in."""
+    with outside_inference():
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor over the same memory; no inference tensor, whatever mode is on."""
-    with torch.inference_mode(mode=False):
+    with outside_inference():
         return tensor.detach()
 
 
@@ -155,7 +162,7 @@ def _cut(
         slot, brought = declared[name], [need for need in compute.needs if need in slots]
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
-            with torch.inference_mode(mode=False):
+            with outside_inference():
                 target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # its rows, its tail and all
             known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
             with torch.no_grad():

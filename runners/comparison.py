@@ -110,12 +110,12 @@ def seen(view: Inputs, outputs: Any) -> Seen:
     info, copied, computed, written = info_of(view), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, slot in info.declaration.slots.items():
         tensor, text = vars(view)[name], f"slot {name!r}"
-        held = None if tensor is None else _copied(live_part(slot, tensor, info.step))
+        held = None if tensor is None else live_part(slot, tensor, info.step).detach().clone()
         if isinstance(slot, Output):
             written[text] = held
-        elif slot.computes() is not None:
+        elif name in info.declaration.functions:
             computed[text] = held
-        elif slot.reads(name) is not None and not slot.rewritten:
+        elif name in info.declaration.sources and not slot.rewritten:
             copied[text] = held
     returned: dict[str, Any] = copies(outputs, "outputs")
     if not returned and not isinstance(outputs, Inputs):
@@ -125,12 +125,7 @@ def seen(view: Inputs, outputs: Any) -> Seen:
 
 def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
     """The tensors of what a step returned, in memory of their own, each by where it stands."""
-    return {f"{name}{place}": _copied(tensor) for place, tensor in named(outputs)}
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.detach().clone()
+    return {f"{name}{place}": tensor.detach().clone() for place, tensor in named(outputs)}
 
 
 def named(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes
+from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
@@ -27,7 +27,7 @@ from .capture import Captured
 from .config import RunnerConfig, Wanted, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet
-from .hooks import Live, watchers_of
+from .hooks import watchers_of
 from .outputs import rows_each
 from .pool import Phase, Seat
 from .ranks.agreement import coordinator_of

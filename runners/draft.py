@@ -171,8 +171,23 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         chained: Sequence[str] = CHAINED,
         **options: Unpack[ExtendArguments],
     ) -> None:
-        chained = checked_names("chained", chained)
-        _check_chained(declaration_of(inputs), steps, chained)
+        declaration, chained = declaration_of(inputs), checked_names("chained", chained)
+        if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
+            raise ConfigError(
+                f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}"
+            )
+        declaration.check_names("chained", chained, "copied")
+        for name in chained:
+            if declaration.slots[name].argument is not None:
+                raise ConfigError(
+                    f"chained names {name!r}, which {declaration.name} does not copy from the batch to the device"
+                )
+        for name, slot in declaration.slots.items():
+            for stale in (need for need in chained if need in slot.needs):
+                raise ConfigError(
+                    f"slot {name!r} is computed once, from {stale!r}, of which each step has its own: compute it in "
+                    "them"
+                )
         step = functools.partial(self._in_chain, tuple(steps), chained)
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
@@ -186,20 +201,3 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
                 for own in views[1:]:
                     vars(own)[name] = torch.full_like(held, first)
         return tuple(step(own, after) for step, own, after in zip(steps, views, [*views[1:], None], strict=True))
-
-
-def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]], chained: Sequence[str]) -> None:
-    """ConfigError where there is nothing to run, or a slot cannot be chained."""
-    if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
-        raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
-    declaration.check_names("chained", chained, "copied")
-    for name in chained:
-        if declaration.slots[name].argument is not None:
-            raise ConfigError(
-                f"chained names {name!r}, which {declaration.name} does not copy from the batch to the device"
-            )
-    for name, slot in declaration.slots.items():
-        for stale in (need for need in chained if need in slot.needs):
-            raise ConfigError(
-                f"slot {name!r} is computed once, from {stale!r}, of which each step has its own: compute it in them"
-            )

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack, final
 
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, Sizes
+from ..dataflow.axes import BATCH, TOKENS, Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .config import config_of
 from .eagerly import Eagerly
-from .hooks import Live
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Runner

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 from ..dataflow import log
+from ..dataflow.axes import Live
 from ..dataflow.bucket import Bucket, hand_over
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import BatchError
@@ -50,7 +51,7 @@ class Eagerly(Generic[V]):
         """What steps read of slots in host memory, once there was a batch."""
         return self.held[1]  # type: ignore[index] # a fill comes first
 
-    def fill(self, batch: Any, live: tuple[int, ...], side: Side) -> V:
+    def fill(self, batch: Any, live: Live, side: Side) -> V:
         """Fill from a batch of these rows on each varying axis; the view. BatchError, before anything is written."""
         bucket = self._bucket(live)
         if self.hosts.possible:
@@ -60,7 +61,7 @@ class Eagerly(Generic[V]):
         ready.compute_on_device(batch)
         return self.stage.view(ready, batch)
 
-    def admit(self, batch: Any, live: tuple[int, ...], side: Side) -> None:
+    def admit(self, batch: Any, live: Live, side: Side) -> None:
         """Raise as a fill of these live sizes would; memory grows as for a fill."""
         self._bucket(live).admit(batch, live, self.stage.absent(batch, side), side)
 
@@ -92,7 +93,7 @@ class Eagerly(Generic[V]):
 
         return run
 
-    def _bucket(self, live: tuple[int, ...]) -> Bucket:
+    def _bucket(self, live: Live) -> Bucket:
         """The bucket for these live sizes, grown if it must. BatchError where its memory is bound and cannot grow."""
         stage, held, declaration = self.stage, self.held, self.stage.declaration
         none = dict.fromkeys((*declaration.axes, *declaration.following), 0)

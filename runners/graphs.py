@@ -13,11 +13,12 @@ import torch
 
 from ..backends.base import Graph
 from ..dataflow import log
-from ..dataflow.axes import Sizes
+from ..dataflow.axes import Live, Sizes
 from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers, at_rest, overlaps, span
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError
+from ..dataflow.guard import outside_inference
 from ..dataflow.packet import WORD, Feed, table_of
 from ..dataflow.plan import FUSED, packet_bytes
 from ..dataflow.ready import Ready
@@ -92,7 +93,7 @@ class Filler(Generic[V]):
             return Filling(bucket)
         planned = bucket.planned(absent)
         rows = table_of(planned.lanes, fusion.block, planned.owner)
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             table = torch.from_numpy(rows).to(stage.backend.device)
         self._tables += table.nbytes
         targets = [lane.target for lane in planned.lanes]
@@ -101,7 +102,7 @@ class Filler(Generic[V]):
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:
         """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
         backend, kernel = self.stage.backend, filling.kernel
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             armed = self._feed.upload.packet[:WORD].view(torch.int64)
 
         def alone() -> None:
@@ -139,9 +140,7 @@ class Filler(Generic[V]):
             self.stage.backend.order(last, stream)
         return stream
 
-    def fill(
-        self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool
-    ) -> Ready:
+    def fill(self, filling: Filling, batch: Any, live: Live, absent: Absent, side: Side, *, whole: bool) -> Ready:
         """Fill a bucket. whole: the step's graph is replayed at once, and may do its own part of the fill."""
         if self.hosts.possible:
             self.hosts.wait()

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from ..backends.base import Backend, Event
-from ..dataflow.axes import Axis
+from ..dataflow.axes import Axis, Live
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
 from .sampling import Sample
@@ -93,7 +93,6 @@ class Watch:
 T = TypeVar("T")
 Step = Callable[[], Any]
 Run = Callable[..., Any]
-Live = tuple[int, ...]
 
 
 class Coordinator:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Generic, final
 
 from ..backends.base import Backend
-from ..dataflow.axes import Sizes
+from ..dataflow.axes import Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
@@ -20,7 +20,7 @@ from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
 from .statistics import human_bytes
 
-_Key = tuple[tuple[int, ...], Absent]
+_Key = tuple[Live, Absent]
 
 
 @final
@@ -223,7 +223,7 @@ class InputBuffers(Generic[V]):
         except DeclarationError as error:
             raise DeclarationError(f"{error}, or give live=") from None
 
-    def _live(self, batch: Any, live: Sizes, side: Side) -> tuple[int, ...]:
+    def _live(self, batch: Any, live: Sizes, side: Side) -> Live:
         """Live rows by varying axis: those that were given, and those that sources tell."""
         declaration, given = self._stage.declaration, checked_sizes(live)
         if all(axis in given for axis in self._axes):

@@ -10,6 +10,7 @@ from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError
+from ..dataflow.guard import outside_inference
 from .config import checked, checked_keys, checked_names
 from .running import Unique
 from .sharing import Layout, Member, Schedule, lay_out
@@ -131,7 +132,7 @@ class InputPool(Unique):
             seats = [seat for seat, _ in self._joined]
             layout = lay_out([member for _, member in self._joined], self.schedule)
             backends = {str(seat.stage.backend.device): seat.stage.backend for seat in seats}
-            with torch.inference_mode(mode=False):
+            with outside_inference():
                 blocks = [
                     backends[one.device].empty((one.nbytes,), torch.uint8, one.placement) for one in layout.blocks
                 ]

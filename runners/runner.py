@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from ..dataflow import log
-from ..dataflow.axes import Sizes
+from ..dataflow.axes import Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import BufferTurn
 from ..dataflow.computation import Computation
@@ -24,7 +24,7 @@ from .capture import FORKS, Captured
 from .config import RunnerConfig
 from .eagerly import Eagerly
 from .graphs import GraphSet
-from .hooks import Coordinator, Live, Watch
+from .hooks import Coordinator, Watch
 from .pool import Seat
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
@@ -239,7 +239,11 @@ class Runner(Unique, abc.ABC, Generic[V]):
             filled, turn, graphs = self._filled, self._turn, self.graphs
             if filled is None or filled.view is not view or turn is None:
                 raise ReplayError("this view was not filled last: a later fill has overwritten its slots")
-            turn.check_others(self._others)
+            if turn.others != self._others:
+                raise ReplayError(
+                    "another runner of this one's pool was filled since, in memory that both use: replay a view before "
+                    "the next phase begins, or declare that the phases overlap"
+                )
             try:
                 if graphs is not None:
                     graphs.filler.order()

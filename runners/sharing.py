@@ -193,7 +193,7 @@ class Member:
 
 def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
     """Why a slot's bytes must hold beyond its runner's phase, or None; they do of a kind that says too little."""
-    rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes() is not None
+    rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes()
     written = slot.rewritten or slot.restored or read or computed
     ruled = isinstance(rule, Pad) or not slot.varying
     reasons = {

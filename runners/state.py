@@ -24,6 +24,7 @@ from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Output
+from ..dataflow.views import ordinary_alias
 from .bits import bits, first_unequal, text_of
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
@@ -97,7 +98,8 @@ class State:
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
         """A state that is known: these tensors, or parts of them, whatever else a step may change."""
-        return cls(backend, tuple(Piece(_plain(one), f"the given {_text(one)}") for one in tensors if one.numel()))
+        pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}") for one in tensors if one.numel())
+        return cls(backend, tuple(pieces))
 
     @classmethod
     def found(
@@ -127,7 +129,7 @@ class State:
                 if not index and key in known:
                     return
                 known.update(() if index else (key,))
-                for memory in [_plain(tensor)] if exact else _without(tensor, sorted(slots)):
+                for memory in [ordinary_alias(tensor)] if exact else _without(tensor, sorted(slots)):
                     piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
                     try:
                         cls(backend, (*pieces, piece)).check_room(free=free, holder=holder)
@@ -254,13 +256,6 @@ def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     unlike = bits(one) != bits(other)
     spare = -unlike.numel() % WORD
     return torch.nn.functional.pad(unlike.reshape(-1), (0, spare)).view(-1, WORD).any(1)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a tensor that may be written in any mode."""
-    with _as_it_is():
-        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves would end it late, inside of others

@@ -1,4 +1,4 @@
-"""A CPU that packs uploads as a device does: lists and arrays are host data, tensors are where slots are."""
+"""Packets without a device: a CPU that packs uploads as one does, and the fused fill outside of any runner."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, final
@@ -6,12 +6,16 @@ from typing import Any, ClassVar, final
 import attrs
 import torch
 
-from slotgraph.backends import Backend, Capabilities, Graph, Interruption, Upload, load
-from slotgraph.backends.cpu import HostBackend
+from slotgraph.backends import Backend, Capabilities, Fusion, Graph, Interruption, Upload, load
+from slotgraph.backends.cpu import HOST_FUSION, HostBackend, HostUpload
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.backends.ring import ring_on
+from slotgraph.dataflow.bucket import Absent, Bucket
+from slotgraph.dataflow.buffers import Buffers
+from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes, table_of
 
 NAME = "packing"
+Kernel = Callable[[], None]
 
 
 class Streams:
@@ -48,7 +52,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
 
 @final
 class PackingBackend(HostBackend):
-    """Captures as cpu-capture does. uploads: what it was asked for."""
+    """Captures as cpu-capture does; lists and arrays are host data, tensors lie where slots do. uploads: all so far."""
 
     name: ClassVar[str] = NAME
 
@@ -75,3 +79,16 @@ class PackingBackend(HostBackend):
 def backend_of(name: str) -> Backend:
     """An adapter of the project's, or the one above."""
     return PackingBackend() if name == NAME else load(name)()
+
+
+def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Feed:
+    """What gives a packet that is large enough for every bucket over some buffers."""
+    bodies = sum(WORD * one.tensor.numel() + UNIT for one in buffers)
+    return Feed(upload, head_bytes(len([*buffers])) + UNIT + bodies)
+
+
+def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:
+    """What launches the kernel of a bucket, on the host where no other is given."""
+    fusion, planned, packet = fusion or HOST_FUSION, bucket.planned(absent), bucket.feed.upload.packet
+    table = torch.from_numpy(table_of(planned.lanes, fusion.block, planned.owner)).to(packet.device)
+    return fusion.kernel(table, packet, [lane.target for lane in planned.lanes])

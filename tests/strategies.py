@@ -161,10 +161,6 @@ def other_slots(draw: st.DrawFn) -> Any:
     return draw(st.sampled_from(kinds))
 
 
-def _flip(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.flip(tensor, list(range(tensor.dim())))
-
-
 def _twice(step: Step) -> list[int]:
     return [2 * row + step.live(TOKENS) for row in range(step.padded(BATCH))]
 
@@ -188,8 +184,8 @@ def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
 
 
 def _flipped(need: str, slot: Slot, *, out: bool) -> Any:
-    source = f"lambda {need}, out: out.copy_(flip({need}))" if out else f"lambda {need}: flip({need})"
-    function = eval(source, {"flip": _flip})  # noqa: S307 - a function's parameter must have the slot's own name
+    flipped = f"{need}.flip([*range({need}.dim())])"
+    function = eval(f"lambda {need}, out: out.copy_({flipped})" if out else f"lambda {need}: {flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
     return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement)
 
 

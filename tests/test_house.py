@@ -29,11 +29,12 @@ import typer.testing
 from torch.utils._device import _device_constructors
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, copied
 from slotgraph.backends import load, names
 from slotgraph.errors import SlotGraphError
 from slotgraph_cli import app
 from tests.runners import prefilled
+from tests.runners.models import decoder, ready
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataflow", "backends", "runners")
@@ -346,13 +347,11 @@ def paths() -> Iterator[Figure]:
     for name in ("cpu", "cpu-capture"):
         backend = load(name)()
         for lowering in filter("slot_by_slot".__ne__, backend.capabilities.lowerings):
-            decode = DecodeRunner(Three, step, buckets=[8], backend=backend, lowering=lowering, progress=False)
-            decode.capture()
+            decode = decoder(Three, step, buckets=[8], backend=backend, lowering=lowering)
             found.append((f"decode, {name}, {lowering}", decode, batch))
         found.append((f"eager, {name}", EagerRunner(Three, step, backend=backend), batch))
     for kind in ("breakable", "piecewise"):
-        prefill = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu-capture")
-        prefill.capture()
+        prefill = ready(prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu-capture"))
         found.append((f"{kind}, cpu-capture", prefill, prefilled.batch_of([3, 2], 0)))
     for name, runner, batch in found:
         files, frames = path_of(runner, batch)

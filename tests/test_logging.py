@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import structlog
-import torch
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from tests.runners.models import Ids, decoder
 
 PROGRAM = """
 import json, sys, torch, slotgraph
@@ -58,16 +57,9 @@ except slotgraph.errors.SlotGraphError:
 """
 
 
-class Batch(Inputs):
-    """One slot."""
-
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-
 def fall_back() -> None:
     """A step that makes events of all three levels: debug of the eager buffers, info of the capture, a warning."""
-    runner = DecodeRunner(Batch, lambda view: view.ids * 3, buckets=[2], backend="cpu-capture", progress=False)
-    runner.capture()
+    runner = decoder(Ids, lambda view: view.ids * 3, buckets=[2], backend="cpu-capture")
     assert runner({"ids": [5, 6, 7]}).tolist() == [15, 18, 21]
 
 

@@ -11,6 +11,7 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers, SharedMemory
 from ...dataflow.capabilities import Capabilities
+from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
@@ -94,7 +95,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> Iterator[
     stage, buffers, step = subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
 
     def oracle(opposite: int | None) -> Buffers:
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             copied = {b.name: attrs.evolve(b, tensor=b.tensor.clone(), owner=None) for b in buffers}
             other = Buffers(copied, buffers.capacity, SharedMemory())
             if opposite is not None:
@@ -105,12 +106,12 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> Iterator[
     rights = [oracle(opposite) for opposite in ((None,) if seed is None else (None, seed))]
     view = subject.fill(one)
     sizes = info_of(view).step
-    for name, slot in subject.slots.items():
+    for name in subject.slots:
         held, rows = vars(view)[name], ""
         if held is None or not subject.is_filled(name):
             continue
         right, other = (buffers[name].view(sizes.padded_sizes) for buffers in (rights[0], rights[-1]))
-        if slot.computes() is not None or slot.reads(name) is not None:
+        if name in {**stage.declaration.functions, **stage.declaration.sources}:
             rows = unequal_rows(right, other)
         if rows:
             message = (
@@ -296,8 +297,8 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if runner.stage.declaration.ranks is not None:
         subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
     with subject.state.kept(), slots_kept(runner):
-        live = runner.size(one.batch, one.side)[: len(runner.stage.declaration.varying)]
-        view = runner.eager.fill(one.batch, live, one.side)
+        *live, rows = runner.size(one.batch, one.side)
+        view = runner.eager.fill(one.batch, tuple(live), one.side)
         subject.produce(view)
         try:
             exact: Seen | str = seen(view, runner.eager.run(view))
@@ -308,8 +309,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if subject.together.any(finding is not None):
         return finding
     if isinstance(exact, str):
-        is_empty = not runner.size(one.batch, one.side)[-1]  # such a batch is padded in each step
-        return None if is_empty else Finding(PARITY, None, exact)
+        return Finding(PARITY, None, exact) if rows else None  # without rows a batch is padded in each step
     graph = trial.run(lambda outputs: seen(trial.view, outputs))
     if isinstance(graph, Exception):
         return None

@@ -10,11 +10,11 @@ from typing import Any, Final, get_args
 import torch
 
 from ...backends.base import Backend, Event
-from ...dataflow.axes import TOKENS, Axis, Sizes
+from ...dataflow.axes import TOKENS, Axis, Live, Sizes
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
 from ..config import RunnerConfig, checked
-from ..hooks import Coordinator, Live, Run, Step, T
+from ..hooks import Coordinator, Run, Step, T
 from ..statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FITS, REFUSED, Exchange, Message, Ranks
 

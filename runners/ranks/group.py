@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
+from ...dataflow.guard import outside_inference
 from ..config import check_seconds, checked, refuse
 from ..running import Unique
 
@@ -70,7 +71,7 @@ class HostWire:
     """Carries one exchange at a time over gloo, in host memory."""
 
     def __init__(self, group: "dist.ProcessGroup", size: int, *, pinned: bool = False) -> None:
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             self._own, self._all = (
                 torch.zeros(count * _LAYOUT.size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 for count in (1, size)
@@ -108,7 +109,7 @@ class DeviceWire(HostWire):
     def __init__(self, group: "dist.ProcessGroup", size: int, device: torch.device) -> None:
         super().__init__(group, size, pinned=True)
         self._module: Any = torch.get_device_module(device)
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             self._mine, self._every = self._own.to(device), self._all.to(device)
         self._stream, self._event = self._module.Stream(device), self._module.Event()
 
@@ -119,7 +120,7 @@ class DeviceWire(HostWire):
     def send(self, message: Message) -> None:
         """Begin an exchange with this rank's message."""
         message.pack_into(self._own.numpy())
-        with self._module.stream(self._stream), torch.inference_mode(mode=False):
+        with self._module.stream(self._stream), outside_inference():
             self._mine.copy_(self._own, non_blocking=True)
             _all_gather(self._every, self._mine, self._group).wait()
             self._all.copy_(self._every, non_blocking=True)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...dataflow.errors import ConfigError, RankError, ReplayError
+from ...dataflow.guard import outside_inference
 from ...dataflow.sources import Path, Side
 from ..config import check_seconds, checked, refuse
 from ..runner import Runner
@@ -50,7 +51,7 @@ class Neighbour:
 
     def receive(self) -> tuple[int, str, Proxies]:
         """A step's number, the error of the stage before if it had one, and its tensors. RankError if it is lost."""
-        with self._talk(), torch.inference_mode(mode=False):
+        with self._talk(), outside_inference():
             raw = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu")
             self._wait(*self._post(dist.irecv, raw))
             step, error, specs = pickle.loads(raw.numpy().tobytes())  # noqa: S301 - of another rank, as all of torch's
@@ -71,7 +72,7 @@ class Neighbour:
         raw = pickle.dumps((step, error[:_TEXT], specs))
         if len(raw) > _NBYTES:
             raise ConfigError(f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes")
-        with torch.inference_mode(mode=False):
+        with outside_inference():
             message = torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
         plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors.values() if tensor.numel()]
         steady = [one.clone(memory_format=torch.contiguous_format) if one.is_cpu else one.contiguous() for one in plain]

@@ -12,6 +12,7 @@ import torch
 
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ConfigError
+from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Staged
 from ...dataflow.sources import Side, look_up
@@ -155,7 +156,7 @@ class Recording(Watcher):
         device, flag = self._backend.device, None
         values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
         try:
-            with torch.no_grad(), torch.inference_mode(mode=False):
+            with torch.no_grad(), outside_inference():
                 for value in values:
                     source = value.elements if value.kind == "tensor" else None
                     if source is None:

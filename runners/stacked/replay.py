@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...backends.base import Backend
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
-from ...dataflow.guard import GRADIENTS, without_gradients
+from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import Inputs
 from ..bits import text_of
 from ..capture import Captured
@@ -231,7 +231,7 @@ class StackCall:
     def _kept(self, place: int, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or place in self._inside:
             return leaf
-        with torch.inference_mode(mode=False):  # a step outside of it will write there
+        with outside_inference():  # a step outside of it will write there
             return leaf.detach().clone()
 
     def arguments(self) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import Sizes, Step, extent
+from ...dataflow.axes import Live, Sizes, Step, extent
 from ...dataflow.capabilities import Lowering
 from ...dataflow.computation import Computation, field_of
 from ...dataflow.declaration import Declaration
@@ -60,9 +60,9 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     grouped: bool = False,
 ) -> ByHand:
     """A fill as engines write it: a tail reset and a copy a slot. grouped: copies by foreach, grouped in each step."""
-    plans, reads_host = dict[tuple[int, ...], _Plan](), backend.capabilities.foreach_host
+    plans, reads_host = dict[Live, _Plan](), backend.capabilities.foreach_host
 
-    def fill(batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
+    def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
         if live not in plans:
             plans[live] = _planned(declaration, backend, declaration.step(live, padded), slots)
         copied, computed = plans[live]

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import Axis, Dim, Sizes, extent
+from ...dataflow.axes import Axis, Dim, Live, Sizes, extent
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Lowering
@@ -28,7 +28,7 @@ from ..stage import NO_SIZES, Stage
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
-FillCall = Callable[[Any, Side, tuple[int, ...]], Ready]
+FillCall = Callable[[Any, Side, Live], Ready]
 
 
 def no_step(view: Any) -> NoReturn:
@@ -89,7 +89,7 @@ class Ground:
         """The sizes of all axes, given those that lead."""
         return _followed({**self.stage.sizes, **leads}, self.stage.relations)
 
-    def live(self, sizes: Sizes) -> tuple[int, ...]:
+    def live(self, sizes: Sizes) -> Live:
         """Sizes as a fill takes them: one for each varying axis."""
         return tuple(sizes[axis] for axis in self.declaration.varying)
 
@@ -122,7 +122,7 @@ class Lowered:
                 filler.rest()
                 filler.capture_alone(filling, warm=True)
 
-            def fill(batch: Any, side: Side, live: tuple[int, ...]) -> Ready:
+            def fill(batch: Any, side: Side, live: Live) -> Ready:
                 ready = filler.fill(filling, batch, live, absent, side, whole=False)
                 if filler.lowering != "slot_by_slot":  # which has done it all
                     ready.compute_on_device(batch)

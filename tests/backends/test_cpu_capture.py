@@ -6,8 +6,6 @@ Refused is what CUDA refuses (torch 2.11, H200), unless a line says otherwise.
 import copy
 import gc
 import itertools
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -24,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from slotgraph.backends.cpu_capture import CapturedGraph, CpuCaptureBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
+from tests.programs import python
 from tests.strategies import same_bytes
 
 HIDDEN: Any = torch  # the foreach functions are not exported
@@ -501,5 +500,5 @@ assert torch.compile(lambda y: y * 2, backend="eager")(x).sum() == 6 and torch._
 
 def test_a_step_that_loads_the_compiler() -> None:
     """A first import of it in a capture is not recorded; the step runs as it was written, and the compiler works."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    done = python("-c", FIRST)
     assert done.returncode == 0, done.stderr

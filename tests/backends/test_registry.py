@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
@@ -23,6 +22,7 @@ from slotgraph.backends.cuda import CudaBackend
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow import errors
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
+from tests.programs import python
 
 
 class PreferredBackend(CpuBackend):  # type: ignore[misc]  # final to users; here it is another device's stand-in
@@ -135,9 +135,8 @@ assert not {"triton", "torch_npu", "transformers", "matplotlib", "typer", "torch
 
 def test_loaded_on_first_use() -> None:
     """Importing slotgraph, and listing backends, loads no adapter; choosing one loads that one and no other."""
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", LAZY], env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    paths = [Path(__file__).parents[2] / "src", *sys.path]
+    done = python("-c", LAZY, paths=paths, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert done.returncode == 0, done.stderr
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from slotgraph import DecodeRunner
 from slotgraph.backends import Backend
 from slotgraph.runners.commands.bench import declare_decode, draw, plus_one
 from slotgraph.runners.config import MODES, VARIABLE
 from tests.benchmarks.shown import race
+from tests.runners.models import decoder
 
 LIVE, BUCKET = 5, 8
 WAYS: dict[str, Any] = {"no option": None, "off": False, "True": True, **{mode: mode for mode in MODES}}
@@ -24,8 +24,7 @@ def test_modes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, runners = declare_decode(9), dict[str, Any]()
     for name, debug in WAYS.items():
         told: dict[str, Any] = {} if debug is None else {"debug": debug}
-        runners[name] = DecodeRunner(inputs, plus_one, buckets=[BUCKET], backend=backend, progress=False, **told)
-        runners[name].capture()
+        runners[name] = decoder(inputs, plus_one, buckets=[BUCKET], backend=backend, **told)
     batches = [draw(inputs, backend, LIVE, number) for number in range(4)]
     title = f"{backend.name}: a small step of 9 slots, {LIVE} of {BUCKET} rows, under debug modes"
     race(title, runners, batches, backend)

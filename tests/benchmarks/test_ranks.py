@@ -13,23 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.runners.ranks.group import HOST, Ranks
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 from tests.ranks.processes import ranks
+from tests.ranks.staged import Tokens
+from tests.runners.models import decoder
 
 WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
 LIVE, BUCKET = 29, 32
-
-
-class Decode(Inputs):
-    """What this model reads."""
-
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
 
 
 class Half:
@@ -48,7 +41,7 @@ class Half:
             for _ in range(layers)
         ]
 
-    def __call__(self, view: Decode) -> torch.Tensor:
+    def __call__(self, view: Tokens) -> torch.Tensor:
         """[TOKENS, hidden]."""
         hidden: torch.Tensor = self.table[view.input_ids + view.positions] * view.seq_lens[:, None]
         for parts in self.layers:
@@ -59,23 +52,16 @@ class Half:
         return hidden
 
 
-def batches_of(device: torch.device) -> list[Decode]:
-    """Batches that take turns, each with tensors of its own."""
-    draw = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(0, 256, (2, LIVE), generator=draw).to(device) for _ in range(4)]
-    ones = torch.ones(LIVE, dtype=torch.int32, device=device)
-    return [Decode(input_ids=ids, positions=positions, seq_lens=ones.clone()) for ids, positions in drawn]
-
-
 def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps: int) -> dict[str, list[float]]:
     """Microseconds of each step whose outputs the host waits for, by way."""
     device = torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
     model = Half(layers, hidden, device, torch.bfloat16 if backend == "cuda" else torch.float32)
-    batches, runs = batches_of(device), {}
+    draw, ones, runs = torch.Generator().manual_seed(1), torch.ones(LIVE, dtype=torch.int32, device=device), {}
+    drawn = [torch.randint(0, 256, (2, LIVE), generator=draw).to(device) for _ in range(4)]
+    batches = [Tokens(input_ids=ids, positions=positions, seq_lens=ones.clone()) for ids, positions in drawn]
     for way in WAYS if backend == "cuda" else WAYS[:3]:
         given = Ranks(equal=way == WAYS[0], on="cuda" if way in WAYS[3:] else HOST)
-        runner = DecodeRunner(Decode, model, buckets=[BUCKET], backend=backend, progress=False, ranks=given)
-        runner.capture()
+        runner = decoder(Tokens, model, buckets=[BUCKET], backend=backend, ranks=given)
 
         def step(number: int, runner: Any = runner, ahead: bool = way in {WAYS[2], WAYS[4]}) -> None:  # noqa: FBT001 - bound here
             outputs = runner(batches[number])

@@ -20,7 +20,7 @@ from slotgraph.dataflow.errors import BatchError
 from slotgraph.dataflow.hostdata import tensor_of
 from slotgraph.dataflow.sizing import limits_of
 from slotgraph.extend import HOST, side
-from tests.fused import feed_for, kernel_of
+from tests.packing import feed_for, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
 
 ODD: Final[tuple[Any, ...]] = (

@@ -28,8 +28,7 @@ from slotgraph.dataflow.slots import Copied, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
 from slotgraph.runners.testing.ground import differences, scribble, untouched
-from tests.fused import Kernel, feed_for, kernel_of
-from tests.packing import NAME, backend_of
+from tests.packing import NAME, Kernel, backend_of, feed_for, kernel_of
 from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker
 from tests.strategies import (
     AXES,

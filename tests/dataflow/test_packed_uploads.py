@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, CACHE_LOC, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, Inputs, computed, copied
 from slotgraph.backends.cpu import HostUpload
 from slotgraph.dataflow import bucket as buckets
 from slotgraph.dataflow import plan as plans
@@ -28,11 +28,6 @@ PACKS = Capabilities(packed_uploads=True, roles={"cache_loc": torch.int32})
 SIZES = {BATCH: 4}
 
 
-def doubled(step: Step, scale: int) -> list[int]:
-    """What the host computes, many numbers."""
-    return [scale * row for row in range(step.padded(BATCH))]
-
-
 class Small(Inputs):
     """Slots that take host data as it is, cast and with gaps, and two that the host computes."""
 
@@ -42,7 +37,9 @@ class Small(Inputs):
     turned: torch.Tensor = copied(2, BATCH, dtype=torch.int16, pad=-2)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=3, placement="host")
     here: torch.Tensor = computed(lambda lens: int(lens.sum()) % 99, shape=1, dtype=torch.int32)
-    steps: torch.Tensor = computed(doubled, shape=BATCH, dtype=torch.int64)
+    steps: torch.Tensor = computed(
+        lambda step, scale: [scale * row for row in range(step.padded(BATCH))], shape=BATCH, dtype=torch.int64
+    )
     scale: int = 2
 
 

@@ -284,11 +284,6 @@ class Recomputed(Copied):
         return compute_of(lambda out: out.add_(1))
 
 
-def on_both_sides(ids: torch.Tensor, settings: Any, step: Step) -> torch.Tensor:
-    """On the device settings may stand beside a slot; the step's sizes may not."""
-    return ids + int(settings.rank) + step.live(TOKENS)
-
-
 INT32: Any = {"dtype": torch.int32}
 INT64: Any = {"dtype": torch.int64}
 HOSTED: Any = functools.partial(copied, BATCH, placement="host", argument="lens")
@@ -331,7 +326,7 @@ FAULTS: list[tuple[Any, str]] = [
     (HOSTED(**INT32, pad=0), "argument 'lens' takes the value of slot 'first'"),
     (slot(Recomputed(shape=BATCH, **INT64, pad=0)), "it is copied from the batch and computed"),
     (
-        computed(on_both_sides, shape=TOKENS, **INT64),
+        computed(lambda ids, settings, step: ids + settings.rank + step.live(TOKENS), shape=TOKENS, **INT64),
         "the host value 'step' would be frozen at capture: put what it takes from 'step' into a slot",
     ),
     (computed(lambda setings: setings, **INT64), "nor `step`, `settings` or `ranks`; did you mean 'settings'?"),

@@ -1,9 +1,6 @@
 """The demo passes on every way to run it, says what it did, and finds each bug that graph inputs are known for."""
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import torch
 
 from slotgraph import CACHE_LOC, TOKENS, computed
 from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama, shifted, stale
+from tests.programs import python
 
 pytest.importorskip("transformers", reason=NEEDS)
 
@@ -114,15 +112,8 @@ def test_each_prefill_path_is_equal(generate: Generate, lines: str, backend_name
 
 def test_command_reads_standard_input() -> None:
     """`python docs/examples/generate --prompts -` takes a prompt a line, skips blank ones, and exits with 0."""
-    argv = ("--model", "random", "--prompts", "-", "--max-new-tokens", "4", "--backend", "cpu", "--rounds", "2")
-    done = subprocess.run(  # noqa: S603 - this interpreter and this project's own program
-        [sys.executable, FOLDER, *argv],
-        input="Hi!\n\nGrüße\r\n",
-        capture_output=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
-        check=False,
-    )
+    words = ("--model", "random", "--prompts", "-", "--max-new-tokens", "4", "--backend", "cpu", "--rounds", "2")
+    done = python(FOLDER, *words, input="Hi!\n\nGrüße\r\n")
     assert done.returncode == 0, done.stderr
     assert all(words in done.stdout for words in ("of 2 requests", "whole step", "Grüße"))
 

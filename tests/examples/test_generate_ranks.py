@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.examples.demo import FOLDER, NEEDS, SMALL, Generate, Result, module, save_llama, shifted
+from tests.programs import python
 
 pytest.importorskip("transformers", reason=NEEDS)
 
@@ -29,15 +29,8 @@ FEW = ("--max-new-tokens", "4", "--arrival-gap", "0", "--prefill", "eager", "--r
 
 def launch(*command: str) -> "subprocess.CompletedProcess[str]":
     """Two ranks of a program, by torch's own launcher."""
-    path = [str(FOLDER), *sys.path]
-    return subprocess.run(  # noqa: S603 - this interpreter and this project's own programs
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
-        capture_output=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"},
-        timeout=600,
-        check=False,
-    )
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return python(*ranks, *command, paths=[FOLDER, *sys.path])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The example programs: each says that all is equal where it is, and finds every bug that is planted in it."""
 
 import functools
-import os
 import re
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.ready import Ready
 from slotgraph.speculative import WIDTH
 from tests.examples.demo import EXAMPLES, NEEDS, module, stale
+from tests.programs import python
 
 MODELS = ("windows", "speculating", "states")  # packages that take transformers
 SHORT = {
@@ -280,11 +280,7 @@ MASK = " * pages[:, :, None]"
 
 def suite(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run a suite of one's own in a folder, on the CPU alone, in a process of its own."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTGRAPH_", "PYTEST_"))}
-    command = [sys.executable, "-m", "pytest", str(folder), "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(  # noqa: S603 - ours
-        command, env={**own, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
+    return python("-m", "pytest", folder, "-p", "no:cacheprovider", *arguments)
 
 
 def test_a_suite_of_ones_own(tmp_path: Path) -> None:

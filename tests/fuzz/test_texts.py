@@ -126,11 +126,14 @@ NASTY_FILES = [
     ("x.json", '{"max_waste": Infinity}', "x.json: Infinity is not a number in JSON"),
     ("x.json", '{"backend": "../../x"', "x.json: "),
     ("x.toml", "\x00", "x.toml: "),
+    *(("x.yaml", "width: 2", "a .toml or .json file"), ("x.toml", "width = = 2", "x.toml: ")),
+    *(("x.json", "{", "x.json: "), ("x.json", '{"widht": 2}', "did you mean 'width'")),
+    ("x.json", "[1]", r"expected keys and values, got \[1\]"),
 ]
 
 
 def test_nasty_files(tmp_path: pathlib.Path) -> None:
-    """Files that have broken readers before, or cannot be read at all: each is refused with what is wrong."""
+    """Files that do not parse, hold something else, broke readers before, or cannot be read: refused, with why."""
     for name, text, says in NASTY_FILES:
         (tmp_path / name).write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=says):

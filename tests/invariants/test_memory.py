@@ -8,8 +8,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +30,7 @@ from tests.invariants.steps import (
     runner_of,
     wrong,
 )
+from tests.programs import python
 
 
 def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
@@ -261,14 +260,8 @@ def accepted(options: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="module")
 def children() -> dict[str, list[str]]:
     """By kind of runner, what forked children did that was not refused."""
-    path = os.pathsep.join(one for one in sys.path if one)
-    done = subprocess.run(  # noqa: S603 - this test's own program
-        [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        timeout=300,
-        check=True,
-    )
+    done = python(__file__)
+    assert done.returncode == 0, done.stderr
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 

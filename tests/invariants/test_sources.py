@@ -26,30 +26,17 @@ from tests.invariants.steps import (
 Form = Callable[[torch.Tensor], Any]
 
 
-def _strided(one: torch.Tensor) -> torch.Tensor:
-    return torch.stack([one, one + 1], -1)[..., 0]
-
-
-def _shifted(one: torch.Tensor) -> torch.Tensor:
-    return torch.cat([one.flatten()[:1], one.flatten()])[len(one[:1]) :].view(one.shape)
-
-
-def _in_inference_mode(one: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return one.clone()
-
-
 FORMS: dict[str, Form] = {
     "plain": torch.clone,
     "list": torch.Tensor.tolist,
     "tuple": lambda one: tuple(one.tolist()),
     "array": lambda one: one.cpu().numpy().copy(),
     "host": lambda one: one.cpu().clone(),
-    "strided": _strided,
-    "shifted": _shifted,
+    "strided": lambda one: torch.stack([one, one + 1], -1)[..., 0],
+    "shifted": lambda one: torch.cat([one.flatten()[:1], one.flatten()])[len(one[:1]) :].view(one.shape),
     "double": torch.Tensor.double,
     "gradient": lambda one: one.clone().requires_grad_(),
-    "inference": _in_inference_mode,
+    "inference": torch.inference_mode()(torch.clone),
 }
 SPECIAL = {"strided": ["weights"], "double": ["weights"], "gradient": ["weights", "extra"], "host": ["here"]}
 """Forms that not every slot takes; a CPU's tensors are the device's there."""

@@ -37,15 +37,6 @@ class Forgetful(Slots):  # the fault: nobody resets this tail
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("planted"))
 
 
-def owned_on(backend: Backend) -> dict[str, torch.Tensor]:
-    """Memory for slots that its owner writes, too."""
-    shapes = {"weights": (6, 2)}
-    made = {name: torch.zeros(shapes.get(name, (6,)), dtype=dtype) for name, dtype in ADOPTED.items()}
-    owned = on(backend, made)
-    is_cuda = backend.device.type == "cuda"  # whose graphs copy from pinned memory alone
-    return {name: one.pin_memory() if is_cuda and one.is_cpu else one for name, one in owned.items()}
-
-
 def after_anything(
     backend: Backend, runners: list[Any], owned: Values, seed: int, inputs: type[Quick] = Slots, *, few: bool = False
 ) -> set[str]:
@@ -82,7 +73,10 @@ def after_anything(
 @pytest.mark.parametrize("adopted", [False, True], ids=["own", "adopted"])
 def test_tails_hold_their_values(backend: Backend, *, adopted: bool) -> None:
     """Whatever came before: live rows are the batch's, the others the tail's, also where their owner writes them."""
-    owned = owned_on(backend) if adopted else {}
+    shapes = {name: (6, 2) if name == "weights" else (6,) for name in ADOPTED if adopted}
+    owned = on(backend, {name: torch.zeros(shape, dtype=ADOPTED[name]) for name, shape in shapes.items()})
+    if backend.device.type == "cuda":  # whose graphs copy from pinned memory alone
+        owned = {name: one.pin_memory() if one.is_cpu else one for name, one in owned.items()}
     for seed in range(2):
         runners = [runner_of(backend, lowering, bind=owned) for lowering in backend.capabilities.lowerings]
         assert after_anything(backend, runners, owned, seed) == set()

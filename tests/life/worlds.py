@@ -21,7 +21,7 @@ from slotgraph.runners.runner import Runner
 from tests.invariants import steps
 from tests.invariants.steps import Quick, Seen, Values, drawn, everything, on, runner_of, wrong
 from tests.runners import prefilled, test_draft
-from tests.runners.models import Batch, same_batch, snapshot
+from tests.runners.models import Batch, ready, same_batch, snapshot
 
 BUCKETS: Final = (4, 16)
 OURS: Final = (str(Path(slotgraph.__file__).parent), *(str(one.__file__) for one in (steps, prefilled, test_draft)))
@@ -105,8 +105,7 @@ def eager(backend: Backend, inputs: type[Quick] = Quick) -> World:
 def prefilling(backend: Backend, kind: str = "breakable", **options: Any) -> World:
     """A captured prefill runner, held to an eager one over a model of the same weights."""
     models = [prefilled.Model(named=kind == "piecewise").to(backend.device) for _ in range(2)]
-    runner = prefilled.runner_of(kind, models[0], backend, **options)
-    runner.capture()
+    runner = ready(prefilled.runner_of(kind, models[0], backend, **options))
     twin = EagerRunner(prefilled.Prefill, models[1], backend=backend)
 
     def batch(size: int, seed: int) -> Batch:

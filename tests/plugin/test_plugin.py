@@ -1,13 +1,11 @@
 """Packages in a process of their own: a third party's backends, held to the contract, and our plugin of pytest."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 import slotgraph_pytest
 from slotgraph.backends import load, names
+from tests.programs import python
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -55,20 +54,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed
 
 
-def run(
-    arguments: Sequence[str], paths: Sequence[Path | str], cwd: Path = ROOT, **variables: str
-) -> "subprocess.CompletedProcess[str]":
-    """Run a new Python in a folder, with some paths."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTGRAPH_", "PYTEST_"))}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+def within(project: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a new Python in a folder, whose modules it finds."""
+    return python(*words, paths=[project], cwd=project, env={"PYTHONDONTWRITEBYTECODE": "1", **variables})
 
 
 def beside(package: Path, *arguments: str) -> str:
     """What a new Python prints that finds a package and all that this one finds."""
-    done = run(arguments, [package, ROOT / "src", *filter(None, sys.path)])
+    paths = [package, ROOT / "src", *sys.path]
+    done = python(*arguments, paths=paths, cwd=ROOT, env={"PYTHONDONTWRITEBYTECODE": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -144,7 +138,7 @@ def project(tmp_path: Path) -> Path:
 
 def passed(project: Path, *arguments: str, **variables: str) -> str:
     """What a run of pytest prints in which nothing fails."""
-    done = run(["-m", "pytest", *arguments], [project], project, **variables)
+    done = within(project, "-m", "pytest", *arguments, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -152,8 +146,7 @@ def passed(project: Path, *arguments: str, **variables: str) -> str:
 def test_it_costs_nothing_where_no_one_asks(project: Path) -> None:
     """Pytest in a folder of others loads the plugin, and by it neither torch nor slotgraph."""
     (project / "test_else.py").write_text("def test_else(): pass\n")
-    command = ["-X", "importtime", "-m", "pytest", "--collect-only", "--trace-config"]
-    done = run(command, [project], project)
+    done = within(project, "-X", "importtime", "-m", "pytest", "--collect-only", "--trace-config")
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "slotgraph_pytest.py" in done.stdout
     assert "pytest_benchmark.storage" in loaded
@@ -210,7 +203,7 @@ def test_without_pytest_benchmark(project: Path) -> None:
     """The fixtures say what to install."""
     (project / "mine.py").write_text(INPUTS)
     (project / "test_mine.py").write_text(SUITE)
-    done = run(["-m", "pytest", "-p", "no:benchmark", "--slotgraph-backends=cpu"], [project], project)
+    done = within(project, "-m", "pytest", "-p", "no:benchmark", "--slotgraph-backends=cpu")
     assert done.returncode == 1
     for name in ("benchmark_fill", "benchmark_ways"):
         assert f"{name} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'" in done.stdout
@@ -219,5 +212,5 @@ def test_without_pytest_benchmark(project: Path) -> None:
 def test_without_hypothesis(project: Path) -> None:
     """So does slotgraph.testing; the face of slotgraph needs nothing of it."""
     hidden = "import sys; sys.modules['hypothesis'] = None; import slotgraph; import slotgraph.testing"
-    said = run(["-c", hidden], [project], project).stderr
+    said = within(project, "-c", hidden).stderr
     assert "ModuleNotFoundError: slotgraph.testing needs hypothesis, which is not installed: pip install" in said

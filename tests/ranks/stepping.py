@@ -21,6 +21,13 @@ class Counted(Inputs):
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=-3)
 
 
+class Numbered(Counted):
+    """With a number that the host computes of a field, without which there is no batch."""
+
+    number: torch.Tensor = computed(lambda factor: factor, shape=1, dtype=torch.int32)
+    factor: Any
+
+
 def tokens_of_ranks(ranks: Ranks) -> list[int]:
     """Live tokens of each."""
     return list(ranks.live(TOKENS))

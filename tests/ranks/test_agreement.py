@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from slotgraph import DecodeRunner, computed
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, all_gather, raised
-from tests.ranks.stepping import Counted, Kept, runner_on, soon
+from tests.ranks.stepping import Counted, Kept, Numbered, runner_on, soon
+from tests.runners.models import decoder
 
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -81,16 +81,9 @@ def test_an_idle_rank(two: Processes) -> None:
     assert (ranks["rank"], ranks["size"], others["rank"]) == (0, 2, 1)
 
 
-class WithField(Counted):
-    """What no batch of rows can be made of: a field without a default."""
-
-    number: torch.Tensor = computed(lambda factor: factor, shape=1, dtype=torch.int32)
-    factor: Any
-
-
 def idles_with(rank: int) -> list[str]:
     """Rank 1 is idle with no batch, with one that has rows, and with one that has none; rank 0 has a batch."""
-    runner, batch = runner_on(soon(), lambda view: view.ids * view.number, WithField), stepping.batch_of(3, 1)
+    runner, batch = runner_on(soon(), lambda view: view.ids * view.number, Numbered), stepping.batch_of(3, 1)
     if rank == 0:
         return [raised(runner, {**batch, "factor": 2}) for _ in range(3)]
     empty = {**stepping.batch_of(0, 1), "factor": 2}
@@ -127,8 +120,7 @@ def test_another_batch_than_was_agreed_on(two: Processes) -> None:
 
 def test_alone_and_quiet() -> None:
     """A runner without ranks agrees with itself: whatever is asked of ranks does nothing."""
-    runner = DecodeRunner(Counted, lambda view: view.ids, buckets=[2], backend="cpu", progress=False)
-    runner.capture()
+    runner = decoder(Counted, lambda view: view.ids, buckets=[2])
     runner.agree_ahead(stepping.batch_of(2, 3))
     assert runner.idle() is None
     assert runner.agreed is None

@@ -12,21 +12,15 @@ import slotgraph
 from slotgraph import BATCH, DecodeRunner, computed, copied, keep
 from slotgraph.runners.check.checks import CHECKS
 from slotgraph.runners.debug import debugged
-from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import Counted, runner_on, soon, tokens_of_ranks
 from tests.runners import prefilled
+from tests.runners.models import ready
 
 MODES: Final = ("generations", "addresses", "poison", "parity")
 BACKENDS: Final = ("cpu", "cpu-capture")
-
-
-def row_of_ranks(ranks: Ranks) -> list[int]:
-    """Rows of all ranks before this one's, and of all."""
-    rows = ranks.live(BATCH)
-    return [sum(rows[: ranks.rank]), sum(rows)]
 
 
 class Shared(Counted):
@@ -34,7 +28,9 @@ class Shared(Counted):
 
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("only live rows are counted"))
     live: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64)
-    rows: torch.Tensor = computed(row_of_ranks, shape=2, dtype=torch.int64)
+    rows: torch.Tensor = computed(  # of the ranks before this one, and of all
+        lambda ranks: [sum(ranks.live(BATCH)[: ranks.rank]), sum(ranks.live(BATCH))], shape=2, dtype=torch.int64
+    )
     global_num_tokens: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
 
 
@@ -122,8 +118,7 @@ def test_a_sound_step(two: Processes, backend: str, options: dict[str, Any]) -> 
 
 def sound(rank: int, kind: str) -> tuple[bool, dict[str, int], str]:
     """A prefill runner, whose requests are as long on all ranks, of other tokens."""
-    runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=soon())
-    runner.capture()
+    runner = ready(prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=soon()))
 
     def make(tokens: int, generator: torch.Generator) -> dict[str, Any]:
         first = int(torch.randint(1, tokens + 1, (), generator=generator))

@@ -3,8 +3,6 @@
 import itertools
 import os
 import pathlib
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any, Final
@@ -12,22 +10,16 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import DecodeRunner, EagerRunner, computed
+from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.dataflow.errors import CaptureError, ConfigError
 from slotgraph.runners.ranks.group import Ranks
+from tests.programs import python
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
-from tests.ranks.stepping import Counted, Kept, runner_on, soon
+from tests.ranks.stepping import Counted, Kept, Numbered, runner_on, soon
 
 KINDS: Final = ("decode", "eager")
 CPU: Final = torch.device("cpu")
-
-
-class Numbered(Counted):
-    """With a number that the host computes."""
-
-    number: torch.Tensor = computed(lambda factor: factor, shape=1, dtype=torch.int32)
-    factor: Any
 
 
 class Unreadable(dict[str, Any]):
@@ -227,7 +219,7 @@ def test_a_torch_without_process_groups() -> None:
         "import slotgraph.ranks\n"
         "slotgraph.ranks.Ranks()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    done = python("-c", code)
     assert done.stderr.splitlines()[-1].startswith(
         "slotgraph.dataflow.errors.ConfigError: ranks need a process group: call torch.distributed.init_process_group"
     )

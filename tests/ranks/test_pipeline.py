@@ -19,6 +19,7 @@ from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHOSEN, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
 from tests.ranks.stepping import soon
 from tests.runners import prefilled
+from tests.runners.models import decoder
 from tests.runners.prefilled import HIDDEN, VOCAB, Prefill
 
 
@@ -34,7 +35,7 @@ class Place:
         """Captured. timeout: of all waits. equal: of ranks that share a stage's layers."""
         size = dist.get_world_size()
         stages, everyone = size // shards, list(range(size))
-        given: dict[str, Any] = {"buckets": [2, 4, 8], "backend": "cpu", "progress": False, **options}
+        given: dict[str, Any] = {"buckets": [2, 4, 8], "backend": "cpu", **options}
         seconds, equal, group = given.pop("timeout", 20.0), given.pop("equal", False), given.pop("group", None)
         stage, shard = divmod(rank, shards)
         within: Any = None
@@ -45,8 +46,7 @@ class Place:
             given["ranks"] = soon(group=within, timeout=seconds, equal=equal)
         part = Part(stage, stages, shard, shards, within)
         expected(batch_of(1, 1), given["backend"])  # weights are made before a graph is
-        runner: Any = DecodeRunner(Later if stage else First, part, sizes=SIZES if stage else {}, **given)
-        runner.capture()
+        runner = decoder(Later if stage else First, part, sizes=SIZES if stage else {}, **given)
         return cls(part, PipelineStage(runner, group, timeout=seconds))
 
     @property
@@ -196,7 +196,7 @@ def test_decode_on_devices(tmp_path: pathlib.Path, options: dict[str, Any]) -> N
 
 
 def overtaken(rank: int) -> None:
-    """The first stage's runner runs another step before the next stage begins to receive."""
+    """The first stage's runner runs another step, over its outputs, before the next stage begins to receive them."""
     stage, batch = Place.of(rank, backend="cpu-capture").stage, batch_of(4, 1)
     if rank:
         dist.barrier()
@@ -211,13 +211,8 @@ def overtaken(rank: int) -> None:
     stage.flush()
 
 
-def test_what_is_sent_stays_as_it_was(two: Processes) -> None:
-    """Outputs are overwritten by the next replay, but not what of them is under way."""
-    two.run(overtaken)
-
-
 def optional(rank: int, captured: bool) -> None:  # noqa: FBT001 - sent as it is
-    """The first stage runs eagerly, and sends other keys in each step; the next has graphs for some of them."""
+    """The first stage sends other keys in each step; absent ones are absent in the next view, by graphs or not."""
     absent = [{"pp_residual", "pp_topk_indices"}, {"pp_topk_indices"}]
     stage = Place.of(rank, absent=absent).stage if rank and captured else PipelineStage(eager_part(rank, 2))
     patterns = itertools.cycle([ALL, ALL[:1], ALL[:2], ALL[::2]])
@@ -226,14 +221,8 @@ def optional(rank: int, captured: bool) -> None:  # noqa: FBT001 - sent as it is
     stage.flush()
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_optional_keys(two: Processes, captured: bool) -> None:  # noqa: FBT001 - a parameter
-    """Absent ones are absent in the view, never the last step's; a pattern without a graph runs eagerly."""
-    two.run(optional, captured)
-
-
 def alone(rank: int) -> None:
-    """Two groups of one rank each."""
+    """Two groups of one rank each, whose stage is first and last."""
     groups: list[Any] = [dist.new_group([place]) for place in range(2)]
     stage = PipelineStage(eager_part(0, 1), groups[rank])
     assert (stage.first, stage.last, stage.size) == (True, True, 1)
@@ -243,10 +232,11 @@ def alone(rank: int) -> None:
         PipelineStage(stage.runner, groups[1 - rank])
 
 
-def test_one_stage(two: Processes) -> None:
-    """It is first and last, and needs no group."""
-    two.run(alone)
-    check(PipelineStage(eager_part(0, 1)), batch_of(3, 1))
+@pytest.mark.parametrize(("what", "how"), [(overtaken, ()), (optional, (True,)), (optional, (False,)), (alone, ())])
+def test_what_is_sent(two: Processes, what: Any, how: tuple[bool, ...]) -> None:
+    """What is sent stays as it was, with the keys that it has, and nothing is sent by the only stage."""
+    two.run(what, *how)
+    check(PipelineStage(eager_part(0, 1)), batch_of(3, 1))  # which needs no group
 
 
 class LaterPrefill(Prefill):

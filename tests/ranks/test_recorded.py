@@ -25,6 +25,8 @@ from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import Counted, Gathered, runner_on, soon
 from tests.runners import prefilled
+from tests.runners.check.test_planted import passed
+from tests.runners.models import ready
 
 STEPS: Final = 24
 BACKENDS: Final = ("cpu", "cpu-capture")
@@ -32,16 +34,14 @@ KINDS: Final = (*BACKENDS, "eager", "quiet", *prefilled.KINDS)
 Bytes = dict[str, bytes]
 
 
-def place_of(ranks: Ranks) -> list[int]:
-    """Where this rank's rows begin among those of all, which rank it is, of how many, of how many shards."""
-    before = sum(ranks.live(BATCH)[: ranks.rank])
-    return [before, ranks.rank, ranks.size, ranks.shards]
-
-
 class Placed(Gathered):
-    """Counted, among what the others bring."""
+    """Counted, among what the others bring. place: this rank's first row, its number, and how many ranks and shards."""
 
-    place: torch.Tensor = computed(place_of, shape=4, dtype=torch.int64)
+    place: torch.Tensor = computed(
+        lambda ranks: [sum(ranks.live(BATCH)[: ranks.rank]), ranks.rank, ranks.size, ranks.shards],
+        shape=4,
+        dtype=torch.int64,
+    )
     sums: torch.Tensor = output(TOKENS, dtype=torch.int64)
 
 
@@ -69,9 +69,7 @@ def runner_of(kind: str, ranks: Ranks, **options: Any) -> Any:
     if kind == "eager":
         return EagerRunner(Placed, step, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")
     if kind in prefilled.KINDS:
-        runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=ranks)
-        runner.capture()
-        return runner
+        return ready(prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=ranks))
     backend = "cpu" if kind == "quiet" else kind
     return runner_on(ranks, step, Placed, sizes={DP: ranks.size}, backend=backend, **options)
 
@@ -214,9 +212,7 @@ def test_a_runner_at_home_is_one_as_any(home: str, backend: str) -> None:
     """It is checked, debugged, explained, run and waited for: beside recorded steps all bring what it brings."""
     ranks = RecordedRanks.of(home)
     runner = runner_of(backend, ranks, debug="poison,parity")
-    report = slotgraph.check(runner, progress=False)
-    assert report.ok, str(report)
-    assert report.steps["races"] > 4
+    assert passed(runner).steps["races"] > 4
     batch = stepping.batch_of(3, 1)
     runner.agree_ahead(batch)
     outputs = runner(batch)

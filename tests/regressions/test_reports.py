@@ -23,17 +23,13 @@ from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, Rep
 from slotgraph.dataflow.tails import Pad
 from slotgraph.pool import InputPool
 from tests.backends.test_ring import LazyDevice, chance, play
-from tests.runners.models import decoder
+from tests.runners.models import Ids, decoder
 from tests.strategies import declaration_of, draw
 
 BACKEND: Final = "cpu-capture"
 PAGES: Final = Axis("PAGES")
 CONTEXT: Final = 64
 captured = functools.partial(decoder, backend=BACKEND)
-
-
-class Ids(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 
 class Tokens(Inputs):

@@ -20,7 +20,7 @@ from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Statistics
 from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from tests.runners import prefilled
-from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch, ready
 
 WIDE: Final = 3
 MOST: Final = 20
@@ -138,8 +138,7 @@ def _eager(backend: Backend, _: str, *, no_copy: bool = False) -> Counted:
 
 def _prefill(backend: Backend, lowering: str, *, kind: str) -> Counted:
     model = prefilled.Model(named=kind == "piecewise").to(backend.device)
-    runner = prefilled.runner_of(kind, model, backend, lowering=lowering)
-    runner.capture()
+    runner = ready(prefilled.runner_of(kind, model, backend, lowering=lowering))
     return Counted(runner, lambda rows: prefilled.batch_of([rows], rows, backend.device), (4, 16))
 
 

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.buffers import Buffers
 
 Batch = dict[str, Any]
+Runner = TypeVar("Runner")
 
 WORDS = 50
 WIDTH = 4
@@ -24,6 +25,10 @@ TABLE = torch.randn(2 * WORDS, WIDTH, generator=torch.Generator().manual_seed(11
 def table_on(device: torch.device) -> torch.Tensor:
     """The table where a captured step may read it."""
     return TABLE.to(device)
+
+
+class Ids(Inputs):  # one number a request
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 
 class PlainInputs(Inputs):  # one slot of each common kind; no tail value is one that a live row has
@@ -75,12 +80,16 @@ def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
     torch.testing.assert_close(torch.as_tensor(outputs), expected(batch))
 
 
+def ready(runner: Runner) -> Runner:
+    """The runner, captured."""
+    cast("Any", runner).capture()
+    return runner
+
+
 def decoder(inputs: Any, step: Any, **options: Any) -> Any:
     """A captured decode runner for 4 requests on the CPU, unless told otherwise."""
     given: dict[str, Any] = {"buckets": [4], "backend": "cpu", "progress": False, **options}
-    runner: Any = DecodeRunner(inputs, step, **given)
-    runner.capture()
-    return runner
+    return ready(DecodeRunner(inputs, step, **given))
 
 
 def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainInputs]:

@@ -25,6 +25,7 @@ from slotgraph import (
     graph_break,
 )
 from slotgraph.backends import choose
+from tests.runners.models import ready
 
 VOCAB, HIDDEN, LAYERS, ROOM, PRIME = 50, 16, 2, 256, 31
 SPLIT = "slotgraph_tests::attention"
@@ -193,8 +194,7 @@ def around(
 ) -> tuple[BreakableRunner[Prefill], EagerRunner[Prefill]]:
     """A captured breakable runner whose stack is a function, and an eager one over the same step."""
     step, given = Around(function, outer), {"buckets": [4, 8], "output_rows": TOKENS, **options}
-    runner: Any = runner_of("breakable", step, backend, **given)
-    runner.capture()
+    runner: Any = ready(runner_of("breakable", step, backend, **given))
     return runner, EagerRunner(given.get("inputs", Prefill), step, backend=backend, settings=given.get("settings"))
 
 
@@ -212,8 +212,7 @@ def captured(kind: str, backend: str) -> tuple[Runner, EagerRunner[Prefill]]:
     """A captured runner, and an eager one over a model with the same weights and caches of its own, for many tests."""
     device = choose(backend).device
     twins = [Model(named=kind == "piecewise").to(device) for _ in range(2)]
-    runner = runner_of(kind, twins[0], backend)
-    runner.capture()
+    runner = ready(runner_of(kind, twins[0], backend))
     return runner, EagerRunner(Prefill, twins[1], backend=backend)
 
 

@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
+import importlib
 import io
 import itertools
 import json
@@ -21,7 +22,7 @@ from rich.console import Console
 from slotgraph import BATCH, TOKENS, record
 from slotgraph.backends import Availability, Backend, choose, names
 from slotgraph.backends.cpu import CpuBackend
-from slotgraph.dataflow.errors import WrongBytesError
+from slotgraph.dataflow.errors import BatchError, WrongBytesError
 from slotgraph.runners.check.checks import CHECKS, CheckReport
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.commands import bench
@@ -33,6 +34,8 @@ from slotgraph.runners.explained.pages import Table
 from slotgraph.runners.serial import from_data
 from slotgraph.runners.testing.benchmarks import verify
 from slotgraph_cli import app
+from tests.programs import python
+from tests.runners.models import ready
 
 DECLARATIONS = """
 import torch
@@ -134,13 +137,71 @@ empty = []
 odd = [3, None]
 """
 
+ENGINE = """
+import torch
+from slotgraph import BATCH, DecodeRunner, Inputs, copied
+
+class DecodeInputs(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1)
+
+def make(step, **options):
+    return DecodeRunner(DecodeInputs, step, buckets=[2, 4], backend="cpu-capture", progress=False, **options)
+
+def make_sound():
+    return make(lambda view: view.ids * view.weights)
+
+faulty, captured = make(lambda view: view.ids * view.weights.softmax(0)), make_sound()
+captured.capture()
+
+def make_trouble():
+    return 1 // 0
+
+def make_batch(rows, generator):
+    return {"ids": torch.arange(rows) + 1, "weights": torch.rand(rows, generator=generator)}
+
+TWO = [make_batch(1, torch.Generator()), make_batch(3, torch.Generator())]
+number = 5
+"""
+
+REPLAYED = """
+import torch
+from slotgraph import TOKENS, DecodeRunner, Inputs, copied, output
+
+class DecodeInputs(Inputs):
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    window: torch.Tensor = copied(1, dtype=torch.int64, pad=0, source=lambda batch: batch["limits"]["window"])
+    logits: torch.Tensor = output(TOKENS, 2, dtype=torch.float32)
+
+class Model:
+    window = 4                                    # a host value, which a graph freezes
+
+    def __call__(self, view):
+        far = (view.input_ids >= self.window).float()
+        view.logits.copy_(torch.stack([far, view.input_ids.float()], 1))
+        return view.logits
+
+model = Model()
+
+def right():
+    return DecodeRunner(DecodeInputs, model, buckets=[4], backend="cpu-capture", progress=False)
+
+def late():
+    model.window = 7                              # in time for the graph, and not what was recorded
+    return right()
+
+nothing = 3
+"""
+
 FILES: Final = {
+    "checked_engine": ENGINE,
     "explained_inputs": DECLARATIONS,
     "broken_inputs": BROKEN,
     "no_inputs": "import explained_nothing\n",
     "raising_inputs": "x = 1\nraise KeyError('oops')\n",
     "failing_module": MODULE,
     "explained_serving": SERVING,
+    "replayed_runners": REPLAYED,
     "quits_at_once": "import sys\nsys.exit(0)\n",
 }
 
@@ -382,7 +443,7 @@ print("imported:", {"torch", "numpy", "slotgraph"} & {*sys.modules})
 
 def test_help_and_version() -> None:
     """Help is whole at 80 columns, its examples on lines of their own. Neither it nor completion imports torch."""
-    done = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=True)  # noqa: S603 - ours
+    done = python("-c", HELPS)
     shown = done.stdout.splitlines()
     assert (done.stderr, max(map(len, shown)) <= 80, "..." in done.stdout.replace("ARGS]...", "")) == ("", True, False)
     for command in ("explain", "backends", "bench", "check", "replay"):
@@ -437,6 +498,93 @@ def test_a_check_that_checked_nothing() -> None:
             assert "nothing was checked: " in done.stdout
             assert reason in done.stdout
             assert form == "table" or '"ok": false' in done.stdout
+
+
+def checked(arguments: str) -> Any:
+    """The check, as a shell would call it."""
+    return run("check", *arguments.split())
+
+
+def cells_of(table: str) -> dict[str, list[str]]:
+    """The rows of a printed table by their first cell."""
+    rows = (line.split() for line in table.splitlines())
+    return {row[0]: row[1:] for row in rows if row and row[0] in CHECKS}
+
+
+@pytest.mark.usefixtures("folder")
+def test_check_finds() -> None:
+    """A runner with a bug exits with 1; the table names check and slot, the sentence below it the row; or as data."""
+    found = checked("checked_engine:faulty --seed 4")
+    assert found.exit_code == 1
+    cells = cells_of(found.stdout)
+    assert list(cells) == ["poison", "parity", "addresses", "coverage", "races"]
+    assert (cells["poison"], cells["races"]) == (["8", "1", "weights"], ["8", "0", "-"])
+    assert "poison: live row 0 of the output changed" in found.stdout
+    assert "when the tail of slot 'weights' held nan instead of 1.0" in found.stdout
+    found = checked("checked_engine:faulty --format json --only poison --only coverage --rounds 1")
+    assert found.exit_code == 1
+    data = json.loads(found.stdout)
+    assert data["steps"] == {"poison": 6, "coverage": 6}
+    assert [(one["check"], one["slot"]) for one in data["findings"]] == [("poison", "weights")]
+
+
+@pytest.mark.usefixtures("folder")
+def test_check_of_a_sound_runner() -> None:
+    """A function that makes a runner, and one that is captured already; drawn batches, a function's, and a list."""
+    for target in ("checked_engine:make_sound", "checked_engine.py:make_sound", "checked_engine:captured"):
+        found = checked(target)
+        assert (found.exit_code, found.stderr) == (0, "")
+        assert "DecodeRunner: no findings (poison on " in found.stdout
+    for name, steps in (("make_batch", "8"), ("TWO", "2")):
+        found = checked(f"checked_engine.py:make_sound --batches {name} --only poison")
+        assert (found.exit_code, cells_of(found.stdout)) == (0, {"poison": [steps, "0", "-"]})
+
+
+NOT_CHECKED = {
+    "number": (2, "'number' in checked_engine is not a runner, nor a function without"),
+    "make_trouble": (1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
+    "captured --only poisson": (2, "there is no check 'poisson': checks are poison, parity"),
+    "captured --batches number": (2, "'number' in checked_engine is no batches"),
+    "captured --rounds 0": (2, "--rounds"),
+}
+
+
+@pytest.mark.usefixtures("folder")
+def test_check_refuses() -> None:
+    """What is not understood exits with 2, what a user's code raises with 1; each says what it was."""
+    for arguments, (status, said) in NOT_CHECKED.items():
+        found = checked(f"checked_engine:{arguments}")
+        assert found.exit_code == status, arguments
+        assert said in " ".join(found.stderr.split()), found.stderr
+
+
+def test_replay(folder: pathlib.Path) -> None:
+    """The exit status says whether all is the same; JSON says what differs, or what the file holds; 2 is a refusal."""
+    sys.path.append(str(folder))
+    runner = ready(importlib.import_module("replayed_runners").right())
+    with record(runner, "home.safetensors", outputs=True):
+        runner({"input_ids": [2, 5, 9], "limits": {"window": [7]}})
+        with pytest.raises(BatchError):
+            runner({"input_ids": [2.5], "limits": {"window": [7]}})
+    assert run("replay", "home.safetensors", "replayed_runners:right", "--step", "0").exit_code == 0
+    done = run("replay", "home.safetensors", "replayed_runners.py:late", "--format", "json")
+    assert done.exit_code == 1
+    first, last = json.loads(done.stdout)["steps"]
+    assert first["outcome"] == "different"
+    assert first["lines"][-1].startswith("outputs row 1, at [1, 0]: here ")
+    assert last["outcome"] == "raised"
+    assert json.loads(run("replay", "home.safetensors", "--format", "json").stdout)["format"] == 5
+    assert "input_ids" in run("replay", "home.safetensors", "--step", "0").stdout
+    for arguments, says in (
+        (["nowhere.safetensors"], "No such file"),
+        (["replayed_runners.py"], "replayed_runners.py: "),
+        (["home.safetensors", "replayed_runners:decod"], "has no 'decod'"),
+        (["home.safetensors", "replayed_runners:nothing"], "nothing"),
+        (["home.safetensors", "replayed_runners:right", "--step", "7"], "no step 7: it has 0, 1"),
+    ):
+        done = run("replay", *arguments)
+        assert done.exit_code == 2, done.output
+        assert says in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow

@@ -47,8 +47,11 @@ def runner_of(step: Callable[[Any], Any], inputs: type[Inputs] = PlainInputs, **
     return decoder(inputs, step, **{"backend": CAPTURES, "buckets": [4, 8], **options})
 
 
-def play(runner: Any) -> None:
-    """Steps of all kinds, by calls, fills and repeated replays, each of which is right."""
+@pytest.mark.parametrize("lowering", LADDER)
+@pytest.mark.parametrize("mode", [*MODES, True, ",".join(MODES), MODES])
+def test_sound_steps(cpu: str, mode: Any, lowering: str) -> None:
+    """Every mode by itself, and all together: steps of all kinds are right, and stay so; late captures, too."""
+    runner = plain_runner(cpu, debug=mode, lowering=lowering, lazy=lowering == "fused")
     for seed, rows in enumerate((1, 3, 4, 6, 8, 9, 0, 2)):
         batch = random_batch(rows, seed)
         assert_right(runner(batch).clone(), batch)
@@ -56,13 +59,6 @@ def play(runner: Any) -> None:
         view = runner.fill(batch)
         assert_right(runner.replay(view).clone(), batch)
         assert_right(runner.replay(view).clone(), batch)
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-@pytest.mark.parametrize("mode", [*MODES, True, ",".join(MODES), MODES])
-def test_sound_steps(cpu: str, mode: Any, lowering: str) -> None:
-    """Every mode by itself, and all together: outputs are right, and stay so; late captures, too."""
-    play(plain_runner(cpu, debug=mode, lowering=lowering, lazy=lowering == "fused"))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -26,6 +26,7 @@ from tests.runners.models import (
     nothing_changes,
     plain_step,
     random_batch,
+    ready,
 )
 from tests.runners.prefilled import Inner
 from tests.strategies import asked, declaration_of, one_sided
@@ -233,8 +234,7 @@ def test_prefill_tells_what_slots_tell(data: st.DataObject) -> None:
     options: dict[str, Any] = {"buckets": [4, 8], "max_batch": 3, "backend": "cpu-capture", "stack": "inner"}
     step: Any = Inner(lambda view: step.inner(view.ids.double()[:, None]))
     step.inner = Inner(lambda hidden: hidden * 3)
-    runner = BreakableRunner(declaration_of(fields), step, output_rows=TOKENS, lowering=lowering, **options)
-    runner.capture()
+    runner = ready(BreakableRunner(declaration_of(fields), step, output_rows=TOKENS, lowering=lowering, **options))
     for tokens in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4)):
         bucket, requests = (4 if tokens <= 4 else max(8, tokens)), min(tokens, 1 + tokens % 3)
         batch = {"ids": torch.arange(1, tokens + 1), "lens": torch.arange(1, requests + 1)}

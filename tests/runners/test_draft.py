@@ -17,7 +17,7 @@ from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.runners.draft import DraftStep
 from slotgraph.runners.tree import Drafts, top_tokens
 from slotgraph.speculative import DraftRunner
-from tests.runners.models import Batch, same_batch, snapshot
+from tests.runners.models import Batch, ready, same_batch, snapshot
 from tests.runners.test_tree import PlainTree
 
 WORDS, WIDE, PLACES = 30, 5, 60
@@ -114,9 +114,7 @@ def made(backend: str | Backend, topk: int, steps: int, **options: Any) -> Draft
     """A captured runner."""
     toy = Toy(topk, steps, (load(backend)() if isinstance(backend, str) else backend).device)
     given = {"buckets": [2, 4], **OPTIONS, **options}
-    runner = DraftRunner(ToyInputs, toy, topk=topk, steps=steps, backend=backend, **given)
-    runner.capture()
-    return runner
+    return ready(DraftRunner(ToyInputs, toy, topk=topk, steps=steps, backend=backend, **given))
 
 
 captured = functools.cache(made)  # which all tests leave as usable as it was
@@ -158,8 +156,7 @@ def test_a_bare_declaration(cpu: str) -> None:
         assert step.hidden_states is None
         return table[step.input_ids], None
 
-    runner = DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[4], backend=cpu)
-    runner.capture()
+    runner = ready(DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[4], backend=cpu))
     shares, tokens = top_tokens(table[[3, 4, 5]], 2)
     drafts = runner({"topk_p": shares, "topk_index": tokens})
     for row in range(3):
@@ -202,8 +199,7 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
         seen.append(view.mrope_positions.clone())
         return (table[step.input_ids] * view.mrope_positions.sum(0)[:, None]).double(), None
 
-    runner = DraftRunner(Mrope, forward, topk=2, steps=3, backend=backend, buckets=[4], **OPTIONS)
-    runner.capture()
+    runner = ready(DraftRunner(Mrope, forward, topk=2, steps=3, backend=backend, buckets=[4], **OPTIONS))
     batch = batch_of(3, 2, 3, 4, device)
     batch["hidden_states"] = batch["hidden_states"].to(torch.bfloat16)
     batch["mrope_positions"] = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(5)).to(device)

@@ -13,7 +13,7 @@ from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.speculative import WIDTH, DraftExtendRunner, MultiLayerDraftExtendRunner
-from tests.runners.models import Batch, same_batch, snapshot
+from tests.runners.models import Batch, ready, same_batch, snapshot
 
 WORDS, WIDE, ROWS, FRONT = 20, 4, 3, 1
 BUCKETS = (2, 5)
@@ -81,9 +81,7 @@ def plain(batch: Batch, width: int) -> torch.Tensor:
 def captured(backend: str, width: int) -> DraftExtendRunner[ExtendInputs]:
     """A captured runner of one width."""
     sizes = {standard.HIDDEN: WIDE}
-    runner = DraftExtendRunner(ExtendInputs, extend, width=width, sizes=sizes, backend=backend, **OPTIONS)
-    runner.capture()
-    return runner
+    return ready(DraftExtendRunner(ExtendInputs, extend, width=width, sizes=sizes, backend=backend, **OPTIONS))
 
 
 @settings(max_examples=25)
@@ -149,9 +147,7 @@ def plain_chain(batch: Batch) -> list[torch.Tensor]:
 def made(backend: str, steps: Sequence[Any] = STEPS) -> MultiLayerDraftExtendRunner[ChainInputs]:
     """A captured runner."""
     sizes = {standard.HIDDEN: WIDE, standard.FRONT: FRONT}
-    runner = MultiLayerDraftExtendRunner(ChainInputs, steps, width=ROWS, sizes=sizes, backend=backend, **OPTIONS)
-    runner.capture()
-    return runner
+    return ready(MultiLayerDraftExtendRunner(ChainInputs, steps, width=ROWS, sizes=sizes, backend=backend, **OPTIONS))
 
 
 chained = functools.cache(made)  # which all tests leave as usable as it was
@@ -190,8 +186,7 @@ def test_slots_that_are_not_there(cpu: str) -> None:
 
     options: dict[str, Any] = {"settings": {"extra": False}, "width": 1, "absent": [{"rare"}], "buckets": [4]}
     chain = ("ids", "extra", "rare")
-    runner = MultiLayerDraftExtendRunner(Switched, [step, step], chained=chain, backend=cpu, **options)
-    runner.capture()
+    runner = ready(MultiLayerDraftExtendRunner(Switched, [step, step], chained=chain, backend=cpu, **options))
     ids = torch.tensor([3, 9, 4])
     for batch in ({"ids": ids}, {"ids": ids, "rare": ids}):
         assert [one.tolist() for one in runner(batch)] == [(ids * 2).tolist(), (ids * 2 + 2).tolist()]

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, staged
 from slotgraph.backends import load
@@ -24,6 +23,7 @@ from slotgraph.dataflow.capabilities import LADDER, resolve_dtype
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, ReplayError
 from slotgraph.dataflow.slots import Slot
 from slotgraph.extend import HOST, once, side
+from tests.operators import Operators
 from tests.packing import NAME, backend_of
 from tests.runners.models import batch_for, decoder, memory_of, same_batch, snapshot
 from tests.sources import FLAT, HOST_DATA, IN_BUFFERS, KINDS, Maker
@@ -118,13 +118,6 @@ def digest_step(view: Any) -> dict[str, torch.Tensor]:
     return {"rows": ids * 3 + 1, **{name: one.expand(len(ids)) * 1 for name, one in each.items()}}
 
 
-def runner_of(kind: type[Inputs], backend: str, lowering: str) -> Any:
-    """A captured runner."""
-    options: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "lowering": lowering}
-    absent = [ABSENT] if kind is Rich else []
-    return decoder(kind, digest_step, absent=absent, backend=backend_of(backend), **options)
-
-
 def values(slot: Slot, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Random numbers of all sizes, those on the verge of other dtypes among them, where a conversion is defined."""
     draw, own = torch.Generator().manual_seed(seed), slot.dtype
@@ -152,7 +145,10 @@ class Pair:
     @classmethod
     def of(cls, kind: type[Inputs], backend: str, lowering: str) -> "Pair":
         """Both, captured."""
-        return cls(*(runner_of(kind, backend, one) for one in (lowering, "slot_by_slot")))
+        options: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind]}
+        options["absent"] = [ABSENT] if kind is Rich else []
+        ways = ({"backend": backend_of(backend), "lowering": one} for one in (lowering, "slot_by_slot"))
+        return cls(*(decoder(kind, digest_step, **options, **way) for way in ways))
 
     def batches(
         self, rows: int, seed: int, kinds: Sequence[str], absent: frozenset[str] = ABSENT
@@ -181,17 +177,6 @@ class Pair:
 def arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a batch brings beside it."""
     return {"proxy": {"beside": batch["beside"]}} if "beside" in batch else {}
-
-
-def assert_same_views(mine: Inputs, right: Inputs) -> None:
-    """Both show the same bytes in every slot, but for what is computed in the graph."""
-    declaration = type(mine).slotgraph
-    for name, slot in declaration.slots.items():
-        if slot.computes() is not None and declaration.side(name) == "device":
-            continue
-        one, other = getattr(mine, name), getattr(right, name)
-        assert (one is None) == (other is None), name
-        assert one is None or same_bytes(one.cpu(), other.cpu()), f"{name}: {one} is not {other}"
 
 
 EXACTLY: Final[Any] = {"rtol": 0, "atol": 0}
@@ -278,11 +263,16 @@ class Game:
         self.outputs = outputs["rows"]
 
     def fill(self, batch: Batch, plain: Batch, mode: str) -> None:
-        """Fills, whose views are compared."""
+        """Fills, whose views show the same bytes in every slot."""
         with MODES[mode]():
             mine = self.pair.mine.fill(batch, **arguments(batch))
         right = self.pair.right.fill(plain, **arguments(plain))
-        assert_same_views(mine, right)
+        declaration = type(mine).slotgraph
+        for name, slot in declaration.slots.items():
+            if slot.computes() is None or declaration.side(name) != "device":  # which the graph computes
+                one, other = getattr(mine, name), getattr(right, name)
+                assert (one is None) == (other is None), name
+                assert one is None or same_bytes(one.cpu(), other.cpu()), f"{name}: {one} is not {other}"
         self.views = (mine, right)
 
     def replay(self, mode: str) -> None:
@@ -422,19 +412,6 @@ def test_backend_without_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
         DecodeRunner(Quick, digest_step, backend=kind(), lowering="fused")
 
 
-class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Lists the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
-        del types
-        self.operators.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Functions(TorchFunctionMode):  # counts torch's functions that are called, as a default device is told of them
     called = 0
 
@@ -455,19 +432,19 @@ def test_rows_that_lie_apart_are_read_as_they_lie(kind: torch.dtype) -> None:
     """The kernel reads the first columns of something wider: no copy of them is made before it."""
     options: dict[str, Any] = {"buckets": [4, 8], "lowering": "in_graph", "output_rows": None}
     mine = decoder(Rows, lambda view: [view.ids * 1, view.mrope * 1, view.spans * 1], backend="cpu-capture", **options)
-    seen = Seen()
+    seen = Operators()
     for seed in range(4):
         draw, rows = torch.Generator().manual_seed(seed), 3 + seed % 2
         wide = torch.randint(-99, 99, (3, rows + 5), generator=draw).to(kind)
         spans = torch.rand(2, 2, rows + 4, 3, generator=draw)[:, :, :rows]
         batch = {"ids": torch.arange(rows), "mrope": wide[:, :rows], "spans": spans}
-        seen.operators.clear()
+        seen.names.clear()
         with seen:
             outputs = mine(batch)
         for found, brought in zip(outputs, batch.values(), strict=True):
             rows_at = tuple(slice(0, size) for size in brought.shape)
             assert torch.equal(found[rows_at], brought.to(found.dtype))
-    assert not [one for one in seen.operators if "clone" in one or "contiguous" in one]
+    assert not [one for one in seen.names if "clone" in one or "contiguous" in one]
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -491,10 +468,10 @@ def test_sizes_that_were_seen_once_cut_no_more_views() -> None:
     options: dict[str, Any] = {"buckets": [48], "lowering": "foreach", "output_rows": None}
     runner = decoder(Rows, lambda view: view.ids + 1, **options)
     batches = [batch_for(Rows, {TOKENS: rows, BATCH: rows}, rows) for rows in range(1, 49)]
-    with Seen() as seen:  # a mode that watches operators is part of what a guard looks at
+    with Operators() as seen:  # a mode that watches operators is part of what a guard looks at
         for batch in (*batches, *reversed(batches)):
             runner(batch)
-        seen.operators.clear()
+        seen.names.clear()
         for place in torch.randint(0, 48, (200,), generator=torch.Generator().manual_seed(2)).tolist():
             runner(batches[place])
-    assert not [one for one in seen.operators if "slice" in one]
+    assert not [one for one in seen.names if "slice" in one]

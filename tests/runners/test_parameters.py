@@ -19,7 +19,7 @@ from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.extend import HOST
 from slotgraph.speculative import MultiLayerDraftExtendRunner
-from tests.runners.models import decoder
+from tests.runners.models import decoder, ready
 from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
 
 Handed = dict[str, Any]
@@ -275,8 +275,7 @@ def test_read_that_would_be_frozen() -> None:
 def test_prefill_runners(kind: str) -> None:
     """A prefill in parts is handed its values once, padded to the bucket; none of them depends on the requests."""
     backend, (mine, twin) = HandingBackend("cpu-capture"), [Model(named=kind == "piecewise") for _ in range(2)]
-    runner: Any = runner_of(kind, mine, backend, inputs=PrefillParameters)
-    runner.capture()
+    runner: Any = ready(runner_of(kind, mine, backend, inputs=PrefillParameters))
     eager = EagerRunner(PrefillParameters, twin, backend=backend)
     for seed, lengths in enumerate(([1], [4, 4, 1], [2, 2], [3, 1, 1, 4])):
         backend.since()

@@ -19,6 +19,7 @@ from slotgraph.extend import HOST, once
 from slotgraph.pool import InputPool
 from slotgraph.runners.pool import Phase
 from slotgraph.speculative import WIDTH
+from tests.runners.models import ready
 
 VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
@@ -159,8 +160,7 @@ def test_a_runner_that_joins_late_has_its_own(backend: Backend) -> None:
     pool = InputPool(*PHASES)
     shared = runners_of(backend, pool)
     with structlog.testing.capture_logs() as events:
-        late = runner_of(backend, pool, "draft")
-        late.capture()
+        late = ready(runner_of(backend, pool, "draft"))
     assert [event["phase"] for event in events if event["event"] == "joined_late"] == ["draft"]
     assert not any(buffer.pooled for buffer in late.graphs.buffers)
     assert [name for phase in PHASES for name in shared[phase].graphs.buffers.moved()] == []

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, PrefillRunner, copied, current_view, errors
 from slotgraph.backends import Backend
+from tests.runners.models import ready
 from tests.runners.prefilled import (
     HIDDEN,
     KINDS,
@@ -116,8 +117,7 @@ def test_outputs_by_tokens(backend: Backend, kind: str) -> None:
 
     eager, batch = EagerRunner(Prefill, step, backend=backend), batch_of([1, 2], 5, backend.device)
     for output_rows, rows in ((TOKENS, 3), (None, 4)):
-        runner = runner_of(kind, step, backend, output_rows=output_rows, stack=model.inner, buckets=[4])
-        runner.capture()
+        runner = ready(runner_of(kind, step, backend, output_rows=output_rows, stack=model.inner, buckets=[4]))
         outputs = runner(batch)
         assert (outputs["hidden"].shape, outputs["layers"]) == ((rows, HIDDEN), LAYERS)
         assert torch.equal(outputs["hidden"][:3], eager(batch)["hidden"])

@@ -20,7 +20,7 @@ from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import ComputeError, DeclarationErrors, ReplayError
 from slotgraph.extend import once
-from tests.runners.models import batch_for, bytes_of, decoder, runner_by, same_batch, snapshot
+from tests.runners.models import batch_for, bytes_of, decoder, ready, runner_by, same_batch, snapshot
 from tests.runners.prefilled import Prefill, around, assert_equal
 from tests.strategies import declaration_of
 
@@ -93,8 +93,7 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
     """Captured or eager, filled once and replayed twice: outputs are the batch's, slots and tails are as filled."""
     if lowering not in backend.capabilities.lowerings:
         pytest.skip(f"{backend.name} has no {lowering}")
-    runner = runner_over(backend, Draft(TABLE.to(backend.device)), lowering=lowering)
-    runner.capture()
+    runner = ready(runner_over(backend, Draft(TABLE.to(backend.device)), lowering=lowering))
     for seed, (rows, mrope, whole) in enumerate(turns):
         batch = batch_of(rows, seed, backend.device, mrope=mrope)
         given_batch = snapshot(batch)
@@ -113,8 +112,7 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
 @pytest.mark.parametrize("lowering", LADDER)
 def test_replay_that_raises(cpu: str, lowering: str) -> None:
     """A step that breaks off midway, in a replay or eagerly, spoils nothing: neither the batch nor a later tail."""
-    runner = runner_over(cpu, Draft(TABLE), lowering=lowering, max_waste=0.6)
-    runner.capture()
+    runner = ready(runner_over(cpu, Draft(TABLE), lowering=lowering, max_waste=0.6))
     assert runner.decide(batch_of(9, 1)).path == "eager"
     for rows, other in itertools.product((3, 7, 1, 12), (1, 4, 8)):
         bad = batch_of(rows, rows)

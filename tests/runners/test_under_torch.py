@@ -118,25 +118,19 @@ class Ids(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.float32,))
 
 
-def cast_at(where: str, device: str) -> tuple[torch.nn.Module, Any]:
-    """Layers in float32, each used twice, which autocast casts around a step, inside of it, or both; and the step."""
-    one, two, tanh = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Tanh()
-    layers = torch.nn.Sequential(torch.nn.Embedding(32, 16), *[one, tanh, two, tanh] * 2).to(device)
-
-    def step(view: Any) -> Any:
-        with nullcontext() if where == "around" else torch.autocast(device, torch.bfloat16):
-            return layers(view.ids)
-
-    return layers, step
-
-
 @pytest.mark.parametrize("device_backend", ["cpu-capture", CUDA])
 @pytest.mark.parametrize("where", ["around", "inside", "both"])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy: bool) -> None:
     """Each bucket's graph gives what the model gives, in any order, also once autocast has ended and weights change."""
     device = "cuda" if device_backend == "cuda" else "cpu"
-    layers, model = cast_at(where, device)
+    one, two, tanh = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Tanh()  # each of which is used twice
+    layers = torch.nn.Sequential(torch.nn.Embedding(32, 16), *[one, tanh, two, tanh] * 2).to(device)
+
+    def model(view: Any) -> Any:
+        with nullcontext() if where == "around" else torch.autocast(device, torch.bfloat16):
+            return layers(view.ids)
+
     outer: Any = nullcontext() if where == "inside" else torch.autocast(device, torch.bfloat16)
     with outer:
         model(Ids(ids=torch.arange(3, device=device)))  # as engines do, which fills the cache of casts

@@ -66,9 +66,8 @@ def test_default_in_capture(cpu: str) -> None:
     for mode in ("decode", "check", "decode"):
         batch = random_batch(3, seed=10)
         assert torch.equal(runner({**batch, "mode": mode}), batch["ids"] * len(mode))
-    refusing: Any = DecodeRunner(FieldInputs, lambda view: view.ids * view.scale, buckets=[4], backend=cpu)
     with pytest.raises(CaptureError, match=r"'scale' is carried from the batch and has no default.*Make it a slot"):
-        refusing.capture()
+        decoder(FieldInputs, lambda view: view.ids * view.scale, backend=cpu)
 
 
 PATCHES = Axis("PATCHES")

@@ -13,7 +13,7 @@ from slotgraph import BreakableRunner, graph_break
 from slotgraph.runners.state import Holdings
 from tests.runners.check.test_planted import found_by
 from tests.runners.check.test_planted import runner_of as captured
-from tests.runners.models import TABLE, PlainInputs, random_batch
+from tests.runners.models import TABLE, PlainInputs, random_batch, ready
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -145,8 +145,7 @@ def broken_runner() -> tuple[Broken, BreakableRunner[Any]]:
     """Such a model, and a captured runner for it."""
     model = Broken()
     options: Any = {"buckets": [4, 8], "max_batch": 8, "output_rows": None, "backend": "cpu-capture"}
-    runner = BreakableRunner(PlainInputs, model, stack="stack", **options)
-    runner.capture()
+    runner = ready(BreakableRunner(PlainInputs, model, stack="stack", **options))
     return model, runner
 
 

@@ -17,7 +17,7 @@ from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.hooks import Watcher
-from tests.runners.check.test_planted import OURS, found_by, runner_of, sound, tables_on
+from tests.runners.check.test_planted import OURS, found_by, passed, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
@@ -48,13 +48,12 @@ def test_nothing_is_left_behind(backend: "Backend") -> None:
     cache.normal_()
     before, watcher = cache.clone(), mock.Mock(spec=Watcher)
     runner.watch.add(watcher)
-    assert slotgraph.check(runner, progress=False).ok
+    passed(runner)
     assert not watcher.method_calls
     assert runner.watch.watchers == (watcher,)
     assert torch.equal(cache, before)
     plain, device = plain_runner(backend), backend.device
-    made = slotgraph.check(plain, lambda rows, draw: random_batch(rows, draw.initial_seed(), device), progress=False)
-    assert made.ok
+    passed(plain, lambda rows, draw: random_batch(rows, draw.initial_seed(), device))
     for rows in (3, 8, 1, 5):
         assert_right(plain(random_batch(rows, rows, device)).cpu(), random_batch(rows, rows))
 
@@ -63,8 +62,7 @@ def test_given_batches(cpu: str) -> None:
     """A list of batches, some with side arguments; those that no graph takes are passed over with a note."""
     runner = plain_runner(cpu)
     batches = [random_batch(3, 1), (random_batch(7, 2), {}), random_batch(9, 3), random_batch(10, 4)]
-    report = slotgraph.check(runner, batches, progress=False)
-    assert report.ok, str(report)
+    report = passed(runner, batches)
     assert report.steps["poison"] == 2
     told = "a batch was passed over, which no graph takes: {} rows are more than the largest bucket, 8"
     assert [note for note in report.notes if "passed over" in note] == [told.format(9), told.format(10)]
@@ -75,7 +73,7 @@ def test_sources_in_place(backend: "Backend") -> None:
     runner = plain_runner(backend)
     given, slot = random_batch(3, 4), runner.inputs(4).weights[:3]
     batch = {**random_batch(3, 4, backend.device), "weights": slot.copy_(given["weights"])}
-    assert slotgraph.check(runner, [batch], progress=False, only=("poison", "coverage")).ok
+    passed(runner, [batch], only=("poison", "coverage"))
     assert torch.equal(slot.cpu(), given["weights"])
     assert_right(runner(batch).cpu(), given)
 
@@ -159,8 +157,7 @@ ODD: dict[str, tuple[type[Inputs], Callable[[Any], Any], dict[str, Any]]] = {
 def test_sound_steps_of_odd_kinds(cpu: str, kind: str) -> None:
     """Slots that steps move on, one row of strided outputs, complex numbers, plain objects."""
     inputs, step, options = ODD[kind]
-    report = slotgraph.check(runner_of(step, cpu, inputs, **options), progress=False)
-    assert report.ok, str(report)
+    passed(runner_of(step, cpu, inputs, **options))
 
 
 def test_outputs_in_plain_objects(cpu: str) -> None:
@@ -181,5 +178,4 @@ def test_empty_batches(cpu: str) -> None:
         return view.pairs * 2 if len(view.pairs) else view.pairs[1:].amax(0)
 
     runner = runner_of(step, cpu, Pairs)
-    report = slotgraph.check(runner, [{"pairs": torch.ones(rows, 4)} for rows in (0, 3)], progress=False)
-    assert report.ok, str(report)
+    passed(runner, [{"pairs": torch.ones(rows, 4)} for rows in (0, 3)])

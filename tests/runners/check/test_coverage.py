@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, output
+from slotgraph import BATCH, TOKENS, Inputs, computed, constant, copied, output
 from slotgraph.extend import once
 from slotgraph.runners.bits import garbage
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
 from tests.runners.check.test_planted import found_by, report_of, runner_of
-from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
+from tests.runners.models import bytes_of, decoder, memory_of, plain_runner, random_batch
 from tests.strategies import DTYPES, draw
 
 
@@ -85,8 +85,7 @@ def reads_some(view: Shapes) -> torch.Tensor:
 
 def test_unread_slots() -> None:
     """A finding for each if that can be known, else a note with the reason. None for what is read outside."""
-    runner = DecodeRunner(Shapes, reads_some, buckets=[4], backend="cpu", progress=False)
-    runner.capture()
+    runner = decoder(Shapes, reads_some)
     report = report_of("coverage", runner, read_outside=["outside"])
     assert [finding.slot for finding in report.findings] == ["looked_at"]
     assert "drop=['looked_at']" in report.findings[0].message

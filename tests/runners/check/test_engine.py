@@ -11,6 +11,8 @@ import torch
 
 import slotgraph
 from slotgraph import CACHE_LOC, TOKENS, copied
+from tests.runners.check.test_planted import passed
+from tests.runners.models import ready
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -32,8 +34,7 @@ def engine_of(twins: Any, backend: "Backend", *declaration: Any) -> Any:
     model = twins("model").Model(3).to(backend.device)
     cache = model.new_cache(PAGES, PAGE)
     setting = twins("engine").Setting(model=model, cache=cache, backend=backend, buckets=(1, 2, 4, 8), max_pages=5)
-    engine = twins("after").Slotgraph(setting, *declaration)
-    engine.capture()
+    engine = ready(twins("after").Slotgraph(setting, *declaration))
     cache.rows.normal_()
     return engine.graphs
 
@@ -60,8 +61,7 @@ def test_sound_engine(backend: "Backend", twins: Any) -> None:
     """On batches of its own, and on drawn ones of which no row reads the page that padded rows write."""
     runner = engine_of(twins, backend)
     for batches, values in ((batches_on(backend), {}), (None, {"block_tables": (1, PAGES - 1)})):
-        report = slotgraph.check(runner, batches, values=values, progress=False)
-        assert report.ok, str(report)
+        passed(runner, batches, values=values)
 
 
 def test_padded_rows_that_write_a_live_page(backend: "Backend", twins: Any) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import slotgraph
-from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, copied, keep, output
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Inputs, computed, copied, keep, output
 from slotgraph.dataflow.slots import Copied
 from slotgraph.extend import once, slot
 from slotgraph.runners.check.checks import CheckReport
 from slotgraph.runners.check.trial import Finding
 from tests.invariants.device import Device
-from tests.runners.models import TABLE, WORDS
+from tests.runners.models import TABLE, WORDS, decoder
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -56,10 +56,7 @@ def tables_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def runner_of(step: Callable[[Any], Any], backend: Any, inputs: type[Inputs] = Sound, **options: Any) -> Any:
     """A captured runner."""
-    given: dict[str, Any] = {"buckets": [2, 4, 8], "progress": False, **options}
-    runner = DecodeRunner(inputs, step, backend=backend, **given)
-    runner.capture()
-    return runner
+    return decoder(inputs, step, backend=backend, **{"buckets": [2, 4, 8], **options})
 
 
 def report_of(check: str, runner: Any, batches: Any = None, **options: Any) -> CheckReport:
@@ -70,6 +67,13 @@ def report_of(check: str, runner: Any, batches: Any = None, **options: Any) -> C
 def found_by(check: str, runner: Any, batches: Any = None, **options: Any) -> list[Finding]:
     """What it finds."""
     return list(report_of(check, runner, batches, **options).findings)
+
+
+def passed(runner: Any, batches: Any = None, **options: Any) -> CheckReport:
+    """What all checks say, none of which may find anything."""
+    report = slotgraph.check(runner, batches, progress=False, **options)
+    assert report.ok, str(report)
+    return report
 
 
 @attrs.frozen
@@ -297,7 +301,6 @@ def test_the_page_has_no_other_rows() -> None:
 
 def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     """The same step without a bug passes all checks, with notes on what was held."""
-    report = slotgraph.check(runner_of(sound, backend), progress=False)
-    assert report.ok, str(report)
+    report = passed(runner_of(sound, backend))
     assert report.notes == ("slot 'places' was checked against its pad=0: it says where the step writes",)
     assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races"), 13)

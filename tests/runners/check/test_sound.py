@@ -10,8 +10,8 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, errors
 from slotgraph.dataflow.slots import Output
 from tests.runners import prefilled
-from tests.runners.check.test_planted import OURS, runner_of, sound
-from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.check.test_planted import OURS, passed, runner_of, sound
+from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
 from tests.runners.standard.batches import fixed_of
 from tests.runners.standard.test_runs import SHARDING, WIDTHS
 from tests.runners.test_draft import batch_of as drafted
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 Make = Callable[[int, torch.Generator], Any]
 Found = tuple[Any, Make]
-
-
-def _lengths(tokens: int, generator: torch.Generator) -> list[int]:
-    """Five requests at most that have so many tokens together."""
-    cuts = torch.randint(1, tokens + 1, (4,), generator=generator).tolist()
-    ends = sorted({*cuts, tokens})
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def plain(backend: Any) -> Found:
@@ -63,7 +56,9 @@ def breakable(backend: Any, kind: str = "breakable") -> Found:
     """A stack in pieces, by breaks."""
 
     def make(tokens: int, generator: torch.Generator) -> Any:
-        return prefilled.batch_of(_lengths(tokens, generator), generator.initial_seed(), backend.device)
+        ends = sorted({*torch.randint(1, tokens + 1, (4,), generator=generator).tolist(), tokens})
+        lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]  # of five requests at most
+        return prefilled.batch_of(lengths, generator.initial_seed(), backend.device)
 
     return prefilled.captured(kind, backend.name)[0], make
 
@@ -106,24 +101,6 @@ def _by_token(tensor: torch.Tensor, requests: int, tokens: int) -> torch.Tensor:
     return exact.reshape(rows, -1).sum(1).repeat_interleave(tokens // rows)
 
 
-def standard_runner(inputs: type[Inputs], width: int, backend: Any) -> Any:
-    """A captured decode runner over a declaration, for batches with every optional slot and with none."""
-    optional = {name for name, slot in inputs.slotgraph.slots.items() if slot.optional}
-    runner = DecodeRunner(
-        inputs,
-        every_slot,
-        buckets=[2, 5],
-        width=width,
-        sizes=fixed_of(inputs),
-        settings=SHARDING,
-        absent=[optional] if optional else [],
-        backend=backend,
-        progress=False,
-    )
-    runner.capture()
-    return runner
-
-
 OTHERS_READ = ("req_pool_indices", "seq_lens", "out_cache_loc", "num_correct_drafts", "num_accept_tokens")
 """Slots that the toy models of these tests have no use for."""
 
@@ -135,25 +112,23 @@ def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> N
     outside = [name for name in OTHERS_READ if name in runner.stage.declaration.slots]
     for inside in (False, True):
         with torch.inference_mode(mode=inside):
-            report = slotgraph.check(runner, batches, read_outside=outside, progress=False)
-        assert report.ok, str(report)
+            report = passed(runner, batches, read_outside=outside)
         assert report.steps["poison"] == report.steps["races"] > 4
 
 
 @pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
 def test_standard_declarations(backend: "Backend", inputs: type[Inputs]) -> None:
-    """Each declaration on drawn batches, through a step that reads every slot."""
-    report = slotgraph.check(
-        standard_runner(inputs, WIDTHS[inputs], backend), only=("poison", "coverage"), progress=False
-    )
-    assert report.ok, str(report)
+    """Each declaration on drawn batches, with every optional slot and none, through a step that reads every slot."""
+    optional = {name for name, slot in inputs.slotgraph.slots.items() if slot.optional}
+    given = {"width": WIDTHS[inputs], "sizes": fixed_of(inputs), "settings": SHARDING, "backend": backend}
+    runner = decoder(inputs, every_slot, buckets=[2, 5], absent=[optional] if optional else [], **given)
+    passed(runner, only=("poison", "coverage"))
 
 
 @pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
 def test_every_lowering(cpu: str, lowering: str) -> None:
     """However slots are filled, lazily captured or not, nothing is found in a sound runner, and a bug in another."""
-    report = slotgraph.check(runner_of(sound, cpu, lowering=lowering, lazy=True), progress=False, rounds=1)
-    assert report.ok, str(report)
+    passed(runner_of(sound, cpu, lowering=lowering, lazy=True), rounds=1)
     bug = OURS[0]
     report = slotgraph.check(runner_of(bug.step, cpu, lowering=lowering), only=("poison",), progress=False, rounds=1)
     assert [finding.slot for finding in report.findings] == [bug.slot]
@@ -170,14 +145,12 @@ def test_bucket_that_was_not_captured() -> None:
     runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend="cpu-capture", progress=False)
     with pytest.raises(errors.CaptureError, match="1 of 2 buckets"):
         runner.capture()
-    report = slotgraph.check(runner, progress=False)
-    assert report.ok, str(report)
+    report = passed(runner)
     assert report.steps["poison"] == 5
     assert report.notes[0].startswith("5 batches were passed over, which no graph takes: ")
 
 
 def test_eager_runner(backend: "Backend") -> None:
     """A runner that captures nothing has nothing to check, and the report says so."""
-    report = slotgraph.check(EagerRunner(PlainInputs, plain_step, backend=backend), progress=False)
-    assert report.ok
+    report = passed(EagerRunner(PlainInputs, plain_step, backend=backend))
     assert report.notes == ("it captures nothing: there are no tails, and nothing is replayed",)

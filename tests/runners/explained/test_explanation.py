@@ -2,12 +2,10 @@
 
 import json
 import re
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import slotgraph
 from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied
@@ -16,9 +14,10 @@ from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.serial import from_data, to_data
+from tests.operators import Operators
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
 from tests.runners.kinds import RUNNERS, batch_of, captured
-from tests.runners.models import PlainInputs, batch_for, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, batch_for, decoder, plain_runner, plain_step, random_batch, ready
 from tests.runners.prefilled import KINDS, Model, runner_of
 
 
@@ -67,19 +66,6 @@ def test_facts_read_back(backend: Backend) -> None:
         assert found.declaration.plan == runner.plan(8)
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not say
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # as above
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count it, and run it."""
-        self.counts[func.overloadpacket._qualified_op_name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 class Written(Inputs):
     """Copied slots alone: of several dtypes, a strided one, one on the host, tails of zero and of others."""
 
@@ -93,16 +79,15 @@ class Written(Inputs):
 @pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot"])
 def test_calls_are_those_that_are_made(lowering: str) -> None:
     """Copies and resets of a fill that finds every tail dirty are as many operators as are told."""
-    options: dict[str, Any] = {"buckets": [8], "backend": "cpu", "lowering": lowering, "progress": False}
-    runner = DecodeRunner(Written, lambda view: view.ids + 1, **options)
-    runner.capture()
+    runner = decoder(Written, lambda view: view.ids + 1, buckets=[8], lowering=lowering)
     for rows in (7, 2, 7):
         runner.fill(batch_for(Written, {TOKENS: rows}, rows))
-    with Calls() as calls:
+    with Operators() as ran:
         runner.fill(batch_for(Written, {TOKENS: 2}, 2))
     found = slotgraph.explain(runner).buckets[0].fill
-    copies, resets = calls.counts["copy_"] + calls.counts["_foreach_copy_"], calls.counts["fill_"]
-    resets += calls.counts["_foreach_zero_"]
+    copies, resets = (
+        sum(name in names for name in ran.names) for names in (("copy_", "_foreach_copy_"), ("fill_", "_foreach_zero_"))
+    )
     assert (copies, resets) == (found.calls["copy"], found.calls["reset"])
     assert copies > 0
 
@@ -122,8 +107,7 @@ def test_one_upload_and_one_kernel(lowering: str) -> None:
 def test_launches_of_a_model_in_parts(kind: str, backend: Backend) -> None:
     """A stack with two breaks is three graphs to launch, and what the device computes comes before them."""
     model = Model(named=kind == "piecewise").to(backend.device)
-    runner = runner_of(kind, model, backend, buckets=[8])
-    runner.capture()
+    runner = ready(runner_of(kind, model, backend, buckets=[8]))
     found = slotgraph.explain(runner)
     parts = 1 if backend.name == "cpu" else 3  # where nothing is recorded, a replay is one call
     assert found.path == kind

@@ -27,6 +27,7 @@ from tests.runners.explained.houses import (
     printed,
     proxy,
 )
+from tests.runners.models import ready
 
 PICTURE = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{}" style="background:#fff">'
@@ -55,8 +56,7 @@ class Parsed(HTMLParser):
 
 def full() -> RunnerExplanation:
     """A runner over every kind of slot that has done some steps."""
-    runner = full_runner(lowering="in_graph")
-    runner.capture()
+    runner = ready(full_runner(lowering="in_graph"))
     for rows in (1, 5, 7, 11):
         runner(full_batch(rows), **proxy(rows))
     return slotgraph.explain(runner)

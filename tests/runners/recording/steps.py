@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied, output
+from slotgraph import BATCH, TOKENS, Inputs, computed, copied, output
 from slotgraph.backends import load
 from slotgraph.extend import side
+from tests.runners.models import decoder
 
 WIDE, WORDS = 3, 40
 TABLE = torch.randn(WORDS, WIDE, generator=torch.Generator().manual_seed(5))
@@ -55,12 +56,10 @@ class Scored:
         return view.scores
 
 
-def mixed_runner(backend: str, flaw: Flaw | None = None, **options: Any) -> DecodeRunner[Mixed]:
+def mixed_runner(backend: str, flaw: Flaw | None = None, **options: Any) -> Any:
     """A captured runner over two buckets, with graphs for batches without the optional slot."""
-    given: dict[str, Any] = {"buckets": [2, 4], "absent": [{"bias"}], "progress": False, **options}
-    runner = DecodeRunner(Mixed, Scored(load(backend)().device, flaw), backend=backend, **given)
-    runner.capture()
-    return runner
+    given: dict[str, Any] = {"buckets": [2, 4], "absent": [{"bias"}], "backend": backend, **options}
+    return decoder(Mixed, Scored(load(backend)().device, flaw), **given)
 
 
 def mixed_batch(rows: int, seed: int, device: torch.device | str = "cpu", *, bias: bool = True) -> Any:

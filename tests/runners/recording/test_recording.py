@@ -4,6 +4,7 @@ import json
 import pathlib
 import stat
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ class Rows(Inputs):
     rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 
-def eager(step: Any = None) -> EagerRunner[Rows]:
+def eager(backend: Any = "cpu") -> EagerRunner[Rows]:
     """A runner over one slot."""
-    return EagerRunner(Rows, step or (lambda view: view.rows * 2), backend="cpu")
+    return EagerRunner(Rows, lambda view: view.rows * 2, backend=backend)
 
 
 def rows(count: int, value: int = 1) -> dict[str, torch.Tensor]:
@@ -121,11 +122,7 @@ def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytes
     runner(rows(1, 7))
     recording.save()
     before = file.read_bytes()
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("slotgraph.runners.recording.records.save_file", fails)
+    monkeypatch.setattr("slotgraph.runners.recording.records.save_file", Mock(side_effect=OSError("no space left")))
     with pytest.raises(BatchError) as caught:
         runner({"rows": "text"})
     told = "whole.safetensors cannot be written: no space left"
@@ -138,7 +135,7 @@ def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytes
 
 def test_error_of_a_block_is_not_hidden(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block ends by an error and its file cannot be written, that error comes out, with a note."""
-    monkeypatch.setattr(RecordedFile, "write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(RecordedFile, "write", Mock(side_effect=OSError("no space left")))
     with pytest.raises(KeyError) as caught, slotgraph.record(eager(), tmp_path / "x.safetensors"):
         raise KeyError
     assert caught.value.__notes__ == ["slotgraph: the last steps could not be recorded: no space left"]
@@ -166,11 +163,7 @@ def test_what_a_failed_device_did_not_copy(tmp_path: pathlib.Path, monkeypatch: 
     for number in range(2):
         runner(rows(2, number))
         recording.steps[-1].slots[0].arrived = torch.tensor([1 - number], dtype=torch.uint8)
-
-    def dead(_: Any) -> None:
-        raise RuntimeError("illegal memory access")
-
-    monkeypatch.setattr(type(choose("cpu")), "synchronize", dead)
+    monkeypatch.setattr(type(choose("cpu")), "synchronize", Mock(side_effect=RuntimeError("illegal memory access")))
     recording.save()
     assert recorded(file) == [(0, [0, 0]), (1, None)]
     lost = RecordedFile.read(file).steps[1].missing()
@@ -182,11 +175,7 @@ def test_failed_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
     runner, file = eager(), tmp_path / "failed.safetensors"
     with slotgraph.record(runner, file):
         runner(rows(2, 5))
-
-        def dead(*_: Any, **__: Any) -> None:
-            raise RuntimeError("device-side assert")
-
-        monkeypatch.setattr(torch.Tensor, "clone", dead)
+        monkeypatch.setattr(torch.Tensor, "clone", Mock(side_effect=RuntimeError("device-side assert")))
         for _ in range(3):
             with pytest.raises(BatchError):
                 runner({"rows": torch.ones(2)})
@@ -200,7 +189,7 @@ def test_failed_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
 def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> None:
     """Sources are copied in the stream's order, though they are overwritten before a device gets to the copies."""
     backend, file = load(backend_name)(), tmp_path / "x.safetensors"
-    runner = EagerRunner(Rows, lambda view: view.rows * 2, backend=backend)
+    runner = eager(backend)
     source = torch.full((1 << 16,), 3, device=backend.device)
     with slotgraph.record(runner, file) as recording:
         for number in range(4):

@@ -1,56 +1,23 @@
 """Replays: recorded steps of every runner are run again, and what differs is shown by slot and row."""
 
-import importlib
-import json
 import pathlib
 import re
-import sys
 from typing import Any
 
 import pytest
 import torch
-import typer.testing
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied, staged
+from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied, staged
 from slotgraph.backends import load
-from slotgraph.dataflow.errors import BatchError, RecordingError
+from slotgraph.dataflow.errors import RecordingError
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.check.trial import rebuilt
 from slotgraph.runners.recording.records import RecordedFile, RunnerRecord
 from slotgraph.runners.recording.replaying import ReplayReport, replay_file, unlike
-from slotgraph_cli import app
 from tests.runners import prefilled
+from tests.runners.models import decoder
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
-
-MODULE = """
-import torch
-from slotgraph import TOKENS, DecodeRunner, Inputs, copied, output
-
-class DecodeInputs(Inputs):
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    window: torch.Tensor = copied(1, dtype=torch.int64, pad=0, source=lambda batch: batch["limits"]["window"])
-    logits: torch.Tensor = output(TOKENS, 2, dtype=torch.float32)
-
-class Model:
-    window = 4                                    # a host value, which a graph freezes
-
-    def __call__(self, view):
-        far = (view.input_ids >= self.window).float()
-        view.logits.copy_(torch.stack([far, view.input_ids.float()], 1))
-        return view.logits
-
-model = Model()
-
-def right():
-    return DecodeRunner(DecodeInputs, model, buckets=[4], backend="cpu-capture", progress=False)
-
-def late():
-    model.window = 7                              # in time for the graph, and not what was recorded
-    return right()
-
-nothing = 3
-"""
 
 
 def report_of(file: pathlib.Path, runner: Any, only: int | None = None) -> ReplayReport:
@@ -96,15 +63,14 @@ def test_state_goes_on_from_step_to_step(backend_name: str, tmp_path: pathlib.Pa
     class Cached(Inputs):
         values: torch.Tensor = copied(TOKENS, dtype=torch.float32, pad=0)
 
-    def made() -> tuple[DecodeRunner[Cached], torch.Tensor]:
+    def made() -> tuple[Any, torch.Tensor]:
         cache = torch.zeros(1, device=load(backend_name)().device)
 
         def step(view: Cached) -> torch.Tensor:
             cache.add_(view.values.sum())
             return view.values + cache
 
-        runner = DecodeRunner(Cached, step, buckets=[4], backend=backend_name)
-        runner.capture()
+        runner = decoder(Cached, step, backend=backend_name)
         cache.zero_()
         return runner, cache
 
@@ -139,8 +105,7 @@ def test_replay_again_and_fields(backend_name: str, tmp_path: pathlib.Path) -> N
         tag: Any = 1
 
     device = load(backend_name)().device
-    runner = DecodeRunner(Counted, lambda v: v.ids * v.count, buckets=[2], backend=backend_name)
-    runner.capture()
+    runner = decoder(Counted, lambda v: v.ids * v.count, buckets=[2], backend=backend_name)
     ids, count = torch.tensor([5, 6], device=device), torch.tensor([3], dtype=torch.int32, device=device)
     with slotgraph.record(runner, tmp_path / "x.safetensors"):
         view = runner.fill({"ids": ids, "count": count})
@@ -164,8 +129,7 @@ def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
         mask: torch.Tensor = staged(TOKENS, 2, dtype=torch.float32, pad=0)
 
     device = load(backend_name)().device
-    runner = DecodeRunner(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[2, 4], backend=backend_name)
-    runner.capture()
+    runner = decoder(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[2, 4], backend=backend_name)
     with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
         for rows in (3, 5):
             view = runner.fill({"ids": torch.arange(1, rows + 1, device=device)})
@@ -173,8 +137,7 @@ def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
             runner.replay(view)
     first, second = RecordedFile.read(tmp_path / "x.safetensors").steps
     assert [one.shape for one in (*first.staged, *second.staged)] == [(3, 2), (5, 2)]
-    again = DecodeRunner(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[4], backend=backend_name)
-    again.capture()
+    again = decoder(Masked, lambda v: v.ids[:, None] * v.mask, backend=backend_name)
     assert [step.outcome for step in report_of(tmp_path / "x.safetensors", again).steps] == ["equal"] * 2
 
     class Renamed(Masked, drop=("mask",)):
@@ -218,10 +181,8 @@ def test_what_does_not_keep_a_step_from_running_is_noted(tmp_path: pathlib.Path)
     class Sized(Inputs):
         ids: torch.Tensor = copied(TOKENS, hidden, dtype=torch.int64, pad=0)
 
-    def made(size: int, *buckets: int) -> DecodeRunner[Sized]:
-        runner = DecodeRunner(Sized, lambda v: v.ids + 1, sizes={hidden: size}, buckets=buckets, backend="cpu")
-        runner.capture()
-        return runner
+    def made(size: int, *buckets: int) -> Any:
+        return decoder(Sized, lambda v: v.ids + 1, sizes={hidden: size}, buckets=buckets)
 
     runner = made(2, 4)
     with slotgraph.record(runner, tmp_path / "x.safetensors"):
@@ -254,41 +215,3 @@ def test_sources_that_cannot_be_stood_in_for() -> None:
         rebuilt(Nested.slotgraph, {"a": torch.ones(1), "b": torch.ones(1)}, {})
     fields = {"x": {"kept": 1}}
     assert rebuilt(Nested.slotgraph, {"b": 2}, fields).batch == {"x": {"kept": 1, "real": 2}}
-
-
-def command(*arguments: str) -> Any:
-    """One command, in this process."""
-    return typer.testing.CliRunner().invoke(app, ["replay", *arguments])
-
-
-def test_command(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit status says whether all is the same; JSON says what differs, or what the file holds; 2 is a refusal."""
-    (tmp_path / "replayed_runners.py").write_text(MODULE, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "replayed_runners", raising=False)
-    runner = importlib.import_module("replayed_runners").right()
-    runner.capture()
-    with slotgraph.record(runner, "home.safetensors", outputs=True):
-        runner({"input_ids": [2, 5, 9], "limits": {"window": [7]}})
-        with pytest.raises(BatchError):
-            runner({"input_ids": [2.5], "limits": {"window": [7]}})
-    assert command("home.safetensors", "replayed_runners:right", "--step", "0").exit_code == 0
-    done = command("home.safetensors", "replayed_runners.py:late", "--format", "json")
-    assert done.exit_code == 1
-    first, last = json.loads(done.stdout)["steps"]
-    assert first["outcome"] == "different"
-    assert first["lines"][-1].startswith("outputs row 1, at [1, 0]: here ")
-    assert last["outcome"] == "raised"
-    assert json.loads(command("home.safetensors", "--format", "json").stdout)["format"] == 5
-    assert "input_ids" in command("home.safetensors", "--step", "0").stdout
-    for arguments, says in (
-        (["nowhere.safetensors"], "No such file"),
-        (["replayed_runners.py"], "replayed_runners.py: "),
-        (["home.safetensors", "replayed_runners:decod"], "has no 'decod'"),
-        (["home.safetensors", "replayed_runners:nothing"], "nothing"),
-        (["home.safetensors", "replayed_runners:right", "--step", "7"], "no step 7: it has 0, 1"),
-    ):
-        done = command(*arguments)
-        assert done.exit_code == 2, done.output
-        assert says in " ".join(done.stderr.split())

@@ -6,11 +6,12 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied, current_view, graph_break
+from slotgraph import BATCH, EagerRunner, current_view, graph_break
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
 from slotgraph.runners.capture import Clock
 from tests.backends.test_contract import has_true_graphs
+from tests.runners.models import Ids, decoder
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, scaled
 
 
@@ -43,16 +44,6 @@ def with_current_view(hidden: torch.Tensor) -> torch.Tensor:
 def with_gradients(hidden: torch.Tensor) -> torch.Tensor:
     """Whether gradients are on."""
     return hidden + int(torch.is_grad_enabled())
-
-
-def metadata_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-    """Hand the stack an object of this step's."""
-    return inner(hidden, Metadata(view.extend_seq_lens, view.scale * 7))
-
-
-def extra_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-    """Hand the stack a tensor that is not a slot, and has one row a request."""
-    return inner(hidden, extra=view.extend_seq_lens * view.scale)
 
 
 def test_outside_of_steps() -> None:
@@ -92,8 +83,14 @@ def test_view_that_is_not_there(cpu: str) -> None:
         (lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.input_ids, view.positions)), None),
         (lambda hidden, view: scaled(hidden, current_view(type(view))), None),
         (lambda hidden, _: with_current_view(hidden) - 1, None),
-        (lambda hidden, metadata: with_metadata(hidden * 2, metadata), metadata_of),
-        (lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2, extra_of),
+        (
+            lambda hidden, metadata: with_metadata(hidden * 2, metadata),
+            lambda view, hidden, inner: inner(hidden, Metadata(view.extend_seq_lens, view.scale * 7)),
+        ),
+        (
+            lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2,
+            lambda view, hidden, inner: inner(hidden, extra=view.extend_seq_lens * view.scale),  # no slot, by requests
+        ),
         (lambda hidden, _: with_gradients(hidden), None),
         (lambda hidden, view: with_gradients(scaled(with_current_view(hidden), view)), None),
     ],
@@ -205,15 +202,10 @@ def test_graph_alone(backend: Backend) -> None:
         captured.graph.replay()
 
 
-class Rows(Inputs):  # one row a request
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_another_runner_within_a_break(backend: Backend, *, shared: bool) -> None:
     """Its replay may overwrite what later graphs of the step read, where both share a pool: that step is refused."""
-    other = DecodeRunner(Rows, lambda view: view.ids * 3, buckets=[2], output_rows=BATCH, backend=backend)
-    other.capture()
+    other = decoder(Ids, lambda view: view.ids * 3, buckets=[2], output_rows=BATCH, backend=backend)
     wanted = [False]
 
     @graph_break

@@ -11,6 +11,7 @@ import torch
 from slotgraph import BATCH, CACHE_LOC, TOKENS, BreakableRunner, Step, copied, current_view, errors, graph_break, keep
 from slotgraph.backends import Backend
 from slotgraph.extend import once
+from tests.runners.models import ready
 from tests.runners.prefilled import Model, Prefill, around, assert_equal, batch_of, poison, runner_of, scaled
 
 
@@ -224,8 +225,7 @@ def test_forward_is_put_back(backend: Backend) -> None:
         return before(*args, **kwargs) * 2
 
     model.inner.forward = own  # type: ignore[method-assign] # as some libraries do
-    runner = runner_of("breakable", model, backend, buckets=[4])
-    runner.capture()
+    runner = ready(runner_of("breakable", model, backend, buckets=[4]))
     plain, batch = Model().to(backend.device), batch_of([2, 1], 2, backend.device)
 
     @torch.no_grad()
@@ -241,11 +241,6 @@ def test_forward_is_put_back(backend: Backend) -> None:
         runner(batch)
     hook.remove()
     check()
-
-
-def asked_field(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
-    """A field of each step's own, read in a graph."""
-    return torch.mul(hidden, current_view(Prefill).scale)
 
 
 MISSING: list[tuple[Any, Any, str]] = [
@@ -278,7 +273,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (lambda hidden, view: hidden + view.extend_seq_lens, None, "add reads slot 'extend_seq_lens'"),
     (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], None, "long reads slot 'extend_seq_lens'"),
     (lambda hidden, view: hidden * view.scale, None, "'scale' is carried from the batch and has no default"),
-    (asked_field, None, "'scale' is carried from the batch and has no default"),
+    (lambda hidden, _: hidden * current_view(Prefill).scale, None, "'scale' is carried from the batch and has no"),
     (lambda hidden, pool: hidden + pool.rows, pool_of, "argument 1 of the stack, of type Pool, is another one than"),
     (lambda hidden, pool: plus_rows(hidden, pool) + pool.rows[0], pool_of, "of type Pool, is another one than"),
     (lambda hidden, part: first_request(hidden, part) + part.positions.sum(), first_of, "of type Prefill, is another"),
@@ -325,18 +320,6 @@ class Told(Prefill):  # a placeholder that names slots of all kinds, beside thos
         }
 
 
-def placeholder_that_gives(**values: Any) -> type[Prefill]:
-    """A declaration whose placeholder gives these values."""
-
-    class Given(Prefill):
-        @classmethod
-        def placeholder(cls, step: Step) -> Mapping[str, Any]:
-            """What is to be given, beside one request of all tokens."""
-            return {"extend_seq_lens": [step.live(TOKENS)], "scale": 1, **values}
-
-    return Given
-
-
 def test_what_breaks_see(backend: Backend) -> None:
     """Breaks see the placeholder's values, pad values of what it does not name, computed slots, and fields."""
     SEEN.clear()
@@ -378,5 +361,12 @@ def test_slots_that_are_switched_off(backend: Backend) -> None:
 )
 def test_values_that_do_not_fit(values: dict[str, Any], said: str) -> None:
     """What a placeholder gives is held to its slot: name, shape and kind of number, with nothing cast or cut."""
+
+    class Given(Prefill):
+        @classmethod
+        def placeholder(cls, step: Step) -> Mapping[str, Any]:
+            """What is to be given, beside one request of all tokens."""
+            return {"extend_seq_lens": [step.live(TOKENS)], "scale": 1, **values}
+
     with pytest.raises(errors.CaptureError, match=said):
-        around(noting, "cpu-capture", inputs=placeholder_that_gives(**values), buckets=[4])
+        around(noting, "cpu-capture", inputs=Given, buckets=[4])

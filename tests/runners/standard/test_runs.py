@@ -26,7 +26,7 @@ from slotgraph.backends import load
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.speculative import WIDTH
-from tests.runners.models import decoder
+from tests.runners.models import decoder, ready
 from tests.runners.standard.batches import CLASSES, batch_of, fixed_of, sizes_of
 from tests.strategies import poisoned, same_bytes
 
@@ -208,8 +208,7 @@ def test_every_standard_declaration(kind: str) -> None:
         inputs = CLASSES[name]
         over = next((n for n, one in inputs.slotgraph.slots.items() if one.shape and one.shape[0] == BATCH * 1), None)
         model = Model(over if kind == "breakable" else None)
-        runner = make(kind, inputs, model)
-        runner.capture()
+        runner = ready(make(kind, inputs, model))
         eager = EagerRunner(inputs, model, sizes=runner.stage.sizes, settings=ALONE, backend="cpu")
         for seed, (requests, tokens) in enumerate(((1, 6), (2, 4), (3, 11), (4, 20))):
             live = {BATCH: requests, TOKENS: tokens, **runner.stage.sizes}
