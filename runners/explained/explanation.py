@@ -201,7 +201,9 @@ class RunnerExplanation(Shown):
             found = counts.pop(kind).items()
             steps = [{kind: name, **one, "fill us": fills[kind][name]["mean"]} for name, one in found]
             timed = (
-                f"fill us: mean microseconds on the host, of one fill in {fills['every']}" if steps else "none so far"
+                f"fill us: mean microseconds on the host, of one fill in {fills['every']}; - where none of these was"
+                if steps
+                else "none so far"
             )
             yield Table(told, steps, timed)
         yield Table("statistics", pairs(counts))
@@ -215,7 +217,8 @@ class RunnerExplanation(Shown):
 A dashed line is around the graph and what it does. It is not measured time.</p>{drawn_fills(self) or early}
 <h2>Memory over a step</h2>
 <p>Offsets run downwards, phases of one step to the right. A slot is coloured while its value counts, and pale where \
-its bytes are only held.</p>{drawn_memory(self) or early}"""
+its bytes are only held.</p>{drawn_memory(self) or early}
+<h2>Tables</h2>"""
 
 
 def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
