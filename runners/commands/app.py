@@ -58,14 +58,15 @@ def run(command: Callable[..., Found], form: str, output: pathlib.Path | None, *
     """Do what a command is asked for, and print what it found, or write it to a file. Exits with 1 where it failed."""
     with reported():
         data, shown, is_well = command(**given)
-    width, bold = shutil.get_terminal_size((WIDE, 0)).columns, functools.partial(typer.style, bold=True)
-    forms: dict[str, Callable[[], str]] = {
-        "table": lambda: "\n".join(table.lines(width, bold) for table in shown.tables()),
-        "json": lambda: json.dumps(to_data(data), indent=2, allow_nan=False) + "\n",
-        "html": lambda: html(shown),
-        "mermaid": lambda: mermaid(data if isinstance(data, Explanation) else data.declaration),
-    }
-    text = forms[form]()
+    if form == "json":
+        text = json.dumps(to_data(data), indent=2, allow_nan=False) + "\n"
+    elif form == "html":
+        text = html(shown)
+    elif form == "mermaid":
+        text = mermaid(data if isinstance(data, Explanation) else data.declaration)
+    else:
+        width, bold = shutil.get_terminal_size((WIDE, 0)).columns, functools.partial(typer.style, bold=True)
+        text = "\n".join(table.lines(width, bold) for table in shown.tables())
     with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
         typer.echo(text, file, nl=False)
     if not is_well:
@@ -272,10 +273,16 @@ def bench(backend: str, slots: Iterable[int] | None, *, quick: bool) -> Found:
     on = choose(backend)
     with Console(stderr=True).status("measuring"):
         rows = measured_rows(on, sorted({*(slots or SLOTS)}), QUICK if quick else FULL)
-    about = {"ours": on.capabilities.lowerings[0], "backend": on.name, "threads": THREADS, "quick": quick, **versions()}
-    device = getattr(torch.get_device_module(on.device), "get_device_name", str)(on.device)
-    about |= {"device": device, "date": time.strftime("%Y-%m-%d")}
-    return {"rows": rows, "conditions": about}, Page(tables_of_rows(rows, about)), True
+    about = {
+        "ours": on.capabilities.lowerings[0],
+        "backend": on.name,
+        "device": getattr(torch.get_device_module(on.device), "get_device_name", str)(on.device),
+        "threads": THREADS,
+        "quick": quick,
+        "date": time.strftime("%Y-%m-%d"),
+        **versions(),
+    }
+    return {"rows": rows, "conditions": about}, Page([*tables_of_rows(rows, about)]), True
 
 
 def check(
@@ -313,8 +320,8 @@ def replay(file: pathlib.Path, target: str | None, step: int | None) -> Found:
         if target is not None:
             given = {} if read.runner.ranks is None else {"ranks": RecordedRanks(read.runner.ranks)}
             report = replay_file(read, captured(find(target, given=given)), step)
-            return report, Page(tables_of(report)), report.ok
+            return report, Page([*tables_of(report)]), report.ok
         found = read if step is None else read.only(step)[0]
     except RecordingError as error:
         refuse(printable(str(error)))
-    return found, Page(tables_of(found)), True
+    return found, Page([*tables_of(found)]), True

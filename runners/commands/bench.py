@@ -130,18 +130,20 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
 def tables_of_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> Iterator[Table]:
     """Medians of whole steps, and how many times more than ours the hand-written ones take. about: the conditions."""
     ours, device = about["ours"], about["device"]
-    told = f"A whole step is fill, view and replay. Ours is {ours}, which this backend prefers.\n"
+    told = f"A whole step is fill, view and replay; rows are live/padded. Ours is {ours}, which this backend prefers.\n"
     title = f"slotgraph bench on {device}; slotgraph {about['slotgraph']}, torch {about['torch']}; {about['date']}"
     yield Table(title, text=told + ON_A_CPU * (device == "cpu"))
     for time, which, missing in (("host_us", "host", ""), ("gpu_us", "device", _WAITS)):
         cases: dict[str, Row] = {}
         for row in rows:
             if row[time] is not None:
-                case = f"{row['slots']}, {row['live']}/{row['padded']}"
-                cases.setdefault(case, {})[row["lowering"]] = row[time]
+                cases.setdefault(f"{row['slots']}, {row['live']}/{row['padded']}", {})[row["lowering"]] = row[time]
         for case, times in cases.items():
-            by_hand = [name for name in (PER_SLOT, REGROUPED) if {name, ours} <= times.keys()]
-            ratios = {f"{name} / ours": f"{times[name] / times[ours]:.1f} x" for name in by_hand}
+            ratios = {
+                f"{name} / ours": f"{times[name] / times[ours]:.1f} x"
+                for name in (PER_SLOT, REGROUPED)
+                if {name, ours} <= times.keys()
+            }
             cases[case] = {"slots, rows": case, **times, **ratios}
         if cases:
             yield Table(f"{which} microseconds of a whole step on {device}", [*cases.values()], missing, drawn=True)

@@ -247,7 +247,7 @@ def drawn_fills(one: RunnerExplanation) -> str:
         calls = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
         boxes = (
             f'<span class="drawn {step.kind}{" pale" * (step.maybe or not step.calls)}'
-            f'{" inside" * (step.inside or step.kind == "graph")}" style="min-width:{min(6 * step.calls, 60)}ch">'
+            f'{" inside" * (step.inside or step.kind == "graph")}" style="min-width:min({6 * step.calls}ch,100%)">'
             f"<b>{number} {step.kind}</b> {'' if step.nbytes is None else human_bytes(step.nbytes)}<br/>"
             f"{safe(step.label)}</span>"
             for number, step in enumerate(fill.steps, 1)

@@ -34,12 +34,12 @@ STYLE: Final = """<style>
 .slotgraph section{flex:1 1 auto;max-width:100%}
 .slotgraph .scroll{overflow-x:auto}
 .slotgraph table{border-collapse:collapse;width:100%;margin:0;font-size:14px}
-.slotgraph td{text-align:left;vertical-align:top;white-space:nowrap;overflow-wrap:normal}
+.slotgraph td{text-align:left;vertical-align:top;white-space:nowrap;overflow-wrap:break-word}
 .slotgraph td{padding:3px 14px 3px 0;border-bottom:1px solid #8884}
 .slotgraph tr:first-child{font-weight:600}
 .slotgraph .number{text-align:right;font-variant-numeric:tabular-nums}
-.slotgraph td div{white-space:normal;width:max-content;max-width:80ch}
-.slotgraph .number div{margin-left:auto}
+.slotgraph td div{white-space:normal;max-width:80ch}
+.slotgraph .number div{margin-left:auto;white-space:nowrap}
 .slotgraph pre{white-space:pre-wrap;font:13px/1.4 ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
 .slotgraph .boxes{display:flex;flex-wrap:wrap;gap:7px}
 .slotgraph .boxes span{border:2px solid var(--colour,#626b78)}
@@ -67,15 +67,14 @@ STYLE: Final = """<style>
 .slotgraph h1~pre{font:inherit}
 .slotgraph .bars b{font-variant-numeric:tabular-nums}
 @media(max-width:700px){
-.slotgraph td div{width:auto;max-width:none}
-.slotgraph .number div{white-space:nowrap}
-.slotgraph section table:has(td:nth-child(5)) tr{display:flex;flex-wrap:wrap;column-gap:14px}
-.slotgraph section table:has(td:nth-child(5)) tr{border-bottom:1px solid #8884;padding:4px 0}
-.slotgraph section table:has(td:nth-child(5)) tr:first-child{display:none}
-.slotgraph section table:has(td:nth-child(5)) td{display:flex;gap:.4em;padding:0;border:0}
-.slotgraph section table:has(td:nth-child(5)) td:first-child{width:100%;font-weight:600}
-.slotgraph section table:has(td:nth-child(5)) td::before{content:attr(data-of);font-weight:400;opacity:.7}
-.slotgraph section table:has(td:nth-child(5)) .number div{margin:0}
+.slotgraph td div{max-width:none}
+.slotgraph section table:has(td:nth-child(3)) tr{display:flex;flex-wrap:wrap;column-gap:14px}
+.slotgraph section table:has(td:nth-child(3)) tr{border-bottom:1px solid #8884;padding:4px 0}
+.slotgraph section table:has(td:nth-child(3)) tr:first-child{display:none}
+.slotgraph section table:has(td:nth-child(3)) td{display:flex;gap:.4em;padding:0;border:0;max-width:100%}
+.slotgraph section table:has(td:nth-child(3)) td:first-child{width:100%;font-weight:600}
+.slotgraph section table:has(td:nth-child(3)) td::before{content:attr(data-of);font-weight:400;opacity:.7}
+.slotgraph section table:has(td:nth-child(3)) td div{margin:0;min-width:0;overflow-wrap:anywhere}
 .slotgraph .memory{font-size:12px;border-spacing:1px}
 .slotgraph .memory td{padding:1px 3px}
 }
@@ -213,7 +212,7 @@ class Shown(abc.ABC):
 class Page(Shown):
     """What a command found: tables, the first of which comes on top."""
 
-    found: Sequence[Table] = attrs.field(converter=tuple)
+    found: Sequence[Table]
 
     def tables(self) -> Iterator[Table]:
         """All tables."""

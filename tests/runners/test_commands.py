@@ -510,7 +510,7 @@ def test_bench_page_draws_every_figure() -> None:
         for n, (slots, name) in enumerate(itertools.product((4, 12), names))
     ]
     about = {"ours": "in_graph", "device": "H200", "slotgraph": "0.1.0", "torch": "2.13.0", "date": "2026-11-23"}
-    page = html(Page(bench.tables_of_rows(rows, about)))
+    page = html(Page([*bench.tables_of_rows(rows, about)]))
     figures = [(one["lowering"], cell(one[time])) for time in ("host_us", "gpu_us") for one in rows if one[time]]
     assert re.findall(r'<div style="--part:[\d.]+%">(\w+) <b>([\d.,]+)</b></div>', page) == figures
     parts = (f'data-of="{name}"><div>{figure}</div>' for name, figure in figures)
