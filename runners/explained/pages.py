@@ -16,7 +16,7 @@ WIDE: Final = 200
 _SCREEN, _SENTENCE, _GAP = 80, 24, 2
 """Columns of what `str` makes, those that a sentence in a cell gets at least, and those between cells."""
 _LARGE: Final = 1000
-_BARS: Final = "The longest time of each group has the full width."
+_BARS: Final = "The second longest bar of each group has the full width, and the longest is cut."
 _fold: Final = functools.partial(textwrap.wrap, break_on_hyphens=False)
 Row = Mapping[str, Any]
 """Cells by their column. A number stands as one, None for what is not there."""
@@ -62,7 +62,9 @@ STYLE: Final = """<style>
 .slotgraph section:has(.bars){flex-basis:100%}
 .slotgraph .bars{display:grid;grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:4px 16px;margin:0 0 1.4em}
 .slotgraph .bars div div{display:flex;justify-content:space-between;margin:2px 0;padding:0 6px;font-size:14px}
-.slotgraph .bars div div{background:linear-gradient(to right,#4a86c4aa var(--part),#8882 0)}
+.slotgraph .bars div div{background:var(--cut),linear-gradient(to right,#4a86c4aa var(--part),#8882 0)}
+.slotgraph .bars div div{--cut:repeating-linear-gradient(115deg,Canvas 0 3px,#0000 0 6px) 60%/var(--gap) no-repeat}
+.slotgraph .bars div div{--gap:clamp(0px,(var(--part) - 100%)*999,14px)}
 .slotgraph h4{margin:.8em 0 .3em}
 .slotgraph h1~pre{font:inherit}
 .slotgraph .bars b{font-variant-numeric:tabular-nums}
@@ -134,12 +136,13 @@ class Table:
         return f"<section><{heading}>{safe(self.title)}</{heading}>{table}</section>"
 
     def bars(self) -> Iterator[str]:
-        """A box for each row, with a bar for each time, as long as its part of the longest beside it."""
+        """A box for each row, with a bar for each time, as long as its part of the second longest beside it."""
         for row in self.rows:
             (what, of), *others = row.items()
             times = {name: value for name, value in others if isinstance(value, float)}
+            full, *_ = sorted(times.values())[-2:]
             bars = (
-                f'<div style="--part:{value / max(times.values()):.1%}">{safe(name)} <b>{cell(value)}</b></div>'
+                f'<div style="--part:{value / full:.1%}">{safe(name)} <b>{cell(value)}</b></div>'
                 for name, value in times.items()
             )
             yield f"<div><h4>{safe(what)}: {safe(of)}</h4>{''.join(bars)}</div>"
