@@ -36,8 +36,8 @@ def _in_a_folder(file: pathlib.Path | None) -> pathlib.Path | None:
     return file
 
 
-_FORMAT: Final = typer.Option("--format", help="How to show it; JSON is for scripts.")
-_Form = Annotated[Literal["table", "json"], _FORMAT]
+_FORMAT: Final = typer.Option("--format", help="How to show it: JSON for scripts, html as a page.")
+_Form = Annotated[Literal["table", "json", "html"], _FORMAT]
 _Output = Annotated[
     pathlib.Path | None,
     typer.Option(
@@ -175,6 +175,7 @@ def bench(
     Examples:
       slotgraph bench --quick --slots 12
       slotgraph bench --backend cuda --format json --output figures.json
+      slotgraph bench --format html --output figures.html
     """  # noqa: D301 - as above
     _do("bench", locals())
 

@@ -1,18 +1,21 @@
 """What the commands do and how they show it. Their options and help are in slotgraph_cli.py, which needs no torch."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import json
 import operator
-import os
 import pathlib
 import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 
@@ -36,7 +39,7 @@ from ..decode import GraphRunner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
-from ..explained.pages import WIDE, Table, html, printable
+from ..explained.pages import WIDE, Page, Shown, Table, html, printable
 from ..recording.records import RecordedFile, versions
 from ..recording.replaying import RecordedRanks, replay_file, tables_of
 from ..runner import Runner
@@ -47,33 +50,25 @@ from .bench import FULL, QUICK, measured_rows, tables_of_rows
 FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
 SLOTS: Final = (4, 12, 48)  # that are measured, where none are asked for
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
-Found = tuple[Any, Iterable[Table], bool]
+Found = tuple[Any, Shown, bool]
 """What a command found: as data, as tables, and whether all is well."""
-
-
-def screen(file: TextIO | None = None) -> Console:
-    """Standard output or a file: as wide as the terminal or as COLUMNS says, else wide."""
-    console = Console(highlight=False, file=file)
-    if not (console.is_terminal or os.environ.get("COLUMNS")):
-        console.width = WIDE
-    return console
 
 
 def run(command: Callable[..., Found], form: str, output: pathlib.Path | None, **given: Any) -> None:
     """Do what a command is asked for, and print what it found, or write it to a file. Exits with 1 where it failed."""
     with reported():
         data, shown, is_well = command(**given)
-    forms: dict[str, Callable[[], str]] = {
-        "json": lambda: json.dumps(to_data(data), indent=2, allow_nan=False) + "\n",
-        "html": lambda: html(data),
-        "mermaid": lambda: mermaid(data if isinstance(data, Explanation) else data.declaration),
-    }
-    text = forms[form]() if form in forms else None
+    if form == "json":
+        text = json.dumps(to_data(data), indent=2, allow_nan=False) + "\n"
+    elif form == "html":
+        text = html(shown)
+    elif form == "mermaid":
+        text = mermaid(data if isinstance(data, Explanation) else data.declaration)
+    else:
+        width, bold = shutil.get_terminal_size((WIDE, 0)).columns, functools.partial(typer.style, bold=True)
+        text = "\n".join(table.lines(width, bold) for table in shown.tables())
     with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
-        if text is None:
-            screen(file).print(*shown, sep="\n")
-        else:
-            typer.echo(text, file, nl=False)
+        typer.echo(text, file, nl=False)
     if not is_well:
         raise typer.Exit(FAILED)
 
@@ -208,7 +203,7 @@ def explain(
         declared = declared.under(_settings_of(setting)) if setting else declared
         extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
         found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
-    return found, found.tables(), True
+    return found, found, True
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
@@ -256,7 +251,7 @@ def backends() -> Found:
     fields: dict[str, Any] = next(iter(able.values()), {})
     facts = [{"capability": one, **{name: data[one] for name, data in able.items()}} for one in fields]
     shown = [{key: value for key, value in one.items() if key != "capabilities"} for one in found]
-    return found, [Table("backends", shown), *([Table("capabilities", facts)] if facts else ())], True
+    return found, Page([Table("backends", shown), *([Table("capabilities", facts)] if facts else ())]), True
 
 
 def _facts_of(name: str) -> dict[str, Any]:
@@ -278,10 +273,16 @@ def bench(backend: str, slots: Iterable[int] | None, *, quick: bool) -> Found:
     on = choose(backend)
     with Console(stderr=True).status("measuring"):
         rows = measured_rows(on, sorted({*(slots or SLOTS)}), QUICK if quick else FULL)
-    ours = on.capabilities.lowerings[0]
-    about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
-    about |= versions()
-    return {"rows": rows, "conditions": about}, tables_of_rows(rows, about), True
+    about = {
+        "ours": on.capabilities.lowerings[0],
+        "backend": on.name,
+        "device": getattr(torch.get_device_module(on.device), "get_device_name", str)(on.device),
+        "threads": THREADS,
+        "quick": quick,
+        "date": time.strftime("%Y-%m-%d"),
+        **versions(),
+    }
+    return {"rows": rows, "conditions": about}, Page([*tables_of_rows(rows, about)]), True
 
 
 def check(
@@ -309,7 +310,7 @@ def check(
         {"check": name, "steps": steps, "findings": len(found[name]), "slots": [o.slot for o in found[name] if o.slot]}
         for name, steps in report.steps.items()
     ]
-    return report.as_data(), [Table(title, rows, "\n".join(lines))], report.ok
+    return report.as_data(), Page([Table(title, rows, "\n".join(lines))]), report.ok
 
 
 def replay(file: pathlib.Path, target: str | None, step: int | None) -> Found:
@@ -319,8 +320,8 @@ def replay(file: pathlib.Path, target: str | None, step: int | None) -> Found:
         if target is not None:
             given = {} if read.runner.ranks is None else {"ranks": RecordedRanks(read.runner.ranks)}
             report = replay_file(read, captured(find(target, given=given)), step)
-            return report, tables_of(report), report.ok
+            return report, Page([*tables_of(report)]), report.ok
         found = read if step is None else read.only(step)[0]
     except RecordingError as error:
         refuse(printable(str(error)))
-    return found, tables_of(found), True
+    return found, Page([*tables_of(found)]), True

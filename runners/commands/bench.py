@@ -44,6 +44,8 @@ QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
 ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device you serve on."
 
+_WAITS: Final = "- stands where the host cannot get ahead of the device, and so its time cannot be measured alone."
+
 
 class Batch(types.SimpleNamespace):
     """One batch: its sources as attributes, as an engine's own batch has them, with its live rows."""
@@ -127,21 +129,21 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
 
 def tables_of_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> Iterator[Table]:
     """Medians of whole steps, and how many times more than ours the hand-written ones take. about: the conditions."""
-    ours, where = about["ours"], f"on {about['device']}; slotgraph {about['slotgraph']}, torch {about['torch']}"
-    for time, which in (("host_us", "host"), ("gpu_us", "device")):
+    ours, device = about["ours"], about["device"]
+    told = f"A whole step is fill, view and replay; rows are live/padded. Ours is {ours}, which this backend prefers.\n"
+    title = f"slotgraph bench on {device}; slotgraph {about['slotgraph']}, torch {about['torch']}; {about['date']}"
+    yield Table(title, text=told + ON_A_CPU * (device == "cpu"))
+    for time, which, missing in (("host_us", "host", ""), ("gpu_us", "device", _WAITS)):
         cases: dict[str, Row] = {}
         for row in rows:
             if row[time] is not None:
-                case = f"{row['slots']}, {row['live']}/{row['padded']}"
-                cases.setdefault(case, {})[row["lowering"]] = row[time]
-        shown = list[Row]()
+                cases.setdefault(f"{row['slots']}, {row['live']}/{row['padded']}", {})[row["lowering"]] = row[time]
         for case, times in cases.items():
-            by_hand = [name for name in (PER_SLOT, REGROUPED) if {name, ours} <= times.keys()]
-            ratios = {f"{name}_/ ours": f"{times[name] / times[ours]:.1f} x" for name in by_hand}
-            shown.append({"slots, rows": case, **times, **ratios})
-        names = dict.fromkeys(name for cells in shown for name in cells)
-        if shown:
-            lines = [{name.replace("_", "\n"): cells.get(name) for name in names} for cells in shown]
-            yield Table(f"{which} microseconds of a whole step {where}", lines)
-    told = f"A whole step is fill, view and replay. Ours is {ours}, which this backend prefers."
-    yield Table(told, text=ON_A_CPU if about["device"] == "cpu" else "")
+            ratios = {
+                f"{name} / ours": f"{times[name] / times[ours]:.1f} x"
+                for name in (PER_SLOT, REGROUPED)
+                if {name, ours} <= times.keys()
+            }
+            cases[case] = {"slots, rows": case, **times, **ratios}
+        if cases:
+            yield Table(f"{which} microseconds of a whole step on {device}", [*cases.values()], missing, drawn=True)

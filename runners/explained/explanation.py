@@ -201,7 +201,9 @@ class RunnerExplanation(Shown):
             found = counts.pop(kind).items()
             steps = [{kind: name, **one, "fill us": fills[kind][name]["mean"]} for name, one in found]
             timed = (
-                f"fill us: mean microseconds on the host, of one fill in {fills['every']}" if steps else "none so far"
+                f"fill us: mean microseconds on the host, of one fill in {fills['every']}; - where none of these was"
+                if steps
+                else "none so far"
             )
             yield Table(told, steps, timed)
         yield Table("statistics", pairs(counts))
@@ -215,7 +217,8 @@ class RunnerExplanation(Shown):
 A dashed line is around the graph and what it does. It is not measured time.</p>{drawn_fills(self) or early}
 <h2>Memory over a step</h2>
 <p>Offsets run downwards, phases of one step to the right. A slot is coloured while its value counts, and pale where \
-its bytes are only held.</p>{drawn_memory(self) or early}"""
+its bytes are only held.</p>{drawn_memory(self) or early}
+<h2>Tables</h2>"""
 
 
 def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
@@ -244,7 +247,7 @@ def drawn_fills(one: RunnerExplanation) -> str:
         calls = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
         boxes = (
             f'<span class="drawn {step.kind}{" pale" * (step.maybe or not step.calls)}'
-            f'{" inside" * (step.inside or step.kind == "graph")}" style="min-width:{min(6 * step.calls, 60)}ch">'
+            f'{" inside" * (step.inside or step.kind == "graph")}" style="min-width:min({6 * step.calls}ch,100%)">'
             f"<b>{number} {step.kind}</b> {'' if step.nbytes is None else human_bytes(step.nbytes)}<br/>"
             f"{safe(step.label)}</span>"
             for number, step in enumerate(fill.steps, 1)

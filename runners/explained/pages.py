@@ -5,19 +5,18 @@ import functools
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
 import attrs
-from rich.console import Console, ConsoleOptions
-from rich.text import Text
 
 WIDE: Final = 200
 """Columns in a pipe or file, where nothing needs to fit a screen and a folded name could not be searched for."""
 _SCREEN, _SENTENCE, _GAP = 80, 24, 2
 """Columns of what `str` makes, those that a sentence in a cell gets at least, and those between cells."""
 _LARGE: Final = 1000
+_BARS: Final = "The second longest bar of each group has the full width, and the longest is cut."
 _fold: Final = functools.partial(textwrap.wrap, break_on_hyphens=False)
 Row = Mapping[str, Any]
 """Cells by their column. A number stands as one, None for what is not there."""
@@ -35,12 +34,12 @@ STYLE: Final = """<style>
 .slotgraph section{flex:1 1 auto;max-width:100%}
 .slotgraph .scroll{overflow-x:auto}
 .slotgraph table{border-collapse:collapse;width:100%;margin:0;font-size:14px}
-.slotgraph td{text-align:left;vertical-align:top;white-space:nowrap;overflow-wrap:normal}
+.slotgraph td{text-align:left;vertical-align:top;white-space:nowrap;overflow-wrap:break-word}
 .slotgraph td{padding:3px 14px 3px 0;border-bottom:1px solid #8884}
 .slotgraph tr:first-child{font-weight:600}
 .slotgraph .number{text-align:right;font-variant-numeric:tabular-nums}
-.slotgraph td div{white-space:normal;width:max-content;max-width:60ch}
-.slotgraph .number div{margin-left:auto}
+.slotgraph td div{white-space:normal;max-width:80ch}
+.slotgraph .number div{margin-left:auto;white-space:nowrap}
 .slotgraph pre{white-space:pre-wrap;font:13px/1.4 ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
 .slotgraph .boxes{display:flex;flex-wrap:wrap;gap:7px}
 .slotgraph .boxes span{border:2px solid var(--colour,#626b78)}
@@ -55,27 +54,47 @@ STYLE: Final = """<style>
 .slotgraph .upload{--colour:#b64a72}
 .slotgraph .kernel{--colour:#8a6207}
 .slotgraph .graph{--colour:#5a5fc8}
-.slotgraph .memory{table-layout:fixed;min-width:640px;border-collapse:separate;border-spacing:2px}
+.slotgraph .memory{table-layout:fixed;border-collapse:separate;border-spacing:2px}
 .slotgraph .memory td{border:0;padding:1px 6px;white-space:normal;overflow-wrap:anywhere}
 .slotgraph .memory .held{background:#8882}
 .slotgraph .memory .number{width:8em;white-space:nowrap}
 .slotgraph .boxes .pale{background:none;color:inherit}
+.slotgraph section:has(.bars){flex-basis:100%}
+.slotgraph .bars{display:grid;grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:4px 16px;margin:0 0 1.4em}
+.slotgraph .bars div div{display:flex;justify-content:space-between;margin:2px 0;padding:0 6px;font-size:14px}
+.slotgraph .bars div div{background:var(--cut),linear-gradient(to right,#4a86c4aa var(--part),#8882 0)}
+.slotgraph .bars div div{--cut:repeating-linear-gradient(115deg,Canvas 0 3px,#0000 0 6px) 60%/var(--gap) no-repeat}
+.slotgraph .bars div div{--gap:clamp(0px,(var(--part) - 100%)*999,14px)}
+.slotgraph h4{margin:.8em 0 .3em}
+.slotgraph h1~pre{font:inherit}
+.slotgraph .bars b{font-variant-numeric:tabular-nums}
 @media(max-width:700px){
-.slotgraph td div{max-width:24ch}
-.slotgraph .scroll{background:linear-gradient(to right,Canvas 80%,#8886) right/24px 100% no-repeat}
-.slotgraph .tables td:first-child{position:sticky;left:0;background:Canvas}
+.slotgraph td div{max-width:none}
+.slotgraph section table:has(td:nth-child(3)) tr{display:flex;flex-wrap:wrap;column-gap:14px}
+.slotgraph section table:has(td:nth-child(3)) tr{border-bottom:1px solid #8884;padding:4px 0}
+.slotgraph section table:has(td:nth-child(3)) tr:first-child{display:none}
+.slotgraph section table:has(td:nth-child(3)) td{display:flex;gap:.4em;padding:0;border:0;max-width:100%}
+.slotgraph section table:has(td:nth-child(3)) td:first-child{width:100%;font-weight:600}
+.slotgraph section table:has(td:nth-child(3)) td::before{content:attr(data-of);font-weight:400;opacity:.7}
+.slotgraph section table:has(td:nth-child(3)) td div{margin:0;min-width:0;overflow-wrap:anywhere}
+.slotgraph .memory{font-size:12px;border-spacing:1px}
+.slotgraph .memory td{padding:1px 3px}
 }
 </style>"""
 
 
 @attrs.frozen
 class Table:
-    """Rows of the same columns under a title, and text below them, such as a plan. why: what stands in for no rows."""
+    """Rows of the same columns under a title, and text below them, such as a plan.
+
+    why: what stands in for no rows. drawn: whether a page draws bars for the numbers of each row, too.
+    """
 
     title: str
     rows: Sequence[Row] = ()
     text: object = ""
     why: str = ""
+    drawn: bool = False
 
     @property
     def columns(self) -> list[list[str]]:
@@ -88,16 +107,12 @@ class Table:
         """The text below, or why there is nothing."""
         return printable(f"{self.text or ('' if self.rows else self.why)}")
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """The table for a console."""
-        del console
-        shown = Text(self.lines(options.max_width))
-        shown.stylize("bold", 0, len(printable(self.title)))
-        yield shown
+    def lines(self, width: int, style: Callable[[str], str] = str) -> str:
+        """The table in text. It folds sentences, not words. What is too wide comes below, by the first column again.
 
-    def lines(self, width: int) -> str:
-        """The table in text. It folds sentences, not words. What is too wide comes below, by the first column again."""
-        shown, beside = [printable(self.title)], list[list[str]]()
+        style: of the title.
+        """
+        shown, beside = [*map(style, _fold(printable(self.title), width))], list[list[str]]()
         for column in self.columns:
             if beside[1:] and _width([*beside, column], _SENTENCE) > width:
                 shown += _side_by_side(beside, width)
@@ -108,16 +123,29 @@ class Table:
             shown += _fold(line, width, subsequent_indent="        ")
         return "\n".join(shown).rstrip() + "\n"
 
-    def html(self) -> str:
-        """The table for a page. It scrolls by itself where it is too wide."""
+    def html(self, heading: str = "h3") -> str:
+        """The table for a page. Where that is narrow, rows of many columns are names and values behind one another."""
         columns = self.columns
-        kinds = ["number" if _is_number(one) else "text" for one in columns]
+        kinds = [f'{"number" if _is_number(one) else "text"} data-of="{escape(one[0])}"' for one in columns]
         rows = "".join(
             f"<tr>{''.join(map('<td class={}><div>{}</div></td>'.format, kinds, map(escape, row)))}</tr>"
             for row in zip(*columns, strict=True)
         )
-        table = f'<div class="scroll"><table>{rows}</table></div><pre>{escape(self.below)}</pre>'
-        return f"<section><h3>{safe(self.title)}</h3>{table}</section>"
+        bars = f'<p>{_BARS}</p><div class="bars">{"".join(self.bars())}</div>' if self.drawn else ""
+        table = f'{bars}<div class="scroll"><table>{rows}</table></div><pre>{escape(self.below)}</pre>'
+        return f"<section><{heading}>{safe(self.title)}</{heading}>{table}</section>"
+
+    def bars(self) -> Iterator[str]:
+        """A box for each row, with a bar for each time, as long as its part of the second longest beside it."""
+        for row in self.rows:
+            (what, of), *others = row.items()
+            times = {name: value for name, value in others if isinstance(value, float)}
+            full, *_ = sorted(times.values())[-2:]
+            bars = (
+                f'<div style="--part:{value / full:.1%}">{safe(name)} <b>{cell(value)}</b></div>'
+                for name, value in times.items()
+            )
+            yield f"<div><h4>{safe(what)}: {safe(of)}</h4>{''.join(bars)}</div>"
 
 
 def _is_number(column: Sequence[str]) -> bool:
@@ -170,17 +198,28 @@ class Shown(abc.ABC):
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         top, *others = self.tables()
-        figures = (
-            f"<dt>{row['what']}</dt><dd><b>{safe(row['value']).replace(':', '</b>', 1)}</dd>" for row in top.rows
+        figures = "".join(
+            f"<div><dt>{row['what']}</dt><dd><b>{safe(row['value']).replace(':', '</b>', 1)}</dd></div>"
+            for row in top.rows
+            if "what" in row
         )
+        head = f"<h1>{safe(top.title)}</h1><dl>{figures}</dl><p>{safe(top.text)}</p>" if figures else top.html("h1")
         return f"""<div class="slotgraph">{STYLE}
-<h1>{safe(top.title)}</h1>
-<dl>{"".join(f"<div>{figure}</div>" for figure in figures)}</dl>
-<p>{safe(top.text)}</p>
+{head}
 {self.pictures()}
-<h2>Tables</h2>
 <div class="tables">{"".join(table.html() for table in others)}</div>
 </div>"""
+
+
+@attrs.frozen
+class Page(Shown):
+    """What a command found: tables, the first of which comes on top."""
+
+    found: Sequence[Table]
+
+    def tables(self) -> Iterator[Table]:
+        """All tables."""
+        return iter(self.found)
 
 
 def rows_of(records: Sequence[Any], **first: Any) -> list[Row]:

@@ -1,7 +1,6 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
 import importlib
-import io
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ import torch
 import typer.testing
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from slotgraph import BATCH, TOKENS, record
 from slotgraph.backends import Availability, Backend, choose, names
@@ -26,11 +24,10 @@ from slotgraph.dataflow.errors import BatchError, WrongBytesError
 from slotgraph.runners.check.checks import CHECKS, CheckReport
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.commands import bench
-from slotgraph.runners.commands.app import screen
 from slotgraph.runners.commands.bench import contestants, declare_decode, draw
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import Table
+from slotgraph.runners.explained.pages import Page, Table, cell, html
 from slotgraph.runners.serial import from_data
 from slotgraph.runners.testing.benchmarks import verify
 from slotgraph_cli import app
@@ -328,7 +325,7 @@ def test_every_command_prints_or_writes(monkeypatch: pytest.MonkeyPatch) -> None
                 assert pathlib.Path("kept").read_text(encoding="utf-8") == done.stdout
                 assert form != "table" or max(map(len, done.stdout.splitlines())) <= 80, command
             else:
-                assert ("'table', 'json'" in done.stderr, form in {"mermaid", "html"}) == (True, True)
+                assert ("'table', 'json'" in done.stderr, form) == (True, "mermaid")
         for place, message in {"nowhere/kept": "there is no folder 'nowhere'", ".": "is a directory"}.items():
             refused = run(*command, "--output", place)
             assert (refused.exit_code, message in refused.stderr) == (2, True)
@@ -342,10 +339,10 @@ def test_tables_break_no_word(rows: list[list[object]]) -> None:
     """At 80 columns a table has the words of a wide one, and each line fits."""
 
     def words(width: int) -> tuple[set[str], int]:
-        console = Console(width=width, file=io.StringIO())
-        with console.capture() as taken:
-            console.print(Table("title", [{f"column {n}": value for n, value in enumerate(row)} for row in rows]))
-        return {word for word in taken.get().split() if "─" not in word}, max(map(len, taken.get().splitlines()))
+        shown = Table("title " * 30, [{f"column {n}": value for n, value in enumerate(row)} for row in rows]).lines(
+            width
+        )
+        return {word for word in shown.split() if "─" not in word}, max(map(len, shown.splitlines()))
 
     (narrow, most), (wide, _) = words(80), words(2000)
     assert (narrow, most <= 80) == (wide, True)
@@ -653,16 +650,22 @@ def test_wrong_bytes_end_the_benchmark(changed: str, monkeypatch: pytest.MonkeyP
     assert "WrongBytesError: 4 slots by 'per_slot': " in result.stderr
 
 
-def test_device_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Device time is shown where it was measured; ratios are to ours."""
-    row = {"slots": 4, "live": 7, "padded": 8, "gpu_us": None}
-    ours, by_hand = {"lowering": "in_graph", "host_us": 10.04}, {"lowering": "per_slot", "host_us": 50.2}
-    about = {"ours": "in_graph", "device": "cuda:0", "slotgraph": "0.1.0", "torch": "2.13.0"}
-    screen().print(*bench.tables_of_rows([{**row, **ours, "gpu_us": 5.25}, {**row, **by_hand}], about))
-    out = capsys.readouterr().out
-    device = "device microseconds of a whole step on cuda:0; slotgraph 0.1.0, torch 2.13.0"
-    assert [part for part in (device, "5.0 x", "5.2") if part not in out] == []
-    assert bench.ON_A_CPU not in out
+def test_bench_page_draws_every_figure() -> None:
+    """Host and device have bars and a table each, with every lowering; ratios are to ours. The title says where."""
+    names = ("per_slot", "regrouped", "in_graph", "fused", "foreach", "slot_by_slot", "bare")
+    rows: list[dict[str, Any]] = [
+        {"slots": slots, "live": 7, "padded": 8, "lowering": name, "host_us": 10.25 + n, "gpu_us": 1000.5 * n or None}
+        for n, (slots, name) in enumerate(itertools.product((4, 12), names))
+    ]
+    about = {"ours": "in_graph", "device": "H200", "slotgraph": "0.1.0", "torch": "2.13.0", "date": "2026-11-23"}
+    page = html(Page([*bench.tables_of_rows(rows, about)]))
+    figures = [(one["lowering"], cell(one[time])) for time in ("host_us", "gpu_us") for one in rows if one[time]]
+    assert re.findall(r'<div style="--part:[\d.]+%">(\w+) <b>([\d.,]+)</b></div>', page) == figures
+    parts = (f'data-of="{name}"><div>{figure}</div>' for name, figure in figures)
+    title = "<title>slotgraph bench on H200; slotgraph 0.1.0, torch 2.13.0; 2026-11-23</title>"
+    more = (title, "host microseconds of a whole step on H200", "device microseconds", "0.8 x", "--part:100.0%")
+    assert [part for part in (*parts, *more) if part not in page] == []
+    assert bench.ON_A_CPU not in page
 
 
 @pytest.mark.slow
@@ -682,7 +685,7 @@ def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [one["gpu_us"], one["gpu_p10_us"], one["gpu_p90_us"]] == [None] * 3
     told = {"backend": "cpu", "ours": "foreach", "quick": True, "torch": torch.__version__}
     assert told.items() <= data["conditions"].items()
-    for part in ("200/256", "4096/4096", "whole step on cpu; slotgraph 0.1.0", "Ours is foreach", bench.ON_A_CPU):
+    for part in ("200/256", "4096/4096", "bench on cpu; slotgraph 0.1.0", "Ours is foreach", bench.ON_A_CPU):
         assert part in shown
 
 

@@ -1,11 +1,9 @@
 """What the tests of explanations share: runners with something of everything, and names that mean harm."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from slotgraph import (
     BATCH,
@@ -143,9 +141,7 @@ def many_runner(lowering: str = "in_graph") -> DecodeRunner[Any]:
 
 def printed(explanation: Explanation | RunnerExplanation) -> str:
     """The tables as a wide terminal has them."""
-    console = Console(file=io.StringIO(), width=400, highlight=False, record=True)
-    console.print(*explanation.tables(), sep="\n")
-    return console.export_text()
+    return "\n".join(table.lines(400) for table in explanation.tables())
 
 
 def places(explanation: RunnerExplanation) -> Mapping[str, SlotPlace]:
