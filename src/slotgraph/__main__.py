@@ -1,4 +1,4 @@
-"""The command line, as `python -m slotgraph`; the program `slotgraph` starts without torch."""
+"""The command line, as `python -m slotgraph`."""
 
 from slotgraph_cli import main
 
