@@ -151,9 +151,8 @@ def bench(
     *,
     backend: _Backend = _AUTO,
     slots: Annotated[
-        list[int] | None,
-        typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
-    ] = None,
+        list[int], typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated.")
+    ] = [4, 12, 48],  # noqa: B006 - nothing changes it
     quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")] = False,
     form: _Form = "table",
     output: _Output = None,

@@ -20,12 +20,12 @@ else:
 
     def __getattr__(name: str) -> object:
         """Import the face at the first use of a name: the command line's help needs no torch."""
-        face = importlib.import_module("slotgraph._face")
-        globals().update({shown: getattr(face, shown) for shown in ("__all__", *face.__all__)})
-        if name in globals():
-            return globals()[name]
+        shown = globals()
+        shown.update(vars(importlib.import_module("slotgraph._face")) | shown)
+        if name in shown:
+            return shown[name]
         raise AttributeError(f"module 'slotgraph' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         """All names, also before their first use."""
-        return [*globals(), *__getattr__("__all__")]
+        return [*__getattr__("__all__"), *globals()]
