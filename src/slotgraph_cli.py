@@ -156,6 +156,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")] = False,
     form: _Form = "table",
     output: _Output = None,
+    data: Annotated[
+        pathlib.Path | None,
+        typer.Option("--json", metavar="FILE", callback=_in_a_folder, help="The same as --format json --output FILE."),
+    ] = None,
 ) -> None:
     """Measure what a step's inputs cost host and device.
 
@@ -175,6 +179,9 @@ def bench(
       slotgraph bench --quick --slots 12
       slotgraph bench --backend cuda --format json --output figures.json
     """  # noqa: D301 - as above
+    if data:
+        form, output = "json", data
+    del data
     _do("bench", locals())
 
 
