@@ -115,6 +115,10 @@ def capture_step(
 @contextlib.contextmanager
 def _own_casts() -> Iterator[None]:
     """Have a graph cast weights itself: the casts that torch.autocast keeps are freed when its outermost block ends."""
+    torch.autocast_increment_nesting()
+    if not torch.autocast_decrement_nesting():  # no block is open, and torch.compile would compile for another state
+        yield
+        return
     is_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()

@@ -5,7 +5,7 @@ pytest tests/benchmarks/test_llama_step.py -m cuda -s
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -15,12 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from serving.attention import PagedCache, paged
 from serving.inputs import PAGES, DecodeInputs, decode_batch
+from serving.measuring import ALONE, COMPILED, PLAIN, alone
 from serving.request import Request
 from serving.steps import Steps
 from slotgraph import DecodeRunner
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.capabilities import AUTO
-from tests.benchmarks.shown import race
+from slotgraph.runners.testing.timing import Run, measure
+from tests.benchmarks.shown import race, show
 
 # This is about time: what other packages have to say about themselves is no failure.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -32,6 +34,7 @@ CONTEXT = 256
 REACH = CONTEXT // PAGE_SIZE
 SHAPES: Final[dict[str, tuple[int, ...]]] = {
     "4 layers, 1024 wide": (4, 1024, 16, 4, 2816, 32000),
+    "8 layers, 1024 wide": (8, 1024, 16, 4, 2816, 32000),
     "24 layers, 0.5B": (24, 896, 14, 2, 4864, 151936),
     "tiny": (2, 32, 2, 1, 32, 64),
 }
@@ -58,11 +61,12 @@ def steps_of(shape: str, device: torch.device, dtype: torch.dtype) -> Steps:
 
 
 def runner_of(
-    steps: Steps, backend: Backend, buckets: Sequence[int], lowering: str = AUTO
+    steps: Steps, backend: Backend, buckets: Sequence[int], lowering: str = AUTO, *, compiled: bool = False
 ) -> DecodeRunner[DecodeInputs]:
     """A captured runner of the decode step."""
     given: dict[str, Any] = {"sizes": {PAGES: REACH}, "lowering": lowering, "progress": False}
-    runner = DecodeRunner(DecodeInputs, steps.decode, buckets=list(buckets), backend=backend, **given)
+    step = steps.decoding(compiled=compiled)
+    runner = DecodeRunner(DecodeInputs, step, buckets=list(buckets), backend=backend, **given)
     runner.capture()
     return runner
 
@@ -136,6 +140,33 @@ def test_step_over_bare_replay(shape: str, goal: str, slotgraph_backend: Backend
     steps = steps_of(shape, slotgraph_backend.device, torch.bfloat16)
     title = f"{shape}, bfloat16, {LIVE} of {BUCKET} rows: a step; goal: at most {goal} over the bare replay"
     race_steps(title, steps, slotgraph_backend, 21, 100)
+
+
+@pytest.mark.slotgraph_backends("cuda")
+@pytest.mark.parametrize("shape", ["8 layers, 1024 wide", "24 layers, 0.5B"])
+def test_compiled_step_beside_what_a_user_would_pick(shape: str, slotgraph_backend: Backend) -> None:
+    """A step through `DecodeRunner`, plain and compiled, and transformers' own under "reduce-overhead"."""
+    backend = slotgraph_backend
+    steps = steps_of(shape, backend.device, torch.bfloat16)
+    batches, around = batches_of(LIVE, backend.device), functools.partial(served, steps)
+    with served(steps):
+        runners = {
+            PLAIN: runner_of(steps, backend, [BUCKET]),
+            COMPILED: runner_of(steps, backend, [BUCKET], compiled=True),
+        }
+        plain, compiled = (runner(batches[0]).float() for runner in runners.values())
+    assert (plain - compiled).norm() < 0.05 * plain.norm()
+    own: Any
+    own, emptied = alone(steps.model, batches, CONTEXT)
+
+    def through(runner: Callable[[Any], Any]) -> Run:
+        return Run(lambda batch: runner(batch).argmax(-1).tolist(), batches, around)
+
+    runs = {name: through(runner) for name, runner in runners.items()}
+    runs[ALONE] = Run(lambda number: own(number).argmax(-1).tolist(), range(SETS), emptied)
+    measure(list(runs.values()), backend, 15, 100)
+    title = f"{shape}, bfloat16, {LIVE} of {BUCKET} rows, the host waits for tokens"
+    show(title, {name: run.host for name, run in runs.items()})
 
 
 @pytest.mark.slotgraph_backends("cuda")

@@ -13,18 +13,7 @@ from slotgraph import TOKENS, copied, keep
 
 EXAMPLES: Final = Path(__file__).parents[2] / "docs" / "examples"
 FOLDER: Final = EXAMPLES / "generate"
-SMALL: Final = [
-    "--model",
-    "random",
-    "--rounds",
-    "0",
-    "--arrival-gap",
-    "2",
-    "--max-batch",
-    "8",
-    "--prefill",
-    "breakable",
-]
+SMALL: Final = ["--model=random", "--rounds=0", "--arrival-gap=2", "--max-batch=8", "--prefill=breakable"]
 """Options of a run that a test can wait for."""
 QUICK: Final = ("--max-new-tokens", "12", "--arrival-gap", "0", "--prefill", "eager")
 PROMPTS: Final = ("Hi!", "a sentence of some length, so that it takes more than one page of the cache", "Grüße")

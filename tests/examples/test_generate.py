@@ -114,21 +114,9 @@ def test_each_prefill_path_is_equal(generate: Generate, lines: str, backend_name
 
 def test_command_reads_standard_input() -> None:
     """`python docs/examples/generate --prompts -` takes a prompt a line, skips blank ones, and exits with 0."""
+    argv = ("--model", "random", "--prompts", "-", "--max-new-tokens", "4", "--backend", "cpu", "--rounds", "2")
     done = subprocess.run(  # noqa: S603 - this interpreter and this project's own program
-        [
-            sys.executable,
-            FOLDER,
-            "--model",
-            "random",
-            "--prompts",
-            "-",
-            "--max-new-tokens",
-            "4",
-            "--backend",
-            "cpu",
-            "--rounds",
-            "2",
-        ],
+        [sys.executable, FOLDER, *argv],
         input="Hi!\n\nGrüße\r\n",
         capture_output=True,
         encoding="utf-8",

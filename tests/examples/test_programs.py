@@ -43,6 +43,7 @@ EQUAL: list[tuple[str, list[str], list[str]]] = [
     ("windows", ["--window", "2", "--seed", "5"], [GENERATED]),
     ("windows", ["--translate"], [GENERATED]),
     ("speculating", ["--time"], [GENERATED, "tree             3 wide, 4 deep; 10 nodes are verified", "\ninputs  "]),
+    ("speculating", ["--lookup"], [GENERATED, "its draft is prompt lookup", "tree             1 wide, 9 deep"]),
     *(
         ("speculating", [*TREE, str(wide), "--steps", str(deep), "--draft-tokens", str(nodes)], [GENERATED])
         for wide, deep, nodes in ((1, 3, 4), (2, 1, 3), (2, 2, 1), (4, 3, 37))
@@ -79,6 +80,17 @@ def test_all_is_equal(
     status, out = run(capsys, package, "--backend", backend_name, *argv)
     assert status == 0
     assert [words for words in says if words not in out] == []
+
+
+def test_prompt_lookup_wins_tokens_on_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """A text that repeats its prompt takes a fraction of the verifies that it has tokens."""
+    needs("speculating")
+    status = module("speculating.program").main(["--model", "smollm2", "--requests", "4", "--buckets", "1,4"])
+    out, err = capsys.readouterr()
+    if "is not installed" in err:
+        pytest.skip(err)
+    assert status == 0, err
+    assert float(out.partition("acceptance")[2].split()[0]) > 2
 
 
 @pytest.mark.parametrize("package", sorted({*SHORT} - {"engine"}))

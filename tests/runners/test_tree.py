@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slotgraph.backends import Backend
 from slotgraph.runners.tree import Accepted, Drafts, Frontier, Tree, accept, ancestors, best_tree, top_tokens
+from tests.examples.demo import module
 from tests.strategies import noise
 
 
@@ -236,3 +237,14 @@ def test_a_tree_of_too_many_nodes(count: int) -> None:
     frontier, _ = grown(2, 3, 2, 0)
     with pytest.raises(ValueError, match=r"a tree of -?\d+ nodes was asked for: this draft has 1 to 13"):
         best_tree(frontier.drafts(), torch.tensor([1, 2]), count)
+
+
+@given(st.text("abc", min_size=2, max_size=20), st.integers(0, 6))
+def test_prompt_lookup_of_the_example(text: str, count: int) -> None:
+    """It drafts what came after the newest earlier place of the last three characters, or two, or one."""
+    ends = (text[:-1].rfind(text[-size:]) + size for size in (3, 2, 1) if text[-size:] in text[:-1])
+    at, drafted = next(ends, len(text) - 1), text
+    for place in range(count):
+        drafted += drafted[at + place]
+    found = module("speculating.lookup").lookup(text.encode(), count)
+    assert bytes(found).decode() == drafted[len(text) :]

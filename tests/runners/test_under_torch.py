@@ -89,8 +89,9 @@ def test_a_compiled_step_stays_compiled() -> None:
         torch.compile(lambda: runner(batch), backend="eager", fullgraph=True)()
 
 
-def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-ups compile a step once for each bucket, in the state in which it is captured."""
+@pytest.mark.parametrize("casts", [False, True])
+def test_only_warm_ups_compile(monkeypatch: pytest.MonkeyPatch, *, casts: bool) -> None:
+    """Once for each bucket, in the state in which it is captured; steps that run by no graph find the same state."""
     counting, capture, compiled = CompileCounter(), load("cpu").capture, list[int]()
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -99,8 +100,12 @@ def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(load("cpu"), "capture", counted)
     step = torch.compile(lambda view: view.ids + view.places, backend=counting, dynamic=False)
-    decoder(PlainInputs, step, backend="cpu", buckets=[2, 4])
+    with torch.autocast("cpu", torch.bfloat16) if casts else nullcontext():
+        runner = decoder(PlainInputs, step, backend="cpu", buckets=[2, 4])
     assert (compiled, counting.frame_count) == ([1, 2], 2)
+    if not casts:
+        runner(random_batch(3, 1))
+        assert counting.frame_count == 2
 
 
 CUDA = pytest.param(

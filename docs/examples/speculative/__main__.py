@@ -1,6 +1,9 @@
 """Entry point of `python docs/examples/speculative`."""
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generate"))  # the demo's package: serving
 
 from speculating.program import main
 

@@ -247,9 +247,14 @@ def _others(
     engine: Engine, batches: Sequence[DecodeInputs], bucket: int, race: Race, *, compiled: bool
 ) -> tuple[dict[str, Contestant], str]:
     """The ways beside the engine's own, by name, and what is to be said: why one cannot be timed, or made no graph."""
+
+    def reach() -> int:
+        with torch.inference_mode():
+            return engine.decode.fill(batches[0]).block_tables.shape[1] * engine.steps.cache.page_size
+
     ways = {
         PLAIN if compiled else COMPILED: lambda: _through_runner(engine, batches, bucket, compiled=not compiled),
-        ALONE: lambda: _alone(engine, batches, race.steps),
+        ALONE: lambda: alone(engine.steps.model, batches, max(reach(), race.steps + WARMUPS + 2)),
     }
     found: dict[str, Contestant] = {}
     notes: list[str] = []
@@ -284,12 +289,9 @@ def _through_runner(engine: Engine, batches: Sequence[DecodeInputs], bucket: int
     return _each_of(runner, batches), around
 
 
-def _alone(engine: Engine, batches: Sequence[DecodeInputs], steps: int) -> Contestant:
+def alone(model: Any, batches: Sequence[DecodeInputs], places: int) -> Contestant:
     """Transformers' own step with a static cache under torch.compile, warm; it raises what torch raises."""
-    model = engine.steps.model
-    with torch.inference_mode():
-        reach = engine.decode.fill(batches[0]).block_tables.shape[1] * engine.steps.cache.page_size
-    cache = StaticCache(config=model.config, max_cache_len=max(reach, steps + WARMUPS + 2))
+    cache = StaticCache(config=model.config, max_cache_len=places)
 
     def decode(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True)

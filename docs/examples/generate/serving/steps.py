@@ -61,13 +61,11 @@ class Steps:
         return step
 
     def decoding(self, *, compiled: bool) -> Decode:
-        """The decode step as a runner gets it; compiled: by torch.compile, which a runner's warm-ups call."""
-        if not compiled:
-            return self.decode
-        config = torch._dynamo.config  # noqa: SLF001 - it has no public name
-        config.recompile_limit = config.accumulated_recompile_limit  # it compiles for each bucket; torch allows 8 sizes
-        step: Decode = torch.compile(self.decode, fullgraph=True, dynamic=False)
-        return step
+        """The decode step as a runner gets it; compiled: by torch.compile, which a runner's warm-ups call.
+
+        torch compiles for the largest bucket, then once for all others, and once more for a single row.
+        """
+        return torch.compile(self.decode, fullgraph=True) if compiled else self.decode
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head: Any = self.model.get_output_embeddings()

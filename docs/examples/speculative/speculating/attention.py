@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from speculating.cache import KeysAndValues
+from serving.attention import PagedCache
 
 NAME: Final = "slotgraph-tree"
 
@@ -29,7 +29,7 @@ class Sight:
 class TreeAttention:
     """Attention of one step, for all layers: stores the step's keys and values in rows [tokens], then attends."""
 
-    def __init__(self, cache: KeysAndValues, rows: torch.Tensor, sight: Sight) -> None:
+    def __init__(self, cache: PagedCache, rows: torch.Tensor, sight: Sight) -> None:
         self._cache = cache
         self._own = rows
         requests, width = sight.prefix.shape[0], sight.mask.shape[1]
@@ -64,7 +64,7 @@ def tree_attention(
     """What transformers calls in each layer: [1, heads, tokens, head size] in, [1, tokens, heads, head size] out."""
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer: Any = module.layer_idx
-    return step_attention(layer, *rows, scaling)[None], None
+    return step_attention(layer, *rows, scale=scaling)[None], None
 
 
 def attend_to_trees(model: PreTrainedModel) -> None:

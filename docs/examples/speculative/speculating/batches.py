@@ -1,4 +1,4 @@
-"""Batches of the three captured steps, made from the requests that run in a cycle."""
+"""Batches of all steps, made from the requests that run in a cycle."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -7,12 +7,18 @@ from typing import Any
 import torch
 
 from slotgraph.runners.tree import Tree
-from speculating.request import Request
+from speculating.request import SpeculativeRequest
 
+Requests = Sequence[SpeculativeRequest]
 Rows = Sequence[Sequence[int]]
 
 
-def draft_batch(requests: Sequence[Request], topk: int, scratch: Rows) -> dict[str, Any]:
+def prompt_batch(ids: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
+    """One text from its begin, and where its keys and values go."""
+    return {"input_ids": list(ids), "positions": list(range(len(ids))), "out_cache_loc": list(rows[: len(ids)])}
+
+
+def draft_batch(requests: Requests, topk: int, scratch: Rows) -> dict[str, Any]:
     """Trees are drafted behind each request's root; scratch: rows for a key of each branch in each step."""
     return {
         **_lengths(requests, 1),
@@ -23,7 +29,7 @@ def draft_batch(requests: Sequence[Request], topk: int, scratch: Rows) -> dict[s
     }
 
 
-def verify_batch(requests: Sequence[Request], tree: Tree, rows: Rows) -> dict[str, Any]:
+def verify_batch(requests: Requests, tree: Tree, rows: Rows) -> dict[str, Any]:
     """Whole trees, the roots among them, whose keys the target's cache has not seen yet."""
     roots = torch.tensor([request.root for request in requests], device=tree.tokens.device)
     return {
@@ -35,7 +41,7 @@ def verify_batch(requests: Sequence[Request], tree: Tree, rows: Rows) -> dict[st
     }
 
 
-def extend_batch(requests: Sequence[Request], width: int) -> dict[str, Any]:
+def extend_batch(requests: Requests, width: int) -> dict[str, Any]:
     """What each request won in the last verify, its new root among it; the rest of the width goes to row 0."""
     gains = [request.gains[-1] for request in requests]
     pairs = list(zip(requests, gains, strict=True))
@@ -44,13 +50,13 @@ def extend_batch(requests: Sequence[Request], width: int) -> dict[str, Any]:
         "seq_lens": [request.root + 1 - gain for request, gain in pairs],
         "input_ids": _flat([_padded(request.generated[-gain:], width) for request, gain in pairs]),
         "positions": [request.root + 1 - gain + place for request, gain in pairs for place in range(width)],
-        "out_cache_loc": _flat([_padded(request.places[-gain:], width) for request, gain in pairs]),
+        "out_cache_loc": _flat([_padded(request.pages[-gain:], width) for request, gain in pairs]),
         "num_correct_drafts": [gain - 1 for gain in gains],
         "num_accept_tokens": gains,
     }
 
 
-def _lengths(requests: Sequence[Request], more: int) -> dict[str, Any]:
+def _lengths(requests: Requests, more: int) -> dict[str, Any]:
     """Where each request's places are, and how many of its tokens the cache holds: those before the root, and more."""
     return {
         "req_pool_indices": [request.row for request in requests],

@@ -1,16 +1,27 @@
-"""The models: a seeded target, and a smaller draft that often agrees with it."""
+"""The models: a seeded target with a smaller draft that often agrees with it, or a model of the demo's without any."""
 
 import math
 from typing import Final
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-VOCABULARY: Final = 256
+from serving import options as demo
+from serving.model import BYTES, ByteTokens, Language, load_language
+from speculating.options import Options
+
 DRAFT_LAYERS: Final = 2
 LAYERS: Final = 4
 AGREEMENT: Final = 0.35
 """How much the target's further layers add to what the draft has of it: less, and they always agree."""
+
+
+def load(options: Options, device: torch.device) -> tuple[Language, PreTrainedModel | None]:
+    """The target, and the model that drafts for it, None for prompt lookup; OptionsError where there is no target."""
+    if options.model != demo.RANDOM:
+        return load_language(demo.Options(model=options.model), device), None
+    target, draft = seeded(options.seed, device)
+    return Language("seeded Llama", target, ByteTokens(), frozenset()), None if options.lookup else draft
 
 
 def seeded(seed: int, device: torch.device) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
@@ -31,7 +42,7 @@ def seeded(seed: int, device: torch.device) -> tuple[LlamaForCausalLM, LlamaForC
 
 def _config(layers: int) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=BYTES,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=layers,

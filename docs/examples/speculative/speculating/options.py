@@ -6,20 +6,20 @@ from typing import Any
 
 import attrs
 
+from serving.options import RANDOM, OptionsError
+
 DESCRIPTION = """\
 Decode by speculation, and prove that it changes nothing.
 
 A small draft model proposes a tree of tokens for each request, the target model
 verifies the whole tree in one step, and the draft takes in what was accepted.
-Each of the three steps is captured once for each batch size (bucket); requests
-arrive over time and share the batches. Every token is then compared with what
-transformers' own generate() makes of each prompt alone with the target.
+With prompt lookup there is no draft model: a chain of tokens comes from where
+the text so far has its last tokens already. Each step is captured once for each
+batch size (bucket); requests arrive over time and share the batches. Every
+token is then compared with what transformers' own generate() makes of each
+prompt alone with the target.
 """
 EPILOGUE = "exit status: 0 all tokens are equal, 1 one differs, 2 it cannot be run"
-
-
-class OptionsError(ValueError):
-    """Options that do not go together; the message says what to change."""
 
 
 def _count(text: str) -> int:
@@ -42,6 +42,17 @@ def _says(text: str, **parser: Any) -> Mapping[str, Any]:
 class Options:
     """What one run is asked to do; every field is a command-line option of the same name."""
 
+    model: str = attrs.field(
+        default=RANDOM,
+        metadata=_says(
+            "the target: random (a seeded Llama, with a draft model), or with prompt lookup smollm2 "
+            "(SmolLM2-135M-Instruct), a folder of a Llama-like checkpoint, or a name on the hub",
+            metavar="NAME",
+        ),
+    )
+    lookup: bool = attrs.field(
+        default=False, metadata=_says("draft by prompt lookup with --model random, too", action="store_true")
+    )
     backend: str = attrs.field(
         default="cpu-capture",
         metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
@@ -70,11 +81,18 @@ class Options:
 
     def __attrs_post_init__(self) -> None:
         """Refuse a tree that no draft fills."""
-        most = 1 + self.topk + (self.steps - 1) * self.topk**2
+        topk, steps = self.tree
+        most = 1 + topk + (steps - 1) * topk**2
         if self.draft_tokens > most:
             raise OptionsError(
-                f"--draft-tokens {self.draft_tokens}: --topk {self.topk} and --steps {self.steps} draft {most} nodes"
+                f"--draft-tokens {self.draft_tokens}: --topk {topk} and --steps {steps} draft {most} nodes"
             )
+
+    @property
+    def tree(self) -> tuple[int, int]:
+        """Branches and depth of a draft's tree; that of prompt lookup is a chain, as long as what is verified."""
+        chain = self.lookup or self.model != RANDOM
+        return (1, self.draft_tokens - 1) if chain else (self.topk, self.steps)
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

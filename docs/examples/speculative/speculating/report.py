@@ -7,46 +7,54 @@ from typing import Final
 
 from speculating.engine import Engine
 from speculating.options import Options
-from speculating.request import Request
+from speculating.request import SpeculativeRequest
 
 _BAR: Final = 40
+_WORDS: Final = 44
 
 
-def lines(options: Options, engine: Engine, requests: Sequence[Request], difference: str | None) -> Iterator[str]:
-    """A line for each thing that is worth to know."""
-    target, draft = (one.model.config.num_hidden_layers for one in (engine.steps.target, engine.steps.draft))
+def lines(
+    options: Options, engine: Engine, name: str, requests: Sequence[SpeculativeRequest], alone: float
+) -> Iterator[str]:
+    """A line for each thing that is worth to know. name: of the target; alone: seconds that generate() took."""
+    topk, depth = options.tree
     tokens = sum(len(request.generated) for request in requests)
     distinct = len({token for request in requests for token in request.generated})
-    yield f"models           seeded Llamas, a target of {target} layers and a draft of {draft}"
-    yield f"backend          {engine.draft.stage.backend.name}"
-    yield f"tree             {options.topk} wide, {options.steps} deep; {options.draft_tokens} nodes are verified"
+    draft = "a smaller model" if engine.drafts.runners else "prompt lookup"
+    yield f"model            {name}, its draft is {draft}"
+    yield f"backend          {engine.verify.runner.stage.backend.name}"
+    yield f"tree             {topk} wide, {depth} deep; {options.draft_tokens} nodes are verified"
     yield f"requests         {len(requests)}, in {engine.cycles} cycles"
-    yield f"tokens           {tokens}, {distinct} different ones; {tokens / engine.seconds:.0f} tokens/s"
-    for name, stats in (("draft", engine.draft), ("verify", engine.verify), ("extend", engine.extend)):
-        steps = stats.stats()["steps"]
-        yield f"{name:<16} {steps['graph']} steps from graphs, {steps['eager']} eagerly"
+    speeds = f"{tokens / engine.seconds:.0f} tokens/s, generate() one at a time {tokens / alone:.0f}"
+    yield f"tokens           {tokens}, {distinct} different ones; {speeds}"
+    for step, timed in engine.runners.items():
+        steps = timed.runner.stats()["steps"]
+        yield f"{step:<16} {steps['graph']} steps from graphs, {steps['eager']} eagerly"
     yield from _acceptance(requests)
     if options.time:
         yield from _times(engine)
-    if difference is None:
-        yield "equality         every token is the one that generate() chose"
-    else:
-        yield f"DIFFERENT from generate(): {difference}"
 
 
-def _acceptance(requests: Sequence[Request]) -> Iterator[str]:
+def _acceptance(requests: Sequence[SpeculativeRequest]) -> Iterator[str]:
     """Acceptance lengths: tokens that a request won in one verify, the target's own among them."""
     gains = [gain for request in requests for gain in request.gains]
-    mean = statistics.fmean(gains) if gains else 0.0
-    yield f"acceptance       {mean:.2f} tokens a verify, over {len(gains)} trees"
+    yield f"acceptance       {_mean(gains):.2f} tokens a verify, over {len(gains)} trees"
     counts = Counter(gains)
     for length in range(1, max(gains, default=0) + 1):
         share = counts[length] / len(gains)
         yield f"  length {length:<8} {counts[length]:>4} {'#' * round(_BAR * share)}"
+    for request in requests:
+        text = " ".join(request.prompt.split())
+        short = text if len(text) <= _WORDS else f"{text[:_WORDS]} ..."
+        yield f"  {_mean(request.gains):<15.2f} {len(request.generated):>4} tokens: {short}"
+
+
+def _mean(gains: Sequence[int]) -> float:
+    return statistics.fmean(gains) if gains else 0.0
 
 
 def _times(engine: Engine) -> Iterator[str]:
     """What the fills took on the host, in the median; the first of each live size prepares what later ones reuse."""
-    medians = {name: 1e6 * statistics.median(times) for name, times in engine.fills.items() if times}
+    medians = {name: 1e6 * statistics.median(timed.fills) for name, timed in engine.runners.items() if timed.fills}
     parts = ", ".join(f"{name} {took:.1f}" for name, took in medians.items())
     yield f"inputs           {sum(medians.values()):.1f} us of the host's time a cycle: {parts}"

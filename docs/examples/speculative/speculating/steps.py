@@ -4,13 +4,13 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
+from serving.attention import PagedCache
 from slotgraph import standard
 from slotgraph.runners.draft import DraftStep
 from slotgraph.runners.tree import Accepted, accept, top_tokens
 from speculating.attention import Sight, TreeAttention
-from speculating.cache import KeysAndValues
 from speculating.inputs import DraftInputs, ExtendInputs, VerifyInputs
 
 
@@ -18,16 +18,17 @@ from speculating.inputs import DraftInputs, ExtendInputs, VerifyInputs
 class Model:
     """One model over its cache. table [rows, positions] int64: where in the caches a request's tokens are."""
 
-    model: LlamaForCausalLM
-    cache: KeysAndValues
+    model: PreTrainedModel
+    cache: PagedCache
     table: torch.Tensor
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, sight: Sight) -> torch.Tensor:
         """[tokens, vocabulary], given [tokens] each; rows: where their keys and values go."""
         attention = TreeAttention(self.cache, rows, sight)
-        base: Any = self.model.model
+        base: Any = self.model.base_model
         output = base(input_ids=ids[None], position_ids=positions[None], use_cache=False, step_attention=attention)
-        logits: torch.Tensor = self.model.lm_head(output.last_hidden_state[0])
+        head: Any = self.model.get_output_embeddings()
+        logits: torch.Tensor = head(output.last_hidden_state[0])
         return logits
 
     def prompt(self, view: standard.PrefillInputs) -> torch.Tensor:
@@ -39,11 +40,27 @@ class Model:
 
 
 @attrs.frozen(eq=False)
-class Steps:
-    """The captured steps of a target and a draft. topk, steps: of the draft's tree."""
+class TargetSteps:
+    """The captured step of a target. steps: the depth of a tree."""
 
-    target: Model
-    draft: Model
+    model: Model
+    steps: int
+
+    def verify(self, view: VerifyInputs) -> Accepted:
+        """The target on whole trees, and what it accepts of them."""
+        shape = view.parents.shape
+        rows = view.out_cache_loc
+        prefix = self.model.table[view.req_pool_indices]
+        sight = Sight(prefix=prefix, lengths=view.seq_lens, beside=rows.view(shape), mask=view.tree_mask)
+        chosen = self.model.logits(view.input_ids, view.positions, rows, sight).argmax(dim=1)
+        return accept(view.input_ids.view(shape), view.parents, chosen.view(shape), self.steps)
+
+
+@attrs.frozen(eq=False)
+class DraftSteps:
+    """The captured steps of a draft model. topk, steps: of its tree."""
+
+    model: Model
     topk: int
     steps: int
 
@@ -55,27 +72,18 @@ class Steps:
         own = branches.expand(requests, -1)[:, :, None]
         path = torch.cat([step.branches, own], dim=2)  # which branch of each step so far a row descends from
         mask = (path[:, :, :, None] == branches).flatten(2)
-        prefix = self.draft.table[view.req_pool_indices]
+        prefix = self.model.table[view.req_pool_indices]
         sight = Sight(prefix=prefix, lengths=view.seq_lens, beside=places.flatten(1), mask=mask)
         rows = places[:, -1].flatten()
-        return self.draft.logits(step.input_ids, view.positions, rows, sight), None
-
-    def verify(self, view: VerifyInputs) -> Accepted:
-        """The target on whole trees, and what it accepts of them."""
-        shape = view.parents.shape
-        rows = view.out_cache_loc
-        prefix = self.target.table[view.req_pool_indices]
-        sight = Sight(prefix=prefix, lengths=view.seq_lens, beside=rows.view(shape), mask=view.tree_mask)
-        chosen = self.target.logits(view.input_ids, view.positions, rows, sight).argmax(dim=1)
-        return accept(view.input_ids.view(shape), view.parents, chosen.view(shape), self.steps)
+        return self.model.logits(step.input_ids, view.positions, rows, sight), None
 
     def extend(self, view: ExtendInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The draft on what was accepted: probabilities and ids of each new root's children, [requests, topk] each."""
         requests, rows = view.seq_lens.shape[0], view.out_cache_loc
         beside = rows.view(requests, -1)
-        prefix, mask = self.draft.table[view.req_pool_indices], _causal(beside.shape[1], rows.device)
+        prefix, mask = self.model.table[view.req_pool_indices], _causal(beside.shape[1], rows.device)
         sight = Sight(prefix=prefix, lengths=view.seq_lens, beside=beside, mask=mask)
-        logits = self.draft.logits(view.input_ids, view.positions, rows, sight)
+        logits = self.model.logits(view.input_ids, view.positions, rows, sight)
         return top_tokens(logits[view.select_index], self.topk)
 
 

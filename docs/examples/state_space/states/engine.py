@@ -4,15 +4,15 @@ import time
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 
+from serving.attention import PageAllocator
+from serving.model import Language
+from serving.request import Request
 from slotgraph import DecodeRunner, EagerRunner, standard
 from slotgraph.backends import Backend
 from slotgraph.runners.statistics import CaptureReport
 from states.inputs import DecodeInputs, PromptInputs
 from states.models import VOCABULARY
-from states.pools import RowAllocator
-from states.requests import Request
 from states.steps import Steps
 
 
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        language: Language,
         requests: Sequence[Request],
         buckets: tuple[int, ...],
         backend: Backend,
@@ -35,8 +35,8 @@ class Engine:
         self.steps = 0
         self.seconds = 0.0
         self.batch = max(buckets)
-        self.rows = RowAllocator(1 + self.batch)
-        self.model = Steps.over(model, 1 + self.batch, max(request.longest for request in requests))
+        self.rows, self._eos = PageAllocator(1 + self.batch), language.eos  # a page is a row
+        self.model = Steps.over(language.model, 1 + self.batch, max(request.longest for request in requests))
         self.prefill = EagerRunner(PromptInputs, self.model.prefill, backend=backend)
         sizes = {standard.VOCAB: VOCABULARY}
         self.decode = DecodeRunner(declaration, self.model.decode, buckets=buckets, sizes=sizes, backend=backend)
@@ -59,9 +59,9 @@ class Engine:
         """Prompts run in the order of arrival, one at a time, while rows are free."""
         while self.waiting and self.rows.free and self.waiting[0].arrival <= self.steps:
             request = self.waiting.pop(0)
-            request.row = self.rows.take()
+            request.pages = self.rows.take(1)
             self.running.append(request)
-            batch = {"input_ids": request.prompt, "req_pool_indices": [request.row]}
+            batch = {"input_ids": request.prompt_ids, "req_pool_indices": request.pages}
             self._add([request], self.prefill(batch))
 
     def _decode_each(self) -> None:
@@ -70,7 +70,7 @@ class Engine:
             "input_ids": [request.generated[-1] for request in self.running],
             "positions": [request.seq_len - 1 for request in self.running],
             "seq_lens": [request.seq_len for request in self.running],
-            "req_pool_indices": [request.row for request in self.running],
+            "req_pool_indices": [request.pages[0] for request in self.running],
         }
         self._add(self.running, self.decode(batch))
 
@@ -79,7 +79,7 @@ class Engine:
         tokens = logits.argmax(dim=-1).tolist()
         kept = logits.to("cpu", copy=True)  # the next replay overwrites them
         for request, token, row in zip(requests, tokens, kept, strict=True):
-            request.add(token, row)
-            if request.finished and request.row is not None:
-                self.rows.give_back(request.row)
-        self.running = [request for request in self.running if not request.finished]
+            request.add(token, row, self.steps)
+            if request.finished(self._eos):
+                self.rows.give_back(request.pages)
+        self.running = [request for request in self.running if not request.finished(self._eos)]

@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from serving.model import ByteTokens, Language
+
 VOCABULARY: Final = 256
 _SIZES: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,
@@ -53,12 +55,13 @@ FAMILIES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = {
 }
 
 
-def seeded(family: str, seed: int, device: torch.device) -> PreTrainedModel:
+def seeded(family: str, seed: int, device: torch.device) -> Language:
     """A model of that family in float32, its weights drawn from the seed; no token ends its texts."""
     model = FAMILIES[family]()
     _scale(model, torch.Generator().manual_seed(seed))
     model.generation_config = GenerationConfig()
-    return model.to(device=device).eval()  # type: ignore[call-arg, no-any-return]
+    model.to(device=device).eval()  # type: ignore[call-arg] # as transformers annotates it
+    return Language(family, model, ByteTokens(), frozenset())
 
 
 @torch.no_grad()

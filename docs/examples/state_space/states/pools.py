@@ -7,28 +7,6 @@ import attrs
 import torch
 from transformers import DynamicCache
 
-DUMMY_ROW = 0
-
-
-class RowAllocator:
-    """Hands out rows 1 to `rows` - 1; the one freed last goes first, so that a stale index is soon a wrong one."""
-
-    def __init__(self, rows: int) -> None:
-        self._free = list(range(rows - 1, DUMMY_ROW, -1))
-
-    @property
-    def free(self) -> int:
-        """Rows that can be had now."""
-        return len(self._free)
-
-    def take(self) -> int:
-        """A row; IndexError where none is free."""
-        return self._free.pop()
-
-    def give_back(self, row: int) -> None:
-        """Return a row that no request reads any more."""
-        self._free.append(row)
-
 
 @attrs.frozen(eq=False)
 class Layer:

@@ -7,9 +7,10 @@ import torch
 import transformers
 from transformers import Cache
 
+from serving.comparison import FLOAT32_TOLERANCE, Bounds, compare
+from serving.reference import reference_answers
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
-from states.comparison import ask, compare
 from states.engine import Engine
 from states.inputs import DecodeInputs
 from states.models import seeded
@@ -41,13 +42,13 @@ def _cannot(why: object) -> int:
 def serve(options: Options, declaration: type[DecodeInputs] = DecodeInputs) -> int:
     """Serve the requests and print the report; 0 if all is equal to the reference, else 1. declaration: see Engine."""
     backend = backends.choose(options.backend)
-    model = seeded(options.model, options.seed, backend.device)
+    language = seeded(options.model, options.seed, backend.device)
     requests = make_requests(options.requests, options.max_new_tokens, options.seed)
-    answers = [ask(model, request) for request in requests]
-    engine = Engine(model, requests, options.buckets, backend, declaration)
+    answers = list(reference_answers(language, requests))
+    engine = Engine(language, requests, options.buckets, backend, declaration)
     captured = engine.capture()
     engine.run()
-    comparison = compare(requests, answers)
-    for line in lines(options, engine, captured, comparison):
+    comparison = compare(requests, answers, Bounds(logits=FLOAT32_TOLERANCE))
+    for line in lines(options, engine, requests, captured, comparison):
         print(line)
     return 0 if comparison.difference is None else 1

@@ -1,16 +1,20 @@
 """The report: what one run showed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from serving.comparison import Comparison
+from serving.request import Request
 from slotgraph.runners.statistics import CaptureReport
-from states.comparison import Comparison
 from states.engine import Engine
 from states.options import Options
 
 
-def lines(options: Options, engine: Engine, captured: CaptureReport, comparison: Comparison) -> Iterator[str]:
+def lines(
+    options: Options, engine: Engine, requests: Sequence[Request], captured: CaptureReport, comparison: Comparison
+) -> Iterator[str]:
     """A line for each thing that is worth to know."""
     stats = engine.decode.stats()
+    distinct = len({token for request in requests for token in request.generated})
     layers = engine.model.pools.layers
     kinds = [f"{sum(layer.state is not None for layer in layers)} with a state"]
     kinds += [f"{sum(layer.keys is not None for layer in layers)} with attention"]
@@ -19,7 +23,7 @@ def lines(options: Options, engine: Engine, captured: CaptureReport, comparison:
     yield f"pools            {1 + engine.batch} rows, {engine.model.pools.nbytes / 2**20:.2f} MiB; row 0 is nobody's"
     yield f"requests         {options.requests}, in {engine.steps} engine steps"
     speed = comparison.tokens / engine.seconds
-    yield f"tokens           {comparison.tokens}, {comparison.distinct} different ones; {speed:.0f} tokens/s"
+    yield f"tokens           {comparison.tokens}, {distinct} different ones; {speed:.0f} tokens/s"
     yield f"decode steps     {stats['steps']['graph']} from graphs, {stats['steps']['eager']} eagerly"
     for rows, use in sorted(stats["buckets"].items()):
         live, padded = use["live"], use["padded"]
