@@ -14,7 +14,8 @@ from ..backends.base import Backend
 from ..dataflow.errors import ReplayError
 from ..dataflow.inputs import Inputs
 
-_FRAMES: Final[Any] = torch._C._dynamo.eval_frame  # noqa: SLF001 - torch.compiler.disable would import the compiler
+_FRAMES: Final[Any] = torch._C._dynamo.eval_frame  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
+"""What `torch.compiler.disable` uses, which would import the compiler."""
 Kind = TypeVar("Kind", bound=type)
 
 
