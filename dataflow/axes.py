@@ -41,6 +41,10 @@ class Axis(_Arithmetic):
     """A symbolic size: it varies by step (live, padded and capacity differ), or is fixed for one runner.
 
     `TOKENS * 3`, `BATCH * STEPS + 1` are expressions over axes; a shape is made of them and of whole numbers.
+
+    Args:
+        name: An identifier, such as "PAGES".
+        fixed: Whether a runner has one size for it.
     """
 
     name: str
@@ -150,8 +154,11 @@ WIDTH: Final = Axis("WIDTH", fixed=True)
 class Step:
     """The sizes of one step, as a computed slot sees them.
 
-    live_sizes: rows that the batch brought, per axis. padded_sizes: rows of the bucket, per axis. Fixed axes are in
-    both. An axis that the batch does not tell is in neither: to ask for it raises DeclarationError.
+    Fixed axes are in both. An axis that the batch does not tell is in neither: to ask for it raises DeclarationError.
+
+    Args:
+        live_sizes: Rows that the batch brought, for each axis.
+        padded_sizes: Rows of the bucket, for each axis.
     """
 
     live_sizes: Sizes

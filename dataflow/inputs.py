@@ -85,8 +85,13 @@ class Inputs(metaclass=_Declaring):
     def narrow(self, axis: Axis, start: int, stop: int, *, tokens: tuple[int, int] | None = None) -> Self:
         """The micro-batch of rows `start` to `stop` on `axis`: the view that the sliced batch would have filled.
 
-        Slots are views of this one's; computed slots are computed anew for the micro-batch. tokens: the range on
-        TOKENS that belongs to a range on BATCH, needed where requests differ in length.
+        Slots are views of this one's; computed slots are computed anew for the micro-batch.
+
+        Args:
+            axis: Usually BATCH.
+            start: The first row.
+            stop: The row behind the last.
+            tokens: The range on TOKENS that belongs to these rows, needed where requests differ in length.
         """
         ranges = {axis: (start, stop)} | ({} if tokens is None else {TOKENS: tokens})
         return narrowed(self, self.slotgraph.slots, self._slotgraph_view, ranges)
@@ -95,8 +100,10 @@ class Inputs(metaclass=_Declaring):
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
         """Values of a stand-in batch that breaks see while a bucket is captured, by slot or field; override it.
 
-        step: its live sizes are those that the values must have: one request, which owns every token of the bucket.
         A copied slot that is not named holds its pad value.
+
+        Args:
+            step: Its live sizes are those that the values must have: one request, which owns every token of the bucket.
         """
         del step
         return {}

@@ -280,7 +280,10 @@ Dtype = torch.dtype | Role
 def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
     """A field for any slot object, your own kinds among them.
 
-    init: whether a batch made from the declaration is given this slot's value. default: None where it may be left out.
+    Args:
+        kind: The slot.
+        init: Whether the declaration's constructor takes this slot's value.
+        default: None makes the slot optional.
     """
     _need(isinstance(kind, Slot), f"slot({_brief(kind)}): expected an object of a class that derives from Slot")
     return _field(kind, [], init=init, default=default)
@@ -337,12 +340,24 @@ def copied(
 ) -> Any:
     """A slot fed from the batch in each step; `default=None` makes it optional.
 
-    pad: what the tail holds. source: a path, `side("path")` or a function, where it is not of the slot's name. strided:
-    take one that is not contiguous. converts: dtypes that the copy converts. rewritten: the step writes it too.
-    restored: the runner then puts it back. argument: of operators, such as "actual_seq_lengths_kv", to which each
-    replay hands a slot on the host, int32 or int64, where the device has such a way. starts: what the buffer holds at
-    first, if not the tail's value. limit: the largest value of host data. poison: what checks may put into the tail.
-    when: the setting that the slot exists by.
+    Faults of the arguments are reported when the class is defined, all at once, as `DeclarationErrors`.
+
+    Args:
+        shape: A size for each dim: a number, an axis, or a sum or product of them.
+        dtype: A torch dtype, or a role.
+        pad: What the tail holds: a value, a fixed axis, a fill role, or a tail rule.
+        source: A path, `side("path")` or a function of the batch. By default the slot's own name.
+        placement: Where the buffer lies.
+        strided: Take a source that is not contiguous.
+        converts: Source dtypes that the copy converts.
+        rewritten: The step writes this slot, too.
+        restored: The step writes this slot, and the runner puts it back at the end of the step.
+        argument: The operators' argument, such as "actual_seq_lengths_kv", that takes this slot in host memory.
+        starts: What the buffer holds at first, if not the tail's value.
+        limit: The largest value that host data may hold.
+        poison: What checks may put into the tail.
+        when: The setting that the slot exists by, or a function of the settings.
+        default: None makes the slot optional.
     """
     return _declared(Copied, locals())
 
@@ -362,7 +377,15 @@ def computed(
     Names of slots give their padded tensors, `step` the step's sizes, `settings` the runner's, other fields their
     values, `out` the slot's own buffer to be filled. A function that needs only host values runs on the host before
     the step; one that needs slots on the device runs there, inside the graph. Either way it gives every padded row.
-    argument: the operators' argument that takes a slot on the host, as of `copied`.
+
+    Args:
+        function: Returns the value, in the slot's dtype and padded shape, or fills `out`.
+        shape: The sizes, one a dim.
+        dtype: A torch dtype, or a role.
+        placement: Where the buffer lies.
+        argument: The operators' argument that takes this slot in host memory.
+        when: The setting that the slot exists by, or a function of the settings.
+        init: Leave it out: it tells type checkers that no batch brings this slot.
     """
     return _declared(Computed, locals())
 
@@ -376,7 +399,10 @@ def constant(
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
-    """A slot set once: a number, a fixed axis, a fill role, or a function of the step at full capacity."""
+    """A slot set once: a number, a fixed axis or an expression of them, a fill role, or a function of the step.
+
+    A function sees the step at full capacity. The other parameters are those of `computed`.
+    """
     return _declared(Constant, locals())
 
 
@@ -389,14 +415,20 @@ def staged(
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
-    """A slot that a producer writes inside or beside the step; a fill only resets its tail, in each step."""
+    """A slot that a producer writes inside or beside the step; a fill resets its tail in each step.
+
+    The parameters are those of `copied`; leave `init` out.
+    """
     return _declared(Staged, locals())
 
 
 def output(
     *shape: Size, dtype: Dtype, placement: Placement = DEVICE, when: When | None = None, init: Literal[False] = False
 ) -> Any:
-    """A buffer at a fixed address that the step writes its result to."""
+    """A buffer at a fixed address that the step writes its result to.
+
+    The parameters are those of `copied`; leave `init` out.
+    """
     return _declared(Output, locals())
 
 

@@ -54,7 +54,11 @@ STALE: Final = "stale"
 
 
 def keep(reason: str) -> Keep:
-    """A tail that is left as it was: say why nothing reads it."""
+    """A tail that no fill writes.
+
+    Args:
+        reason: Why nothing reads it. The plan prints it.
+    """
     if not isinstance(reason, str) or not reason.strip():
         raise ValueError("keep() needs a reason: say why no one reads this tail")
     return Keep(reason)

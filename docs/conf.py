@@ -1,11 +1,14 @@
 """How Sphinx builds the documentation: furo's theme, MyST's Markdown, the reference from docstrings."""
 
+import inspect
 import re
 import sys
 import tomllib
+import typing
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.util.typing import stringify_annotation
 
 sys.path.insert(0, str(Path(__file__).parent))
 import generated
@@ -24,7 +27,7 @@ exclude_patterns = ["_build", "decisions", "examples"]
 
 default_role = "code"  # docstrings have Markdown's single backticks
 autodoc_typehints = "description"  # signatures on one line, types beside their parameters
-autodoc_typehints_description_target = "documented"
+autodoc_typehints_description_target = "all"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 nitpick_ignore_regex = [("py:class", r".*")]  # types of other packages and of private modules
@@ -50,7 +53,21 @@ def _generated(app: Sphinx, page: str, content: list[str]) -> None:
     content[0] = generated.replaced(content[0])
 
 
+def _options(app: Sphinx, kind: str, path: str, found: object, *_: object) -> None:
+    """Types of the documented options of a runner, whose signature has one TypedDict for all."""
+    if kind != "class":
+        return
+    for parameter in inspect.signature(found.__init__).parameters.values():  # type: ignore[misc]
+        for typed in filter(typing.is_typeddict, typing.get_args(parameter.annotation)):
+            app.env.current_document.autodoc_annotations[path] |= {
+                name: stringify_annotation(value, "smart")
+                for name, value in inspect.get_annotations(typed).items()
+                if f" {name}: " in (found.__doc__ or "")
+            }
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-signature", _options)
     app.connect("source-read", _generated)
     app.connect("include-read", _relative)

@@ -45,8 +45,9 @@ def entries(module: str) -> Iterator[str]:
 
 def _entry(path: str, name: str, value: Any) -> Iterator[str]:
     if inspect.isclass(value):
-        yield from (f".. autoclass:: {path}", "   :members:", "   :inherited-members: object, Exception", "")
-    elif callable(value):
+        yield from (f".. autoclass:: {path}", "   :members:", "   :inherited-members: object, BaseException")
+        yield from ("   :special-members: __call__", "")
+    elif inspect.isroutine(value):
         yield from (f".. autofunction:: {path}", "")
     else:
         yield from (

@@ -187,9 +187,13 @@ WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda _, trial: filter(Non
 def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
     """Have debug modes look at the steps of a captured runner for a while, whatever it was made with.
 
-    wanted: any but `generations`, as of the option `debug`; of `addresses` what needs no option at capture.
-    state: tensors, or parts of them, that these steps change outside of their slots; found out where not given.
-    Raises ConfigError for `generations`, which is part of how a runner is made.
+    Args:
+        runner: Which one.
+        wanted: As the option `debug`, without `generations`; of `addresses` what needs no option at capture.
+        state: Tensors, or parts of them, that these steps change beside their slots. By default they are found.
+
+    Raises:
+        ConfigError: `generations` is named, which is part of how a runner is made.
     """
     modes = modes_of(wanted)
     if GENERATIONS in modes:

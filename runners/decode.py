@@ -195,8 +195,11 @@ class GraphRunner(Runner[V]):
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
 
-        Nothing is captured with `graphs` off. Raises CaptureError where buckets failed; the others are usable all the
-        same, and `report` names both.
+        With `graphs` off nothing is captured.
+
+        Raises:
+            CaptureError: Buckets failed, or the runner is captured already. The other buckets can be used, and `report`
+                names both.
         """
         try:
             with self._gate.open():
@@ -212,7 +215,7 @@ class GraphRunner(Runner[V]):
 
     @property
     def report(self) -> CaptureReport | None:
-        """What the capture came to, or None before it."""
+        """The buckets, times and memory of the capture, or None before it."""
         return self.graphs.report
 
     @property
@@ -223,9 +226,16 @@ class GraphRunner(Runner[V]):
     def plan(
         self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = (), hosted: Collection[str] = ()
     ) -> FillPlan:
-        """How one bucket is filled, for batches without some optional slots, or with some in place or on the host.
+        """How one bucket is filled.
 
-        ConfigError where there is no such bucket or slot.
+        Args:
+            bucket: Its padded size.
+            absent: Optional slots that the batch lacks.
+            in_place: Slots whose source is the buffer itself.
+            hosted: Slots on the device whose source is on the host.
+
+        Raises:
+            ConfigError: There is no such bucket or slot.
         """
         declaration, sizes, pattern = self.stage.declaration, self.sizes.get(bucket), Pattern(absent, in_place, hosted)
         pattern.check(declaration)
@@ -236,7 +246,16 @@ class GraphRunner(Runner[V]):
         return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
     def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
+        """The path that a batch would take, its bucket, and why. Nothing is run.
+
+        Args:
+            batch: As a call takes it.
+            side: Side arguments, by name.
+
+        Raises:
+            BatchError: No source tells a size, or sources differ in it.
+            ReplayError: Nothing is captured yet.
+        """
         return self._decide(self.size(batch, side), self.stage.absent(batch, side), batch)
 
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
@@ -401,9 +420,15 @@ class RequestRunner(GraphRunner[V]):
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """A bucket's slots, all padded rows of them, for a producer that writes them itself.
 
-        A batch then brings the live rows of such a slot, `view.input_ids[:rows]`, as its source: being where they
-        belong, they are not copied, and the tail is reset as ever. Write on the stream that steps run on.
-        Raises ConfigError where there is no graph for the bucket.
+        A batch then brings the live rows of such a slot, `view.input_ids[:rows]`, as its source. They are not copied,
+        and the tail is reset as ever. Write on the stream that steps run on.
+
+        Args:
+            bucket: Its padded size.
+            absent: Optional slots that the batches lack.
+
+        Raises:
+            ConfigError: There is no graph for the bucket.
         """
         pattern = frozenset(absent)
         captured = self.graphs.captured.get((bucket, pattern))
@@ -432,12 +457,12 @@ class DecodeRunner(RequestRunner[V]):
         absent: Further patterns of absent optional slots to capture, each a collection of names. With none, a
             batch that lacks one runs eagerly.
         output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
-        phase: Of a pool, whose memory others use in theirs.
+        phase: The phase of a pool in which the runner uses the pool's memory.
         state: The tensors beside slots, or parts of them, that captures and checks put back after each run of the
             step for a warm-up or a look. By default all that its operators write is found and put back; a large KV
             cache that a custom operator writes may be too large for that: give the parts that padded rows write,
             or `()`.
-        ranks: Those that run each step together, in one bucket.
+        ranks: The processes that run each step together, in one bucket.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses.
 

@@ -44,7 +44,7 @@ class EagerRunner(Runner[V]):
         step: Called with its view.
         sizes: Sizes of the fixed axes.
         settings: What `when=` of slots refers to.
-        ranks: Those that run each step together, and tell each other their sizes.
+        ranks: The processes that run each step together, and tell each other their sizes.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses. Nothing is allocated before the first batch.
 
@@ -75,7 +75,7 @@ class EagerRunner(Runner[V]):
         return self.coordinator.settle(_ALWAYS, live, lambda: self.eager.admit(batch, live[: self._axes], side))
 
     def decide(self, batch: Any, **side: Any) -> Decision:
-        """Always eager. BatchError for a side argument that no slot reads."""
+        """Always eager. Raises BatchError for a side argument that no slot reads."""
         del batch
         self.stage.declaration.check_side(side)
         return _ALWAYS

@@ -227,10 +227,10 @@ class GraphSet(Generic[V]):
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
-        sizes, meet, borne = self.sizes, self.coordinator.meet, self.stage.backend.capabilities.graphs_hint
+        sizes, meet, most = self.sizes, self.coordinator.meet, self.stage.backend.capabilities.graphs_hint
         wanted = len(sizes) * len(self.patterns)
-        if borne is not None and wanted > borne:  # which is said before minutes are spent on them
-            log.warning("many_graphs", runner=self.runner, wanted=wanted, borne=borne)
+        if most is not None and wanted > most:  # which is said before minutes are spent on them
+            log.warning("many_graphs", runner=self.runner, wanted=wanted, most=most)
         meet(f"captures begin, of buckets {', '.join(map(str, sizes)) or 'none'}")
         report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
         self._forks = FORKS.count

@@ -29,6 +29,21 @@ class InputBuffers(Generic[V]):
 
     You choose the padded sizes of each fill. Axes do not follow from one another: give BATCH and TOKENS both. Fill and
     replay on one stream. Runners are built on the same fills.
+
+    Args:
+        inputs: The declaration class.
+        sizes: The capacity of every axis: the most rows that a batch brings, and the sizes of fixed axes.
+        settings: What `when=` of slots refers to.
+        bind: Tensors to adopt as buffers, by slot.
+        keep_bound: Leave what adopted tensors hold, in place of each slot's initial value.
+        graphs_read_host_slots: Whether a graph of yours copies from slots in host memory. If so, a fill waits
+            until the device has done all work that it was given, since it would overwrite them under that copy.
+        lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
+        backend: A backend or its name.
+
+    Raises:
+        ConfigError: A size is missing, or an argument does not fit.
+        BindError: A tensor cannot be adopted.
     """
 
     def __init__(
@@ -43,23 +58,7 @@ class InputBuffers(Generic[V]):
         lowering: str = AUTO,
         backend: str | Backend = "auto",
     ) -> None:
-        """Allocate the slots, each with its initial value.
-
-        Args:
-            inputs: The declaration class.
-            sizes: The capacity of every axis: the most rows that a batch brings, and the sizes of fixed axes.
-            settings: What `when=` of slots refers to.
-            bind: Tensors to adopt as buffers, by slot.
-            keep_bound: Leave what adopted tensors hold, in place of each slot's initial value.
-            graphs_read_host_slots: Whether a graph of yours copies from slots in host memory. If so, a fill waits
-                until the device has done all work that it was given, since it would overwrite them under that copy.
-            lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
-            backend: A backend or its name.
-
-        Raises:
-            ConfigError: A size is missing, or an argument does not fit.
-            BindError: A tensor cannot be adopted.
-        """
+        """Allocate the slots, each with its initial value."""
         self._stage = stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
         self._axes = stage.declaration.varying
         self.capacity = stage.complete(stage.sizes)
@@ -90,7 +89,12 @@ class InputBuffers(Generic[V]):
     def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
         """Make what fills of these padded sizes need. A first `fill` does it, too; inside a capture it is too late.
 
-        Raises ConfigError where a size is larger than the capacity, or an axis or a slot is unknown.
+        Args:
+            padded: The padded size of each axis; the capacity for an axis that is left out.
+            absent: Optional slots that the batches lack.
+
+        Raises:
+            ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
         """
         with self._gate.open():
             self._filling(self._key(padded, absent))
@@ -148,8 +152,10 @@ class InputBuffers(Generic[V]):
         """Record the device's part of a fill; call it first inside of your capture.
 
         With the lowering `in_graph` that is the fused kernel and the slots that are computed on the device, else the
-        latter alone. From then on `fill` leaves it to the replay. Raises CaptureError where nothing was filled or
-        prepared with these sizes yet, which takes memory and uploads.
+        latter alone. From then on `fill` leaves it to the replay.
+
+        Raises:
+            CaptureError: Nothing was filled or prepared with these sizes yet.
         """
         with self._gate.open():
             key = self._key(padded, absent)

@@ -153,6 +153,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay.
 
+        Args:
+            batch: A mapping or an object with a value for each copied slot and field.
+            side: Side arguments, by name: what slots with `source=side(...)` read.
+
         Raises:
             BatchError: The batch does not fit its declaration. Nothing was written.
             ReplayError: Nothing is captured yet, or the runner is in the middle of a step.
@@ -179,16 +183,29 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return outputs
 
     def fill(self, batch: Any, **side: Any) -> V:
-        """Fill the inputs from a batch and return the view that the step sees.
+        """Fill the inputs from a batch and return the view that the step sees, valid until the next fill.
 
-        Raises as a call does; the buffers, the graphs and the batch are then as they were.
+        Args:
+            batch: As a call takes it.
+            side: Side arguments, by name.
+
+        Raises:
+            BatchError: The batch does not fit its declaration. Nothing was written.
+            ReplayError: Nothing is captured yet, or the runner is in the middle of a step.
         """
         if self.watch.watchers:
             return self.watch.fill(lambda: self._fill_view(batch, side), batch, side)
         return self._fill_view(batch, side)
 
     def replay(self, view: V) -> Any:
-        """Run the step on the view that was filled last. ReplayError where another fill has overwritten it."""
+        """Run the step on the view that was filled last, and return its outputs for the live rows.
+
+        Args:
+            view: What `fill` returned.
+
+        Raises:
+            ReplayError: A later fill has overwritten the view, or the runner is in the middle of a step.
+        """
         if self.watch.watchers:
             return self.watch.replay(lambda: self._replay_view(view), view)
         return self._replay_view(view)
@@ -320,14 +337,22 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     @property
     def agreed(self) -> Decision | None:
-        """What all ranks did in the last step that they agreed on, and which rank forced it; None where none did."""
+        """What all ranks did in the last step that they agreed on, and which rank forced it; None without ranks."""
         return self.coordinator.agreed
 
     def agree_ahead(self, batch: Any, **side: Any) -> None:
         """Tell the other ranks the sizes of the next step's batch, while this step still runs.
 
-        The next call then finds what they told. Its batch must have these sizes, and be one that fills admit: the
-        others go by it. Without other ranks, or where all get the same batches, nothing is done. Raises as `decide`.
+        The next call uses these sizes, so its batch must have them and must be one that a fill takes. Without other
+        ranks, or where all get the same batches, nothing is done.
+
+        Args:
+            batch: The next step's batch, or stand-ins of its shapes.
+            side: Side arguments, by name.
+
+        Raises:
+            BatchError: No source tells a size, or sources differ in it.
+            RankError: Another rank failed.
         """
         coordinator = self.coordinator
         if coordinator.quiet:
@@ -338,11 +363,17 @@ class Runner(Unique, abc.ABC, Generic[V]):
         coordinator.ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
-        """Take part in the others' step without a request: zero live rows; the outputs for none.
+        """Take part in the other ranks' step without a request, and return outputs without rows.
 
-        Where all ranks are idle nothing is run, and None returned. batch: one without rows; made as the declaration has
-        it, where none is given. Raises as a call does; BatchError where the batch has rows, ConfigError where one must
-        be given, because a field has no default.
+        If all ranks are idle, nothing is run, and None is returned.
+
+        Args:
+            batch: One without rows. By default it is made from the declaration.
+            side: Side arguments, by name.
+
+        Raises:
+            BatchError: The batch has rows.
+            ConfigError: A field has no default, so a batch must be given.
         """
         coordinator = self.coordinator
         if coordinator.size == 1:
@@ -373,18 +404,21 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return coordinator.empty.batch, {**coordinator.empty.side, **side}
 
     def wait(self) -> None:
-        """Wait until the device has done what was asked of it: the step that was called last, for one.
+        """Wait until the device has done all work that it was given, such as the last step.
 
-        With ranks for no longer than their `timeout`, because a captured collective waits for a lost rank for ever:
-        RankError then names it, and the collectives of the group are aborted. All ranks call it as often.
+        With ranks it waits for at most their `timeout`, because a captured collective waits for a lost rank for ever.
+        All ranks call it equally often.
+
+        Raises:
+            RankError: A rank is lost. The error names it, and the group's collectives on the device are aborted.
         """
         backend = self.stage.backend
         self.coordinator.wait(backend.event(), backend.device)
 
     def stats(self) -> Statistics:
-        """Its books as plain data: what was counted so far, and some of the times of its fills.
+        """Counts of steps, padding, fills, memory and captures so far, as plain data.
 
-        They are read as they are, while steps may be under way in another thread.
+        Another thread may call it while steps run.
         """
         graphs, own, tally = self.graphs, self.eager.buffers, self.tally
         eager = 0 if own is None or (graphs is not None and own is graphs.buffers) else own.nbytes
@@ -410,7 +444,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         }
 
     def log_stats(self) -> None:
-        """One event, `statistics`, with all of them."""
+        """Log `stats()` as one event, `statistics`."""
         log.info("statistics", runner=self.name, **self.stats())
 
 

@@ -197,10 +197,11 @@ def test_a_mistake_that_both_runners_share(capsys: pytest.CaptureFixture[str], m
 
 
 def test_count_in_the_readme() -> None:
-    """The page of two runners shows the lines of code that the program counts today."""
+    """The page of two runners and the picture of both show the lines of code of today."""
     *table, _ = module("twins.report").lines()
     text = "\n".join(line.rstrip() for line in table)
     assert text in (EXAMPLES / "before_after" / "README.md").read_text(encoding="utf-8")
+    assert (EXAMPLES.parent / "pictures/beside.svg").read_text(encoding="utf-8") == module("twins.beside").picture()
 
 
 def test_stale_padding_of_an_engines_own_graphs(
@@ -245,7 +246,7 @@ def test_a_steps_time_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
     status, out = run(capsys, "spans", "--out", str(file), "--backend", "cpu-capture")
     assert status == 0
     words = ["".join(text.itertext()) for text in ET.parse(file).iter(f"{SVG}text")]  # noqa: S314 - our own file
-    for way in ("one copy a slot, then the replay", "slotgraph, foreach", "slotgraph, in_graph"):
+    for way in ("by hand: one copy a slot, then the replay", "slotgraph, foreach", "slotgraph, in_graph"):
         assert words.count(way) == 1
         assert f"{way}: a step took host " in out
     assert [words.count(row) for row in ("host", "device", "the host is the device")] == [3, 3, 3]

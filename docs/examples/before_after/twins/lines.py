@@ -26,16 +26,16 @@ _DEFINES = ast.FunctionDef | ast.AsyncFunctionDef
 def code_lines(path: Path) -> dict[str, int]:
     """How many code lines each part has, by name: functions, methods and declarations, and the rest."""
     text = path.read_text(encoding="utf-8")
-    numbers = _with_code(text)
+    numbers = numbered_code(text)
     counts: dict[str, int] = {}
-    for name, part in _parts(ast.parse(text)):
+    for name, part in parts(ast.parse(text)):
         own = numbers & set(range(_first(part), (part.end_lineno or part.lineno) + 1))
         numbers -= own
         counts[name] = counts.get(name, 0) + len(own)
     return {REST: len(numbers), **counts}
 
 
-def _parts(module: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+def parts(module: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
     """Functions, methods, and classes that have none: declarations."""
     for statement in module.body:
         if isinstance(statement, ast.ClassDef):
@@ -53,7 +53,8 @@ def _first(part: ast.stmt) -> int:
     return min([part.lineno, *(one.lineno for one in decorators)])
 
 
-def _with_code(text: str) -> set[int]:
+def numbered_code(text: str) -> set[int]:
+    """The numbers of lines that hold code."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     spans = ((token.start[0], token.end[0]) for token in tokens if token.type not in _NO_CODE)
     numbers = {number for first, last in spans for number in range(first, last + 1)}

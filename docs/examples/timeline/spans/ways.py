@@ -36,7 +36,7 @@ def make_ways(backend: Backend, hidden: int, layers: int) -> tuple[type[Inputs],
     inputs = declare_decode(SLOTS)
     step = make_step(backend.device, hidden, layers)
     by_hand = ByHand(inputs, step, backend)
-    ways = [Way("one copy a slot, then the replay", by_hand)]
+    ways = [Way("by hand: one copy a slot, then the replay", by_hand)]
     for lowering in ("foreach", "in_graph"):
         runner = DecodeRunner(inputs, step, buckets=[BUCKET], backend=backend, lowering=lowering, progress=False)
         runner.capture()
