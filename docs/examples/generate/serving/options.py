@@ -87,7 +87,8 @@ class Options:
     max_batch: int = _number(16, "requests that may decode in one step")
     buckets: tuple[int, ...] = _option(
         (),
-        "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch)",
+        "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch; with --compile, which takes a "
+        "minute for the first three sizes, --max-batch alone)",
         type=_counts,
         metavar="N,N,..",
     )
@@ -161,8 +162,8 @@ class Options:
 
     @property
     def ladder(self) -> tuple[int, ...]:
-        """The given buckets, or powers of two up to the largest batch, and that itself."""
-        powers = (1 << power for power in range(self.max_batch.bit_length()))
+        """The given buckets, or powers of two up to the largest batch, and that itself; compiled, that alone."""
+        powers = (1 << power for power in range(0 if self.compile else self.max_batch.bit_length()))
         return self.buckets or (*(size for size in powers if size < self.max_batch), self.max_batch)
 
 

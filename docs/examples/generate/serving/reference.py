@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+import transformers
 from transformers import GenerationConfig
 
 from serving.model import Language
@@ -93,13 +94,16 @@ def continuous_batching(
     if options.temperature or ranks > 1:
         return None, "only in one process, and without --temperature"
     model: Any = language.model
-    if not hasattr(model, "generate_batch") or importlib.util.find_spec("psutil") is None:
+    made: Any = getattr(transformers, "ContinuousBatchingConfig", None)
+    if made is None or importlib.util.find_spec("psutil") is None:
         return None, "it needs a newer transformers, and psutil"
+    size = made(num_blocks=4 * options.max_batch, max_batch_tokens=options.max_prefill_tokens)  # else most of memory
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     settings = _settings(options.max_new_tokens, min(language.eos, default=None))
     try:
         inputs = [request.prompt_ids for request in requests]
-        done = list(model.generate_batch(inputs, generation_config=settings, record_timestamps=True).values())
+        answers = model.generate_batch(inputs, settings, size, record_timestamps=True)
+        done = list(answers.values())
         seconds = max(one.timestamps[-1] for one in done) - min(one.created_time for one in done)
     except Exception as error:  # noqa: BLE001 - it may fail in any way, and nothing else depends on it
         return None, f"it failed: {type(error).__name__}: {error}".splitlines()[0]
