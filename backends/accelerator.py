@@ -58,7 +58,7 @@ class AcceleratorBackend(StreamBackend):
     @classmethod
     def why_not(cls) -> str:
         """Why torch has no graphs for any device, or sees none that has registered its own; nothing where it does."""
-        if not hasattr(torch, "accelerator") or not hasattr(torch.accelerator, "Graph"):
+        if not hasattr(torch.accelerator, "Graph"):
             return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
         if not torch.accelerator.is_available():
             return "torch sees no accelerator: import the device's own package first, where torch does not do that"

@@ -249,7 +249,7 @@ class StreamBackend(Backend):
     def _discard(self, recording: "DeviceCapture", pool: GraphPool) -> None:
         """Leave nothing of a capture that failed. RuntimeError where the device does no work any more.
 
-        torch (2.6 to 2.13) does not end one that the device has invalidated: its allocator would refuse the next
+        torch (2.9 to 2.13) does not end one that the device has invalidated: its allocator would refuse the next
         capture into the same memory, and its random generator any draw outside of captures.
         """
         for graph in recording.graphs:

@@ -17,7 +17,7 @@ POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
 FUNCTION_MODES: Final[Callable[[], int]] = _C._len_torch_function_stack  # noqa: SLF001 - it has no public name
 """How many modes watch torch's functions in this thread."""
-_IS_TRIED: Final = (2, 11) <= tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) <= (2, 13)
+_IS_TRIED: Final = [*map(int, torch.__version__.split(".")[:2])] <= [2, 13]
 """Whether torch's own guards were tried with this version of it; with other arguments than these they may crash."""
 
 

@@ -16,10 +16,10 @@ from .admission import NOT_TOLD, has_memory, unreadable
 from .axes import Axis, Dim, Live, Sizes
 from .capabilities import HOST
 from .declaration import Declaration
-from .errors import BatchError, DeclarationError, MissingSourceError
+from .errors import BatchError, DeclarationError, MissingSourceError, hint
 from .hostdata import HOST_KINDS, unnested
 from .slots import Slot
-from .sources import NO_SIDE, Side, Source
+from .sources import NO_SIDE, Side, Source, keys_of, plain_name
 
 Relations = Mapping[Axis, Dim]
 
@@ -79,10 +79,19 @@ class Sizer:
         self._tellers = [_tellers(declaration, axis, relations, fixed) for axis in leads]
         self.gauges = tuple(found[:1] if found[0].required else found for found in self._tellers)
         self._check_side = declaration.check_side
+        self._names = {*map(str, map(plain_name, declaration.sources.values()))}
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
-        """Begin an error with the different sizes that slots tell of an axis, the rarest one first."""
+        """Begin an error with the different sizes that slots tell of an axis, the rarest one first.
+
+        Where a source is missing, end it with the key that the batch has in its place, if one is near.
+        """
+        if isinstance(error, MissingSourceError):
+            keys = keys_of(batch)
+            for key in sorted(keys - self._names):
+                if near := hint(key, self._names - keys):
+                    error.args = (f"{error}; the batch has {key!r}: {near}",)
         for axis, tellers in zip(self._leads, self._tellers, strict=True):
             told = collections.defaultdict[int, list[str]](list)
             for one in tellers:

@@ -29,6 +29,11 @@ def look_up(holder: object, name: str) -> Any:
     return getattr(holder, name, None)
 
 
+def keys_of(batch: Any) -> set[str]:
+    """The names of what a batch has: of its keys, or of its attributes."""
+    return {*map(str, batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", None) or dir(batch))}
+
+
 class Source(abc.ABC):
     """How a slot's value is found in a batch."""
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -12,7 +12,7 @@ import torch
 from ..dataflow import log
 from ..dataflow.errors import CheckError, ConfigError, did_you_mean
 from ..dataflow.inputs import Inputs
-from ..dataflow.sources import Path, Side
+from ..dataflow.sources import Path, Side, keys_of
 from ..dataflow.tails import Pad, resolve_value
 from .bits import first_unequal
 from .capture import Captured
@@ -166,8 +166,7 @@ class KeyWatcher(Watcher):
     def before_fill(self, batch: Any, side: Side) -> None:
         """Name what is new in this batch. Any mode, and none, refuses a side argument that no slot reads."""
         del side
-        keys = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", None) or dir(batch)
-        for key in sorted({*map(str, keys)} - self.seen) if "" not in self.seen else ():
+        for key in sorted(keys_of(batch) - self.seen) if "" not in self.seen else ():
             self.seen.add(key)
             if key.startswith("_") or callable(inspect.getattr_static(batch, key, None)):
                 continue

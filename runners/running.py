@@ -14,8 +14,8 @@ from ..backends.base import Backend
 from ..dataflow.errors import ReplayError
 from ..dataflow.inputs import Inputs
 
-_C: Final[Any] = torch._C  # noqa: SLF001 - torch.compiler.disable would import the compiler
-_FRAMES: Final[Any] = _C._dynamo.eval_frame  # noqa: SLF001 - as above
+_FRAMES: Final[Any] = torch._C._dynamo.eval_frame  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
+"""What `torch.compiler.disable` uses, which would import the compiler."""
 Kind = TypeVar("Kind", bound=type)
 
 
@@ -24,11 +24,8 @@ def opaque(kind: Kind) -> Kind:
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
             method._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
-            if hasattr(_FRAMES, "set_code_exec_strategy"):
-                skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
-                _FRAMES.set_code_exec_strategy(method.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
-            else:  # torch 2.6, which goes on to look at what the method calls
-                _FRAMES.skip_code(method.__code__)
+            skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
+            _FRAMES.set_code_exec_strategy(method.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
     return kind
 
 

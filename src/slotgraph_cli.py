@@ -151,12 +151,15 @@ def bench(
     *,
     backend: _Backend = _AUTO,
     slots: Annotated[
-        list[int] | None,
-        typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
-    ] = None,
+        list[int], typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated.")
+    ] = [4, 12, 48],  # noqa: B006 - nothing changes it
     quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")] = False,
     form: _Form = "table",
     output: _Output = None,
+    data: Annotated[
+        pathlib.Path | None,
+        typer.Option("--json", metavar="FILE", callback=_in_a_folder, help="The same as --format json --output FILE."),
+    ] = None,
 ) -> None:
     """Measure what a step's inputs cost host and device.
 
@@ -177,6 +180,9 @@ def bench(
       slotgraph bench --backend cuda --format json --output figures.json
       slotgraph bench --format html --output figures.html
     """  # noqa: D301 - as above
+    if data:
+        form, output = "json", data
+    del data
     _do("bench", locals())
 
 

@@ -48,7 +48,6 @@ from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, tables_of_rows
 
 FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
-SLOTS: Final = (4, 12, 48)  # that are measured, where none are asked for
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 Found = tuple[Any, Shown, bool]
 """What a command found: as data, as tables, and whether all is well."""
@@ -180,8 +179,6 @@ def explain(
     capture: bool,
 ) -> Found:
     """Explain a declaration or a runner."""
-    of_a_step: dict[str, object] = {"--size": size, "--set": setting, "--absent": absent}
-    of_a_step |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
 
     def is_explained(value: Any) -> bool:
         is_class = isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs
@@ -190,7 +187,9 @@ def explain(
     found: Explanation | RunnerExplanation
     named = find(target, is_explained, "not a subclass of slotgraph.Inputs, nor a runner")
     if isinstance(named, Runner):
-        for option in (name for name, given in of_a_step.items() if given):
+        own: Any = {"--size": size, "--set": setting, "--absent": absent}
+        own |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
+        for option in filter(own.get, own):
             refuse("is for a declaration; a runner has its own: leave it out", option)
         if capture:
             try:
@@ -268,11 +267,11 @@ def _facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
-def bench(backend: str, slots: Iterable[int] | None, *, quick: bool) -> Found:
+def bench(backend: str, slots: Iterable[int], *, quick: bool) -> Found:
     """Measure whole steps of so many slots."""
     on = choose(backend)
     with Console(stderr=True).status("measuring"):
-        rows = measured_rows(on, sorted({*(slots or SLOTS)}), QUICK if quick else FULL)
+        rows = measured_rows(on, sorted({*slots}), QUICK if quick else FULL)
     about = {
         "ours": on.capabilities.lowerings[0],
         "backend": on.name,

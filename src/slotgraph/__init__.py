@@ -4,29 +4,28 @@ What fewer programs need is in `slotgraph.standard`, `.errors`, `.speculative`, 
 and `.extend`.
 """
 
-from slotgraph import errors as errors
-from slotgraph import standard as standard
-from slotgraph.dataflow.axes import BATCH, TOKENS, Axis, Step
-from slotgraph.dataflow.capabilities import CACHE_LOC, SEQ_LEN_FILL
-from slotgraph.dataflow.inputs import Inputs
-from slotgraph.dataflow.slots import computed, constant, copied, output, staged
-from slotgraph.dataflow.tails import keep
-from slotgraph.runners.check.checks import check
-from slotgraph.runners.debug import debugged
-from slotgraph.runners.decode import DecodeRunner
-from slotgraph.runners.eager import EagerRunner
-from slotgraph.runners.explained.explanation import explain
-from slotgraph.runners.input_buffers import InputBuffers
-from slotgraph.runners.prefill import BreakableRunner, PrefillRunner
-from slotgraph.runners.recording.recorder import record
-from slotgraph.runners.stacked.replay import current_view, graph_break
+import importlib
+from typing import TYPE_CHECKING
+
+import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults before the user's own are set
 
 __version__ = "0.1.0"
 
-# fmt: off
-__all__ = [
-    "BATCH", "CACHE_LOC", "SEQ_LEN_FILL", "TOKENS", "Axis", "BreakableRunner", "DecodeRunner", "EagerRunner",
-    "InputBuffers", "Inputs", "PrefillRunner", "Step", "check", "computed", "constant", "copied", "current_view",
-    "debugged", "explain", "graph_break", "keep", "output", "record", "staged",
-]
-# fmt: on
+if TYPE_CHECKING:
+    from slotgraph import errors as errors
+    from slotgraph import standard as standard
+    from slotgraph._face import *  # noqa: F403 - all of it
+    from slotgraph._face import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import the face at the first use of a name: the command line's help needs no torch."""
+        shown = globals()
+        shown.update(vars(importlib.import_module("slotgraph._face")) | shown)
+        if name in shown:
+            return shown[name]
+        raise AttributeError(f"module 'slotgraph' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """All names, also before their first use."""
+        return [*__getattr__("__all__"), *globals()]

@@ -1,8 +1,6 @@
-"""The command line, as `python -m slotgraph`; the program `slotgraph` starts without torch."""
+"""The command line, as `python -m slotgraph`."""
 
 from slotgraph_cli import main
-
-__all__ = ["main"]
 
 if __name__ == "__main__":
     main()

@@ -90,6 +90,8 @@ def test_every_fault_at_once(runner: DecodeRunner[PlainInputs]) -> None:
     good = random_batch(6, seed=3)
     with pytest.raises(BatchError, match=r"slot 'pairs': .*a list of tensors: bring one tensor, such as torch"):
         runner({**good, "pairs": [*good["pairs"]]})
+    with pytest.raises(MissingSourceError, match=r"'weights'.* is missing; .*has 'weight': did you mean 'weights'?"):
+        runner({name.replace("weights", "weight"): one for name, one in good.items()})
 
 
 WIDTH = 2

@@ -426,6 +426,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, status: int, table: An
 
 HELPS: Final = """
 import sys
+import slotgraph.__main__
 from typer.testing import CliRunner
 from slotgraph_cli import app
 
@@ -434,7 +435,7 @@ for command in ("", "explain", "backends", "bench", "check", "replay"):
 print(CliRunner().invoke(app, ["--version"]).output)
 completed = {"_SLOTGRAPH_COMPLETE": "complete_bash", "COMP_WORDS": "slotgraph ex", "COMP_CWORD": "1"}
 print("completed:", CliRunner().invoke(app, prog_name="slotgraph", env=completed).output)
-print("imported:", {"torch", "numpy", "slotgraph"} & {*sys.modules})
+print("imported:", {"torch", "numpy"} & {*sys.modules})
 """
 
 
@@ -669,14 +670,14 @@ def test_bench_page_draws_every_figure() -> None:
 
 
 @pytest.mark.slow
-def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """The figures of one quick run, as data and, of the same, as tables."""
-    quick = ("bench", "--quick", "--slots", "4", "--slots", "12", "--backend", "cpu", "--format")
-    result = run(*quick, "json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    data = json.loads(result.stdout)
+    quick, file = ("bench", "--quick", "--slots", "4", "--slots", "12", "--backend", "cpu"), tmp_path / "rows.json"
+    result = run(*quick, "--json", str(file))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    data = json.loads(file.read_text(encoding="utf-8"))
     monkeypatch.setattr(application, "measured_rows", lambda *_: data["rows"])
-    shown = " ".join(run(*quick, "table").stdout.split())
+    shown = " ".join(run(*quick).stdout.split())
     found = {(one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
     steps = {"per_slot", "regrouped", *choose("cpu").capabilities.lowerings, "bare"}
     assert found == {(name, slots, *size) for name, slots, size in itertools.product(steps, (4, 12), bench.SIZES)}
