@@ -88,7 +88,7 @@ class Engine:
         self.prefill = prefill_runner(crew.inputs(prompts), self.steps, options, crew)
         self._run_decode, self._run_prefill = crew.stage(self.decode), crew.stage(self.prefill)
 
-    def decoder(self, step: Decode, buckets: Sequence[int], **options: Any) -> DecodeRunner[Any]:
+    def decoder(self, step: Decode, buckets: tuple[int, ...] | list[int], **options: Any) -> DecodeRunner[Any]:
         """A runner of a decode step, with the inputs of the engine's own."""
         return DecodeRunner(self._declaration, step, buckets=buckets, **self._given, **options)
 

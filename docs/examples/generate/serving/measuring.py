@@ -191,7 +191,7 @@ def _is_device(engine: Engine) -> bool:
 def _effort(engine: Engine, options: Options) -> Effort:
     """The usual effort, but for what the options ask."""
     effort = ON_A_DEVICE if _is_device(engine) else ON_A_CPU
-    given = {"rounds": options.rounds, "compare": options.compare}
+    given: dict[str, Any] = {"rounds": options.rounds, "compare": options.compare}
     return attrs.evolve(effort, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -250,9 +250,9 @@ def _others(
 
     def reach() -> int:
         with torch.inference_mode():
-            return engine.decode.fill(batches[0]).block_tables.shape[1] * engine.steps.cache.page_size
+            return int(engine.decode.fill(batches[0]).block_tables.shape[1]) * engine.steps.cache.page_size
 
-    ways = {
+    ways: dict[str, Callable[[], Contestant]] = {
         PLAIN if compiled else COMPILED: lambda: _through_runner(engine, batches, bucket, compiled=not compiled),
         ALONE: lambda: alone(engine.steps.model, batches, max(reach(), race.steps + WARMUPS + 2)),
     }
