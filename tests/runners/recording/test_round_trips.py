@@ -117,7 +117,7 @@ def test_plain_data(value: object) -> None:
         ({1, 2}, "builtins.set"),
         (b"bytes", "builtins.bytes"),
         (1j, "complex"),
-        (functools.reduce(lambda inner, _: [inner], range(5_000), END), "recursion"),
+        (functools.reduce(lambda inner, _: [inner], range(100_000), END), "recursion"),
         (functools.reduce(lambda inner, _: [inner, inner], range(20), END), "more than 4,194,304 letters"),
         (1 << 20_000, "4300 digits"),
         (torch.float32, "torch.dtype"),
