@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from serving.options import Options
 from serving.request import Request
 from serving.steps import Steps, check_compiles
 from slotgraph import EagerRunner
+from slotgraph.runners.testing.timing import Spread
 
 Times: TypeAlias = dict[str, Any]
 # One way to run a step, which takes its number; and what holds while its steps run.
@@ -54,21 +54,6 @@ class Effort:
 
 ON_A_DEVICE = Effort(rounds=11, turn=0.02, every_size=True, ways=(False, True), compare=True)
 ON_A_CPU = Effort(rounds=15, turn=0.008, every_size=False, ways=(False,), compare=False)
-
-
-@attrs.frozen(kw_only=True)
-class Spread:
-    """Over several rounds the median, and the tenth and the ninetieth percentile."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Spread":
-        """The spread of samples, at least one."""
-        tenths = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
-        return cls(median=statistics.median(samples), p10=tenths[0], p90=tenths[-1])
 
 
 @attrs.frozen

@@ -43,14 +43,16 @@ def _checked(kind: type[Number], fits: Callable[[Number], bool], words: str) -> 
     return number
 
 
-_count = _checked(int, lambda number: number >= 1, "a whole number of at least 1")
+count = _checked(int, lambda number: number >= 1, "a whole number of at least 1")
+"""Reads a whole number of at least 1."""
 _rounds = _checked(int, lambda number: number >= 0, "a whole number of at least 0")
 _amount = _checked(float, lambda number: number >= 0, "a number of at least 0")
 _share = _checked(float, lambda number: 0 < number <= 1, "a number above 0 and at most 1")
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1 with commas between them, each once, from small to large."""
+    return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def _option(default: Any, text: str, **parser: Any) -> Any:
@@ -60,7 +62,7 @@ def _option(default: Any, text: str, **parser: Any) -> Any:
 
 def _number(default: int, text: str) -> Any:
     """An option that is a whole number of at least 1."""
-    return _option(default, text, type=_count, metavar="N")
+    return _option(default, text, type=count, metavar="N")
 
 
 @attrs.frozen(kw_only=True)
@@ -87,9 +89,9 @@ class Options:
     max_batch: int = _number(16, "requests that may decode in one step")
     buckets: tuple[int, ...] = _option(
         (),
-        "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch; with --compile, which takes a "
-        "minute for the first three sizes, --max-batch alone)",
-        type=_counts,
+        "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch; with --compile "
+        "--max-batch alone, since torch takes up to a minute to compile for a size)",
+        type=counts,
         metavar="N,N,..",
     )
     temperature: float = _option(
@@ -163,7 +165,7 @@ class Options:
     @property
     def ladder(self) -> tuple[int, ...]:
         """The given buckets, or powers of two up to the largest batch, and that itself; compiled, that alone."""
-        powers = (1 << power for power in range(0 if self.compile else self.max_batch.bit_length()))
+        powers = () if self.compile else (1 << power for power in range(self.max_batch.bit_length()))
         return self.buckets or (*(size for size in powers if size < self.max_batch), self.max_batch)
 
 

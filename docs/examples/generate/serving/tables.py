@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.comparison import Comparison
-from serving.measuring import ALONE, MODE, WAYS, Spread, Times
+from serving.measuring import ALONE, MODE, WAYS, Times
 from serving.ranks import WAYS as RANK_WAYS
 from serving.report import Report, miscounted
 from slotgraph.runners.statistics import human_bytes
+from slotgraph.runners.testing.timing import Spread
 
 MOST_TEXTS = 16  # that are printed
 WAITS = {False: "one behind another", True: "the host waits for each"}

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import attrs
 
+from serving.options import count, counts
+
 DESCRIPTION = """\
 Serve a model with sliding-window layers by continuous batching, and prove that
 it is right.
@@ -42,25 +44,18 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     where = "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"
     parser.add_argument("--backend", default=none.backend, help=f"{where} (default: {none.backend})")
     for name, kind, text in (
-        ("requests", _count, "how many there are"),
-        ("max-new-tokens", _count, "tokens a request gets at most"),
+        ("requests", count, "how many there are"),
+        ("max-new-tokens", count, "tokens a request gets at most"),
         ("window", _window, "tokens that a layer with a window sees, the newest among them"),
         ("seed", int, "seed of the weights and of the arrivals"),
     ):
         default = getattr(none, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     sizes = "batch sizes to capture; the largest is how many may run (default: 1,2,4,8)"
-    parser.add_argument("--buckets", type=_counts, default=none.buckets, metavar="N,N,..", help=sizes)
+    parser.add_argument("--buckets", type=counts, default=none.buckets, metavar="N,N,..", help=sizes)
     slow = "give the window pool no places, so that each of its layers looks them up"
     parser.add_argument("--translate", action="store_true", help=slow)
     return Options(**vars(parser.parse_args(argv)))
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return number
 
 
 def _window(text: str) -> int:
@@ -69,7 +64,3 @@ def _window(text: str) -> int:
     if number < 2:  # noqa: PLR2004 - see above
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 2, got {text}")
     return number
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))

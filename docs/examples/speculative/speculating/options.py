@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from serving.options import RANDOM, OptionsError
+from serving.options import RANDOM, OptionsError, count, counts
 
 DESCRIPTION = """\
 Decode by speculation, and prove that it changes nothing.
@@ -20,17 +20,6 @@ token is then compared with what transformers' own generate() makes of each
 prompt alone with the target.
 """
 EPILOGUE = "exit status: 0 all tokens are equal, 1 one differs, 2 it cannot be run"
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return number
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))
 
 
 def _says(text: str, **parser: Any) -> Mapping[str, Any]:
@@ -58,20 +47,20 @@ class Options:
         metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
     topk: int = attrs.field(
-        default=3, metadata=_says("branches that a draft step goes on from", type=_count, metavar="N")
+        default=3, metadata=_says("branches that a draft step goes on from", type=count, metavar="N")
     )
-    steps: int = attrs.field(default=4, metadata=_says("the depth of a draft's tree", type=_count, metavar="N"))
+    steps: int = attrs.field(default=4, metadata=_says("the depth of a draft's tree", type=count, metavar="N"))
     draft_tokens: int = attrs.field(
-        default=10, metadata=_says("nodes of a tree that are verified, its root among them", type=_count, metavar="N")
+        default=10, metadata=_says("nodes of a tree that are verified, its root among them", type=count, metavar="N")
     )
-    requests: int = attrs.field(default=12, metadata=_says("how many there are", type=_count, metavar="N"))
+    requests: int = attrs.field(default=12, metadata=_says("how many there are", type=count, metavar="N"))
     max_new_tokens: int = attrs.field(
-        default=48, metadata=_says("tokens that a request gets at most", type=_count, metavar="N")
+        default=48, metadata=_says("tokens that a request gets at most", type=count, metavar="N")
     )
     buckets: tuple[int, ...] = attrs.field(
         default=(1, 2, 4, 6),
         metadata=_says(
-            "batch sizes to capture; the largest is how many requests may run", type=_counts, metavar="N,N,.."
+            "batch sizes to capture; the largest is how many requests may run", type=counts, metavar="N,N,.."
         ),
     )
     seed: int = attrs.field(default=0, metadata=_says("seed of the weights and of the requests", type=int, metavar="N"))

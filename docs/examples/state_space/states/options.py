@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from serving.options import count, counts
 from states.models import FAMILIES
 
 DESCRIPTION = """\
@@ -20,17 +21,6 @@ req_pool_indices says which rows a step works on. Every token and every logit is
 then compared with what transformers' own generate() makes of each prompt alone.
 """
 EPILOGUE = "exit status: 0 all is equal, 1 a token or a logit differs, 2 it cannot be run"
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return number
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))
 
 
 def _says(text: str, **parser: Any) -> Mapping[str, Any]:
@@ -49,14 +39,14 @@ class Options:
         default="cpu-capture",
         metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
-    requests: int = attrs.field(default=12, metadata=_says("how many there are", type=_count, metavar="N"))
+    requests: int = attrs.field(default=12, metadata=_says("how many there are", type=count, metavar="N"))
     max_new_tokens: int = attrs.field(
-        default=48, metadata=_says("tokens that a request gets at most", type=_count, metavar="N")
+        default=48, metadata=_says("tokens that a request gets at most", type=count, metavar="N")
     )
     buckets: tuple[int, ...] = attrs.field(
         default=(1, 2, 4, 8),
         metadata=_says(
-            "batch sizes to capture; the largest is how many requests may run", type=_counts, metavar="N,N,.."
+            "batch sizes to capture; the largest is how many requests may run", type=counts, metavar="N,N,.."
         ),
     )
     seed: int = attrs.field(default=0, metadata=_says("seed of the weights and of the requests", type=int, metavar="N"))
