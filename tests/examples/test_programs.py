@@ -33,7 +33,7 @@ SHORT = {
     "spans": ["--layers", "1", "--hidden", "8"],
 }
 TREE = ["--requests", "4", "--max-new-tokens", "12", "--buckets", "2,3", "--topk"]
-GENERATED = "every token is the one that generate() chose"
+GENERATED = "generate() chose the same tokens"
 EQUAL: list[tuple[str, list[str], list[str]]] = [
     ("twins", [], ["equal: all tokens, and all bytes", "\nright: logits differ", "\n  bucket 8: "]),
     ("twins", ["--buckets", "2,3", "--max-batch", "6"], ["\n  eagerly (too_large): ", "equal: all tokens"]),

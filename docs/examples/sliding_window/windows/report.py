@@ -33,6 +33,6 @@ def lines(
         yield f"  bucket {rows:<8} {use['steps']} steps by {use['path']}, {live}"
     yield f"logits           differ from generate()'s by {found.largest:.2g} at most; they spread by {found.spread:.2g}"
     if found.difference is None:
-        yield "equality         every token is the one that generate() chose"
+        yield "equality         generate() chose the same tokens"
     else:
         yield f"DIFFERENT from generate() in {found.apart} requests: {found.difference}"

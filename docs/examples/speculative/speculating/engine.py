@@ -20,8 +20,8 @@ from speculating.options import Options
 from speculating.request import SpeculativeRequest
 from speculating.steps import DraftSteps, Model, TargetSteps
 
-NOBODYS: Final = 2
-"""Rows of the caches that are no request's: 0 is written by padded rows, 1 by draft-extend while it is captured."""
+RESERVED: Final = 2
+"""Rows of the caches that no request gets: padded rows write row 0, and draft-extend writes row 1 in its capture."""
 
 
 class Engine:
@@ -44,9 +44,9 @@ class Engine:
         self.nodes, self._eos, most = options.draft_tokens, language.eos, max(options.buckets)
         topk, depth = options.tree
         longest = max(request.longest for request in requests) + depth + 2
-        rows = NOBODYS + most * (longest + self.nodes + topk * depth)
+        rows = RESERVED + most * (longest + self.nodes + topk * depth)
         self.rows, self.numbers = PageAllocator(rows), list(range(most, 0, -1))
-        self.rows.take(NOBODYS - 1)  # the allocator keeps row 0 to itself
+        self.rows.take(RESERVED - 1)  # the allocator keeps row 0 to itself
         self.table = torch.zeros(1 + most, longest, dtype=torch.int64, device=backend.device)
         where: dict[str, Any] = {"buckets": options.buckets, "backend": backend}
         target = self._over_rows(language.model, rows)

@@ -45,7 +45,7 @@ def serve(options: Options, verify: type[VerifyInputs] = VerifyInputs) -> int:
     for line in lines(options, engine, language.name, requests, alone):
         print(line)
     if difference is None:
-        print("equality         every token is the one that generate() chose")
+        print("equality         generate() chose the same tokens")
     else:
         print(f"DIFFERENT from generate(): {difference}")
     return 0 if difference is None else 1

@@ -30,6 +30,6 @@ def lines(
         yield f"  bucket {rows:<8} {use['steps']} steps, {live} live of {padded} rows, {use['waste']:.0%} waste"
     yield f"logits           differ from generate()'s by {comparison.largest:.2g} at most"
     if comparison.difference is None:
-        yield "equality         every token is the one that generate() chose"
+        yield "equality         generate() chose the same tokens"
     else:
         yield f"DIFFERENT from generate(): {comparison.difference}"
