@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from slotgraph import errors as errors
     from slotgraph import standard as standard
-    from slotgraph._face import *  # noqa: F403 - all of it
+    from slotgraph._face import *  # noqa: F403 # pyright: ignore[reportWildcardImportFromLibrary] - all of it
     from slotgraph._face import __all__ as __all__
 else:
 
