@@ -140,21 +140,29 @@ class RowBucket(Bucket):
     def write(
         self, moves: Sequence[tuple[int, int]], brought: Sequence[tuple[Brought, Sequence[int]]], names: Collection[str]
     ) -> None:
-        """Move rows and write what is brought, slot by slot in the plainest code."""
-        for name in names:
-            (dim, each), tensor = self.rows[name], self.buffers[name].tensor
-            for row, to in moves:
-                tensor.narrow(dim, to * each, each).copy_(tensor.narrow(dim, row * each, each))
+        """Move rows and write what is brought, slot by slot in plain code."""
+        if moves:
+            starts, to = zip(*moves, strict=True)
+            for name in names:
+                tensor, (dim, _) = self.buffers[name].tensor, self.rows[name]
+                tensor.index_copy_(dim, self._index(name, to), tensor.index_select(dim, self._index(name, starts)))
         for one, rows in brought:
+            there = [place for place, row in enumerate(rows) if row != NOWHERE]
             for name, values in one.slots.items():
                 tensor = self.buffers[name].tensor
                 if name not in self.rows:
                     tensor.copy_(values)
                     continue
-                dim, each = self.rows[name]
-                for index, row in enumerate(rows):
-                    if row != NOWHERE:
-                        tensor.narrow(dim, row * each, each).copy_(values.narrow(dim, index * each, each))
+                dim, _ = self.rows[name]
+                if len(there) < len(rows):
+                    values = values.index_select(dim, self._index(name, there))  # noqa: PLW2901 - of those that stay
+                tensor.index_copy_(dim, self._index(name, [rows[place] for place in there]), values)
+
+    def _index(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """The places of requests' rows in a slot, where it lies."""
+        _, each = self.rows[name]
+        places = rows if each == 1 else [row * each + part for row in rows for part in range(each)]
+        return torch.tensor(places, dtype=torch.int64, device="cpu").to(self.buffers[name].tensor.device)
 
     def live_of(self, requests: int) -> Live:
         """Live rows on each varying axis."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic
 import attrs
 import torch
 
-from ..backends.base import Event, Graph
+from ..backends.base import Event
 from ..dataflow.axes import Live
-from ..dataflow.capabilities import DEVICE, HOST
+from ..dataflow.capabilities import DEVICE, HOST, Placement
 from ..dataflow.computation import Computation
 from ..dataflow.edits import NOWHERE, Brought, Order
 from ..dataflow.errors import BatchError, ConfigError, ReplayError, StaleOutputError, did_you_mean
@@ -223,25 +223,28 @@ class News:
 
 @attrs.define(eq=False)
 class Here:
-    """A bucket with so many live requests: what the host does for it where the graph does not.
+    """A bucket with so many live requests: what the host does for it where no graph does.
 
-    values: slots that the host computes. tails: padded rows that an edit resets; of these, those of each step.
+    advances: calls that advance slots. values: slots that the host computes. tails: padded rows that an edit resets.
+    always: those of them that each step resets.
     """
 
+    advances: list[Callable[[], None]]
     values: list[Computation]
     tails: list[tuple[torch.Tensor, Any]]
     always: list[tuple[torch.Tensor, Any]]
 
     @classmethod
-    def of(cls, planned: Planned, live: Live) -> "Here":
-        """What a plan leaves to the host."""
+    def of(cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement]) -> "Here":
+        """What a plan leaves to the host. sides: those whose slots no graph advances."""
         computed = [one for one in planned.plan.computed if one.on == HOST]
+        advances = [planned.transitions[side].of(requests) for side in sides if planned.transitions[side].sources]
         if not computed and all(tail.fused for tail in planned.plan.tails):
-            return cls([], [], [])
+            return cls(advances, [], [], [])
         ready = planned.ready(live)
         values = [planned.computation(one, ready.step, ready.views) for one in computed]
         always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
-        return cls(values, always + others, always)
+        return cls(advances, values, always + others, always)
 
 
 class Ahead(Generic[V]):
@@ -269,13 +272,14 @@ class Ahead(Generic[V]):
         self._absent = runner.stage.absent(batch, NO_SIDE)
         self._check_room(requests)
         filler = self._graphs.filler
-        self._edits = filler.rows(runner.sizes[runner.buckets.largest], self._absent, by_kernel=not why)
+        editing = filler.editing(runner.sizes[runner.buckets.largest], self._absent, by_kernel=not why)
+        self._edits: Any = editing.bucket
         self._edits.check()
         hosts = [name for name in declaration.rules if declaration.slots[name].placement == HOST]
         self._moves_host = bool(hosts)
         self._why = why or (f"host slot {hosts[0]!r} advances" if hosts else "")
         self._ahead = 0 if self._why else ahead
-        self._editing: Graph | None = filler.capture_edits(self._edits)
+        self._editing = editing.alone
         self._fields = {name: look_up(batch, name) for name in declaration.fields}
         self.launched, self.held = 0, ""
         self._foretold = {name: found for name in declaration.rules if (found := self._foretells(name)) is not None}
@@ -455,27 +459,20 @@ class Ahead(Generic[V]):
             if hosts.possible:
                 hosts.wait()
             try:
+                for advance in self._here_now().advances:
+                    advance()
                 if news:
                     self._apply(news)
-                else:
-                    self._advance(len(self._order.keys))
-                    self._finish(edited=False)
+                self._finish(edited=bool(news))
             except BaseException:
                 self._fills = -1
                 raise
         self._replay()
 
-    def _advance(self, requests: int) -> None:
-        """Run the rules that no graph does."""
-        for side in (DEVICE, HOST):
-            if side == HOST or self._editing is None:
-                self._planned.transitions[side].run(requests)
-
     def _apply(self, news: News) -> None:
         """Advance the step's rows, then have requests leave, join and change."""
         edits, before, editing, filler = self._edits, len(self._order.keys), self._editing, self._graphs.filler
         order, moves, brought = self._arranged(news)
-        self._advance(before)
         if editing is None:
             edits.write(moves, brought, edits.rows)
         else:
@@ -486,7 +483,6 @@ class Ahead(Generic[V]):
                 before, moves = 0, []
         self._order, self._news = order, News()
         self._arrive(len(order.keys))
-        self._finish(edited=True)
 
     def _arranged(self, news: News) -> tuple[Order, list[tuple[int, int]], list[tuple[Brought, list[int]]]]:
         """The new order, which rows move, and the rows of what is brought."""
@@ -501,14 +497,21 @@ class Ahead(Generic[V]):
 
     def _finish(self, *, edited: bool) -> None:
         """Reset tails and write what the host computes, as far as the graph does not."""
-        requests, rows = len(self._order.keys), self._captured.rows
-        here = self._here.get((rows, requests))
-        if here is None:
-            here = self._here[rows, requests] = Here.of(self._planned, self._edits.live_of(requests))
+        here = self._here_now()
         for tail, number in here.tails if edited else here.always:
             tail.fill_(number)
         for value in here.values if edited or self._moves_host else ():
             value.run(self._fields)
+
+    def _here_now(self) -> Here:
+        """What the host does for the present bucket and requests."""
+        requests, rows = len(self._order.keys), self._captured.rows
+        here = self._here.get((rows, requests))
+        if here is None:
+            sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
+            here = Here.of(self._planned, self._edits.live_of(requests), requests, sides)
+            self._here[rows, requests] = here
+        return here
 
     def _call(self) -> Any:
         """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold."""
@@ -522,7 +525,7 @@ class Ahead(Generic[V]):
                 hosts.wait()
             order, moves, brought = self._arranged(self._news)
             for transition in edits.planned().transitions.values():
-                transition.run(len(self._order.keys))
+                transition.of(len(self._order.keys))()
             edits.write(moves, brought, edits.rows)
             self._order, self._news = order, News()
             sizes = edits.planned().ready(edits.live_of(len(order.keys))).step.live_sizes
