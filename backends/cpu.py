@@ -157,7 +157,7 @@ def _reset(row: list[int], live: int) -> None:
         ctypes.memmove(target + (outer * stride + live) * size, tail, len(tail))
 
 
-def _copy(source: int, first: int, to: int, count: int, code: int, flags: int) -> None:  # noqa: PLR0917 - a lane's way
+def _copy(source: int, first: int, to: int, count: int, code: int, flags: int) -> None:
     """Copy so many elements of a source, from one of them on, converted where it has a code."""
     if code:
         _convert(source, first, to, count, code, flags >> CODE_SHIFT & BYTE)

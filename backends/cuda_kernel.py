@@ -6,7 +6,7 @@ eight at a time, else element by element. Addresses come from memory, so the com
 each is a multiple of its own dtype's size; the packer sees to that.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917, PLR2004 - as said above; no bundles of arguments, and sizes as numbers
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - as said above; no bundles of arguments, and sizes as numbers
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import Final
@@ -15,7 +15,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports] - there only on Linux
 import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
 
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, HEAD, OWNER_SHIFT, SHIFT, TAIL
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, SHIFT, TAIL
 
 BLOCK: Final = 1024
 """Words that one program takes, whatever the dtype of their elements: a power of two."""

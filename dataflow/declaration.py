@@ -207,7 +207,8 @@ def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
         if need == SETTINGS:
             continue
         if other is None:
-            yield f"its then= needs {need!r}: name slots of the declaration, or `settings`{did_you_mean(need, made.slots)}"
+            near = did_you_mean(need, made.slots)
+            yield f"its then= needs {need!r}: name slots of the declaration, or `settings`{near}"
         elif other.computes():
             yield f"its then= needs {need!r}, which is computed from the new values: name what it is computed from"
         elif other.placement != slot.placement:

@@ -12,9 +12,8 @@ from .admission import placed
 from .axes import BATCH, TOKENS, Live
 from .bucket import Absent, Bucket
 from .errors import BatchError, ConfigError
-from .guard import below_modes
 from .packet import EDIT, HEAD, WORD
-from .plan import FUSED, NONE, Pattern
+from .plan import NONE, Pattern
 from .ready import Planned
 from .slots import Copied, Staged
 from .sources import Sources
@@ -65,7 +64,7 @@ class Brought:
     """What an edit brings for some requests, admitted.
 
     keys: the requests, in the order of what is brought. slots: by name, where it is written slot by slot. taken: what a
-    packet says of it. kept: what it points to. joins: whether these are new requests.
+    packet says of it. kept: what that points to. joins: whether these are new requests.
     """
 
     keys: tuple[Hashable, ...]
@@ -78,7 +77,7 @@ class Brought:
 class RowBucket(Bucket):
     """The slots that keep rows of requests from step to step, in one bucket: takes what edits bring, and writes it.
 
-    rows: by slot, the dim that follows the requests and its rows for each of them. apart: what the kernel does not edit.
+    rows: by slot, the dim that follows the requests and its rows for each of them. apart: those that no kernel edits.
     """
 
     def __init__(self, *given: Any, left_out: Absent = NONE, **options: Any) -> None:
@@ -87,19 +86,21 @@ class RowBucket(Bucket):
         self._pattern_of_all = Pattern(left_out)
         self._each = [self.sizes[axis] // self.sizes[BATCH] for axis in self.declaration.varying]
         slots, sizes = self.declaration.slots, self.sizes
-        kept = {
-            name: rows_of_requests(slot, sizes) for name, slot in slots.items() if isinstance(slot, Copied | Staged)
-        }
+        kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
         self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in left_out}
         fused = self.planned().fused
         self.apart = tuple(name for name in self.rows if name not in fused)
+
+    def has_one_each(self, name: str) -> bool:
+        """Whether a slot has one number for each request."""
+        return self.rows.get(name) == (0, 1) and len(self.declaration.slots[name].shape) == 1
 
     def check(self) -> None:
         """ConfigError where rows of a slot cannot be told apart by request."""
         for name, slot in self.declaration.slots.items():
             others = [axis.name for axis in slot.axes if not axis.fixed and axis not in {BATCH, TOKENS}]
             if name in self.declaration.sources and (others or (slot.varying and name not in self.rows)):
-                what = f"varies on {others[0]}" if others else f"has no whole number of rows for each request"
+                what = f"varies on {others[0]}" if others else "has no whole number of rows for each request"
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 
     def bring(

@@ -16,8 +16,9 @@ device, a row a block of elements; what changes in each step stands in the packe
 
 A kernel that has taken a packet before advances its slots, if that packet has a number. So a step without news sends
 nothing. An edit's packet is armed for no table, and taken by a kernel of its own: rows move, `from | to << 32` each,
-then rows of the lanes' sources are written, each to the request that its word says. A packet for foreach copies has no lanes, and its first word arms no table. Behind the words comes host data that the
-batch brought, then values that the host computed, each at a multiple of `UNIT` bytes.
+then rows of the lanes' sources are written, each to the request that its word says. A packet for foreach copies has no
+lanes, and its first word arms no table. Behind the words comes host data that the batch brought, then values that the
+host computed, each at a multiple of `UNIT` bytes.
 """
 
 import abc
@@ -109,6 +110,11 @@ class Lane:
         return cls(slot, target, outer, target.shape[dim] * inner, stride, inner, pad)
 
     @property
+    def rule(self) -> tuple[int, int, int, int]:
+        """What it advances to, elements for each request, and a place for the number of the packet that was taken."""
+        return 0 if self.source is None else self.source.data_ptr(), self.add, self.each, 0
+
+    @property
     def flags(self) -> int:
         """Item size, whether there is a tail, and the dtype."""
         code = CODES.get(self.target.dtype, 0)
@@ -178,10 +184,9 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[n
     """Table number `owner`, one row for every `block` words of every outer row of every lane."""
     places = [(HEAD + index) | len(lanes) << 32 for index in range(len(lanes))]
     rows = [
-        (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, lane.flags | owner << OWNER_SHIFT)
-        + (0 if lane.source is None else lane.source.data_ptr(), lane.add, lane.each, 0)
+        (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, flags, *lane.rule)
         for lane, place in zip(lanes, places, strict=True)
-        for bits in (pattern(lane.pad, lane.target.dtype),)
+        for bits, flags in ((pattern(lane.pad, lane.target.dtype), lane.flags | owner << OWNER_SHIFT),)
         for outer in range(lane.outer)
         for start in range(0, lane.row, block * WORD // lane.target.itemsize)
     ]

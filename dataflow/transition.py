@@ -114,8 +114,8 @@ class Transition:
     def of(self, requests: int) -> Callable[[], None]:
         """A call that advances the rows of so many live requests."""
         copies, adds = (list[torch.Tensor](), list[torch.Tensor]()), dict[int, list[torch.Tensor]]()
-        for slot, (source, add) in self.sources.items():
-            rows, target = self._rows[slot], self._targets[slot]
+        for slot, (whole, add) in self.sources.items():
+            rows, target, source = self._rows[slot], self._targets[slot], whole
             if rows is not None:
                 dim, each = rows
                 target, source = (one.narrow(dim, 0, requests * each) for one in (target, source))

@@ -5,30 +5,23 @@ leave, join or change. Outputs are copied to a ring of host memory, and each ste
 """
 
 import collections
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Final, Generic
 
 import attrs
 import torch
 
 from ..backends.base import Event
-from ..dataflow.axes import Live
-from ..dataflow.capabilities import DEVICE, HOST, Placement
-from ..dataflow.computation import Computation
-from ..dataflow.edits import NOWHERE, Brought, Moves, Order
-from ..dataflow.errors import BatchError, ConfigError, ReplayError, StaleOutputError, did_you_mean
+from ..dataflow.capabilities import HOST
+from ..dataflow.errors import BatchError, ConfigError, StaleOutputError, did_you_mean
 from ..dataflow.guard import outside_inference
-from ..dataflow.ready import Planned
-from ..dataflow.sources import NO_SIDE, look_up
+from ..dataflow.sources import NO_SIDE
 from ..dataflow.transition import linear
-from .capture import FORKS, Captured
+from .chain import Chain, News
 from .outputs import map_tensors
+from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
-from .statistics import Counts
-
-if TYPE_CHECKING:
-    from .decode import RequestRunner
 
 Keys = Iterable[Hashable]
 Read = Callable[[Any], Any]
@@ -210,159 +203,89 @@ class Foretold:
         return {key: self._known[key][1] + self.add * (step - self._known[key][0]) for key in keys}
 
 
-@attrs.define(eq=False)
-class News:
-    """What the host has said since the last launch."""
-
-    leaving: list[Hashable] = attrs.field(factory=list)
-    joining: list[Brought] = attrs.field(factory=list)
-    changing: list[Brought] = attrs.field(factory=list)
-
-
-@attrs.define(eq=False)
-class Here:
-    """A bucket with so many live requests: what the host does for it where no graph does.
-
-    advances: calls that advance slots. values: slots that the host computes. tails: padded rows that an edit resets.
-    always: those of them that each step resets.
-    """
-
-    advances: list[Callable[[], None]]
-    values: list[Computation]
-    tails: list[tuple[torch.Tensor, Any]]
-    always: list[tuple[torch.Tensor, Any]]
-
-    @classmethod
-    def of(cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement]) -> "Here":
-        """What a plan leaves to the host. sides: those whose slots no graph advances."""
-        computed = [one for one in planned.plan.computed if one.on == HOST]
-        advances = [planned.transitions[side].of(requests) for side in sides if planned.transitions[side].sources]
-        if not computed and all(tail.fused for tail in planned.plan.tails):
-            return cls(advances, [], [], [])
-        ready = planned.ready(live)
-        values = [planned.computation(one, ready.step, ready.views) for one in computed]
-        always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
-        return cls(advances, values, always + others, always)
-
-
 class Ahead(Generic[V]):
-    """The loop of `steps`: what is launched, what the host has said since, and the order of requests.
+    """The loop of `steps`: what is launched, and what the host has said since.
 
     launched: how many steps so far. since: by key of each request that is not to leave, the first step of its row.
     held: why no step is launched ahead now.
     """
 
-    def __init__(
-        self,
-        runner: "RequestRunner[V]",
-        batch: Any,
-        keys: Keys | None,
-        ahead: int,
-        read: Read | None,
-        needs: Iterable[str],
-        why: str,
-    ) -> None:
-        """Check everything. why: the reason for steps by whole calls, such as watchers; nothing where graphs do."""
-        self._runner, self._batch, self._by_calls = runner, batch, bool(why)
+    def __init__(self, runner: Runner[V], chain: Chain[V], ahead: int, read: Read | None, needs: Iterable[str]) -> None:
+        self._runner, self._chain, self._news = runner, chain, News()
         self._read: Read = (lambda outputs: outputs) if read is None else read
-        declaration, self._graphs = runner.stage.declaration, runner.graphs
-        if not declaration.rules:
-            raise ConfigError(f"no slot of {declaration.name} advances, so each step would repeat the first: say then=")
-        pooled = next((buffer.name for buffer in self._graphs.buffers if buffer.pooled), None)
-        if pooled is not None:
-            raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
-        requests = runner.size(batch, NO_SIDE)[-1]
-        self._order = Order(range(requests) if keys is None else keys)
-        if len(self._order.keys) != requests:
-            raise BatchError(f"{len(self._order.keys)} keys for a batch of {requests} requests: give one for each")
-        self._absent = runner.stage.absent(batch, NO_SIDE)
-        self._check_room(requests)
-        filler = self._graphs.filler
-        editing = filler.editing(runner.sizes[runner.buckets.largest], self._absent, by_kernel=not why)
-        self._edits: Any = editing.bucket
-        self._edits.check()
-        hosts = [name for name in declaration.rules if declaration.slots[name].placement == HOST]
-        self._moves_host = bool(hosts)
-        self._why = why or (f"host slot {hosts[0]!r} advances" if hosts else "")
-        self._ahead = 0 if self._why else ahead
-        self._editing = editing.alone
-        self._joins = tuple(name for name in declaration.sources if name in self._edits.rows)
-        self._limited = frozenset(name for name, slot in declaration.slots.items() if slot.limit is not None)
-        self._fields = {name: look_up(batch, name) for name in declaration.fields}
-        self.launched, self.held = 0, ""
-        self._foretold = {name: self._foretells(name) for name in needs}
-        self._foretell(batch, self._order.keys)
-        self._known_here: dict[tuple[int, int], Here] = {}
-        self._here: Here
+        self._ahead = 0 if chain.why else ahead
         self._ring = [Entry(runner.stage.backend) for _ in range(ahead + 2)]
-        self._news, self._has_news, self._always = News(), False, self._editing is None or self._moves_host
-        self._fills, self._forks, self._turn, self._clock = (
-            -1,
-            FORKS.count,
-            self._graphs.buffers.turn,
-            self._graphs.clock,
-        )
-        self._hosts, self._stream = filler.hosts, filler.stream
-        self._captured: Captured | None = None
-        self._replay: Callable[[], None]
-        self._counted: Counts
-        self.since: dict[Hashable, int] = dict.fromkeys(self._order.keys, 0)
+        self.launched, self.held = 0, ""
+        self.since: dict[Hashable, int] = dict.fromkeys(chain.order.keys, 0)
+        self._limited = frozenset(limit.name for limit in runner.limits)
+        self._foretold = {name: self._foretells(name) for name in needs}
+        self._foretell(chain.batch, chain.order.keys)
 
     def __iter__(self) -> Iterator[LaunchedStep]:
         """Hand out the steps in turn; others are launched meanwhile."""
         steps, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
         while self.since:
-            held = self.held or self._why
+            held = self.held or self._chain.why
             self.held = ""
             while len(steps) <= (0 if held else self._ahead):
                 steps.append(self._launch())
                 counts[f"held: {held}" if held else "ahead"] += 1
             yield steps.popleft()
 
+    def _launch(self) -> LaunchedStep:
+        """Launch the next step, with all that the host has said."""
+        chain, number, entry = self._chain, self.launched, self._ring[self.launched % len(self._ring)]
+        if number:
+            news, self._news = self._news, News() if self._news.has_any else self._news
+            chain.go_on(news, self.since)
+        else:
+            chain.start()
+        keys, read = chain.order.keys, self._read
+        entry.start(lambda: read(chain.outputs()), chain.outputs_key)
+        self.launched += 1
+        return LaunchedStep(self, number, keys, entry)
+
     def leave(self, keys: Keys) -> None:
         """See `LaunchedStep.leave`."""
-        keys = self._known(keys)
+        keys, rows, news = self._known(keys), self._chain.order.rows, self._news
         for key in keys:
             del self.since[key]
-        self._news.leaving += [key for key in keys if key in self._order.rows]
-        self._has_news = True
+        news.leaving += [key for key in keys if key in rows]
+        news.has_any = True
 
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""
-        keys, runner = tuple(keys), self._runner
+        keys, runner, chain, news = tuple(keys), self._runner, self._chain, self._news
         requests = runner.size(batch, NO_SIDE)[-1]
         if len({*keys}) != requests or len(keys) != requests:
             raise BatchError(f"{len(keys)} keys for {requests} requests that join: give one for each, all different")
-        taken = [key for key in keys if key in self.since or key in self._news.leaving]
-        if taken:
-            raise BatchError(f"request {taken[0]!r} is live, or leaves in this same step: give another key")
+        for key in keys:
+            if key in self.since or key in news.leaving:
+                raise BatchError(f"request {key!r} is live, or leaves in this same step: give another key")
         absent = runner.stage.absent(batch, NO_SIDE)
-        if absent != self._absent:
-            names = ", ".join(map(repr, sorted(absent ^ self._absent)))
+        if absent != chain.absent:
+            names = ", ".join(map(repr, sorted(absent ^ chain.absent)))
             raise BatchError(f"all requests of steps() bring the same optional slots, and these differ in {names}")
-        self._check_room(len(self.since) + requests)
+        chain.check_room(len(self.since) + requests)
         runner.check_limits(batch)
-        edits = self._edits
-        self._news.joining.append(edits.bring(keys, edits.gather(batch, NO_SIDE), self._joins, joins=True))
-        self._has_news = True
+        news.joining.append(chain.edits.bring(keys, chain.edits.gather(batch, NO_SIDE), chain.joins, joins=True))
+        news.has_any = True
         self.since.update(dict.fromkeys(keys, self.launched))
         self._foretell(batch, keys)
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
-        keys, declaration = self._known(keys), self._runner.stage.declaration
+        keys, chain, sources = self._known(keys), self._chain, self._runner.stage.declaration.sources
         for name in slots:
-            if name not in declaration.sources or name in self._absent:
-                known = declaration.sources.keys() - self._absent
-                raise BatchError(
-                    f"edit names {name!r}, which is not a slot that these requests bring{did_you_mean(name, known)}"
-                )
+            if name not in sources or name in chain.absent:
+                near = did_you_mean(name, sources.keys() - chain.absent)
+                raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
         if not self._limited.isdisjoint(slots):
-            one = rebuilt(declaration, slots, {})
+            one = rebuilt(self._runner.stage.declaration, slots, {})
             self._runner.check_limits(one.batch, one.side, slots)
-        sources = tuple([slots.get(name) for name in declaration.sources])
-        self._news.changing.append(self._edits.bring(keys, sources, tuple(slots)))
-        self._has_news = True
+        brought = chain.edits.bring(keys, tuple([slots.get(name) for name in sources]), tuple(slots))
+        self._news.changing.append(brought)
+        self._news.has_any = True
         for name in slots.keys() & self._foretold.keys():
             self._foretold[name].bring(keys, slots[name], self.launched)
 
@@ -382,29 +305,14 @@ class Ahead(Generic[V]):
             raise BatchError("one request is named twice: name each once")
         return keys
 
-    def _check_room(self, requests: int) -> None:
-        """BatchError where no graph takes so many requests."""
-        bucket = self._runner.buckets.fit(requests)
-        if bucket is None or not self._graphs.has(bucket, self._absent):
-            largest = self._runner.buckets.largest
-            why = f"the largest bucket holds {largest}" if bucket is None else f"bucket {bucket} has no graph"
-            raise BatchError(f"steps() cannot take {requests} requests: {why}; let others leave first, or wait")
-
     def _foretells(self, name: str) -> Foretold:
         """A slot that the host can foretell. ConfigError for any other."""
-        declaration = self._runner.stage.declaration
-        rule, slot = declaration.rules.get(name), declaration.slots.get(name)
+        rule = self._runner.stage.declaration.rules.get(name)
         found = None if rule is None else linear(rule)
-        if (
-            slot is None
-            or found is None
-            or found[0] != name
-            or self._edits.rows.get(name) != (0, 1)
-            or len(slot.shape) > 1
-        ):
+        if found is None or found[0] != name or not self._chain.edits.has_one_each(name):
             raise ConfigError(
-                f"needs names {name!r}: name slots of one number a request that advance by a number, "
-                f"then=lambda {name}: {name} + 1"
+                f"needs names {name!r}: name slots of one number a request that advance by a number, as "
+                "then=lambda seq_lens: seq_lens + 1 does"
             )
         return Foretold(found[1])
 
@@ -413,148 +321,3 @@ class Ahead(Generic[V]):
         sources = self._runner.stage.declaration.sources
         for name, told in self._foretold.items():
             told.bring(keys, sources[name].read(batch, NO_SIDE), self.launched)
-
-    def _launch(self) -> LaunchedStep:
-        """Launch the next step, with all that the host has said."""
-        number, rows_out = self.launched, self._runner.rows_out
-        outputs = self._call() if self._by_calls and number else self._again() if number else self._start()
-        keys, select, captured = self._order.keys, self._read, self._captured
-        entry = self._ring[number % len(self._ring)]
-        if self._by_calls:
-            entry.start(lambda: select(outputs), None)
-        else:
-            key = (captured.rows, len(keys)) if captured.graph.is_recorded else None
-            entry.start(lambda: select(captured.live(rows_out(len(keys)))), key)
-        self.launched += 1
-        return LaunchedStep(self, number, keys, entry)
-
-    def _start(self) -> Any:
-        """Fill and run the first step as any other."""
-        outputs = self._runner(self._batch)
-        self._graphs.buffers.distrust()  # a later fill knows nothing of tails
-        self._fills = self._graphs.buffers.turn.fills
-        self._arrive(len(self._order.keys))
-        return outputs
-
-    def _arrive(self, requests: int) -> None:
-        """Take the graph for so many requests, and what the host does for them."""
-        runner, graphs = self._runner, self._graphs
-        bucket = runner.buckets.fit(requests)
-        if self._captured is None or bucket != self._captured.rows:
-            captured = graphs.get(bucket, self._absent)
-            if captured is None:
-                raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
-            graphs.verify(captured)
-            self._captured, self._replay = captured, captured.graph.replay
-        self._counted = runner.tally.repeated[bucket, requests]
-        here = self._known_here.get((bucket, requests))
-        if here is None:
-            sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
-            planned = self._captured.filling.bucket.planned(self._absent)
-            here = Here.of(planned, self._edits.live_of(requests), requests, sides)
-            self._known_here[bucket, requests] = here
-        self._here = here
-
-    def _again(self) -> None:
-        """Run the step after the last one."""
-        graphs, turn, clock, lock = self._graphs, self._turn, self._clock, self._runner.gate.lock
-        if lock.locked():
-            raise self._runner.gate.refusal()
-        with lock:
-            if turn.fills != self._fills or self._forks != FORKS.count:
-                raise self._lost()
-            here = self._stream()
-            if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
-                graphs.order()
-            try:
-                if self._has_news or self._always:
-                    self._prepare()
-                self._replay()
-            except BaseException:
-                self._fills = -1
-                raise
-            clock.replays += 1
-            self._counted.steps += 1
-            if self._hosts.possible:
-                self._hosts.note()
-
-    def _lost(self) -> ReplayError:
-        """Why the slots hold these requests no more."""
-        if self._fills < 0:
-            return ReplayError("an earlier step broke off: begin again with all live requests")
-        if self._turn.fills != self._fills:
-            return ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
-        return ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
-
-    def _prepare(self) -> None:
-        """Advance and edit by more than the step's own graph."""
-        edits, edited = self._edits, self._has_news
-        if self._hosts.possible:
-            self._hosts.wait()
-        if self._here.advances:
-            with torch.no_grad():
-                for advance in self._here.advances:
-                    advance()
-        if edited:
-            keys, (moves, brought) = self._order.keys, self._arrange()
-            names = edits.rows if self._editing is None else edits.apart
-            if names:
-                edits.write(moves, brought, names)
-            if self._editing is not None:
-                self._send(len(self._order.keys), len(keys), moves, brought)
-            if keys is not self._order.keys:
-                self._arrive(len(self._order.keys))
-        here = self._here
-        if here.tails or here.values:
-            with torch.no_grad():
-                for tail, number in here.tails if edited else here.always:
-                    tail.fill_(number)
-                for value in here.values if edited or self._moves_host else ():
-                    value.run(self._fields)
-
-    def _send(self, after: int, before: int, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]]) -> None:
-        """Send what the host has said, and have it written: a packet for each slot's rows, most often one."""
-        send, packet, replay = self._graphs.filler.send, self._edits.packet, self._editing.replay
-        groups: list[tuple[Brought | None, Sequence[int]]] = [*brought]
-        if not groups or (moves and not groups[0][0].joins):  # a kernel moves and writes rows at once
-            groups.insert(0, (None, ()))
-        for one, rows in groups:
-            send(*packet(after, before, moves, one, rows))
-            replay()
-            before, moves = 0, ()
-
-    def _arrange(self) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
-        """Take all news: which rows move, and the rows of what is brought."""
-        news, since, rows = self._news, self.since, self._order.rows
-        moves: Moves = ()
-        if news.leaving or news.joining:
-            moves = self._order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in since])
-        brought = [(one, [rows.get(key, NOWHERE) for key in one.keys]) for one in (*news.joining, *news.changing)]
-        self._news, self._has_news = News(), False
-        return moves, brought
-
-    def _call(self) -> Any:
-        """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold."""
-        edits, runner, graphs = self._edits, self._runner, self._graphs
-        if self._turn.fills != self._fills:
-            raise self._lost()
-        declaration, hosts = runner.stage.declaration, graphs.filler.hosts
-        with runner.gate.open(), torch.no_grad():
-            graphs.order()
-            if hosts.possible:
-                hosts.wait()
-            for transition in edits.planned().transitions.values():
-                transition.of(len(self._order.keys))()
-            moves, brought = self._arrange()
-            edits.write(moves, brought, edits.rows)
-            sizes = edits.planned().ready(edits.live_of(len(self._order.keys))).step.live_sizes
-            slots = {
-                name: graphs.buffers[name].view(sizes).clone()
-                for name in declaration.sources
-                if name not in self._absent
-            }
-        one = rebuilt(declaration, slots, {name: value for name, value in self._fields.items() if value is not None})
-        outputs = runner(one.batch, **one.side)
-        self._fills = self._turn.fills
-        self._arrive(len(self._order.keys))
-        return outputs

@@ -25,6 +25,7 @@ from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Run, Specialization
 from .ahead import Ahead, LaunchedStep, Read
 from .capture import Captured
+from .chain import Chain
 from .config import RunnerConfig, Wanted, checked, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet
@@ -418,55 +419,6 @@ class RequestRunner(GraphRunner[V]):
 
         return finish
 
-    def steps(
-        self,
-        batch: Any,
-        *,
-        keys: Iterable[Hashable] | None = None,
-        ahead: int = 0,
-        read: Read | None = None,
-        needs: Collection[str] = (),
-    ) -> Iterator[LaunchedStep]:
-        """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
-
-        Between two steps the host says only what is new: `step.leave`, `step.join`, `step.edit`. A step without news is
-        one replay, for which nothing is uploaded. The loop ends when no request is live. The slots belong to it
-        meanwhile: a call of the runner ends it with ReplayError.
-
-        Args:
-            batch: The first step's batch, as a call takes it.
-            keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
-            ahead: How many steps are launched beyond the one that is handed out.
-            read: Chooses what of the step's outputs is copied to the host. By default all of it.
-            needs: Slots whose values in later steps `step.needs` is to foretell, such as `["seq_lens"]`. Each advances
-                by a number and holds one number a request.
-
-        Returns:
-            The steps in turn, which the device may still be running.
-
-        Raises:
-            ConfigError: No slot advances, or rows of a slot do not belong to requests.
-            BatchError: The batch does not fit, or no graph takes it.
-            ReplayError: Nothing is captured yet.
-        """
-        checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
-        decision = self.decide(batch)
-        if decision.bucket is None:
-            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-        return iter(Ahead(self, batch, keys, ahead, read, needs, self._why_by_calls()))
-
-    def _why_by_calls(self) -> str:
-        """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
-        if self.coordinator.size > 1:
-            return "ranks agree on each step"
-        if self.watch.watchers or self._bound is None:
-            return "each step is watched"
-        return "" if self.lowering in {"in_graph", "foreach"} else f"the lowering is {self.lowering}"
-
-    def rows_out(self, requests: int) -> int | None:
-        """Rows of outputs for so many requests; None where outputs are whole."""
-        return None if self._rows_each is None else requests * self._rows_each
-
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """A bucket's slots, all padded rows of them, for a producer that writes them itself.
 
@@ -523,3 +475,49 @@ class DecodeRunner(RequestRunner[V]):
 
     def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[DecodeArguments]) -> None:
         super().__init__(inputs, step, options, output_rows=TOKENS)
+
+    def steps(
+        self,
+        batch: Any,
+        *,
+        keys: Iterable[Hashable] | None = None,
+        ahead: int = 0,
+        read: Read | None = None,
+        needs: Collection[str] = (),
+    ) -> Iterator[LaunchedStep]:
+        """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
+
+        Between two steps the host says only what is new: `step.leave`, `step.join`, `step.edit`. A step without news is
+        one replay, for which nothing is uploaded. The loop ends when no request is live. The slots belong to it
+        meanwhile: a call of the runner ends it with ReplayError.
+
+        Args:
+            batch: The first step's batch, as a call takes it.
+            keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
+            ahead: How many steps are launched beyond the one that is handed out.
+            read: Chooses what of the step's outputs is copied to the host. By default all of it.
+            needs: Slots whose values in later steps `step.needs` is to foretell, such as `["seq_lens"]`. Each advances
+                by a number and holds one number a request.
+
+        Returns:
+            The steps in turn, which the device may still be running.
+
+        Raises:
+            ConfigError: No slot advances, or rows of a slot do not belong to requests.
+            BatchError: The batch does not fit, or no graph takes it.
+            ReplayError: Nothing is captured yet.
+        """
+        checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
+        decision = self.decide(batch)
+        if decision.bucket is None:
+            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
+        chain = Chain(self, batch, keys, self.buckets, self._rows_each, self._why_by_calls())
+        return iter(Ahead(self, chain, ahead, read, needs))
+
+    def _why_by_calls(self) -> str:
+        """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
+        if self.coordinator.size > 1:
+            return "ranks agree on each step"
+        if self.watch.watchers or self._bound is None:
+            return "each step is watched"
+        return "" if self.lowering in {"in_graph", "foreach"} else f"the lowering is {self.lowering}"

@@ -165,7 +165,7 @@ class InputBuffers(Generic[V]):
                 raise CaptureError(
                     f"padded sizes {sizes} are new: call fill() or prepare() with them before the capture"
                 )
-            self._filler.first_node(filling)
+            self._filler.first_node(filling, key[1])
             filling.whole(key[1]).compute_on_device()
             self._in_graph.add(key)
 

@@ -78,6 +78,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         graphs: The captured buckets, and the buffers that they read; None of a runner that captures nothing.
         eager: Runs the batches that no graph takes.
         gate: Lets one step in at a time.
+        limits: The largest values of slots' host data.
         seat: Where its buffers come from; None where they grow.
         sizes: Each bucket's padded sizes, by its rows.
         patterns: Those of absent slots that graphs are captured for.
@@ -108,7 +109,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.watch = Watch()
         self.name = type(self).__name__
         self.size = size
-        self._limits = limits_of(stage.declaration, capacity)
+        self.limits = limits_of(stage.declaration, capacity)
         self._axes = len(stage.declaration.varying)
         self.tally = Tally(path)
         self.gate = Gate(self.name)
@@ -283,7 +284,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def check_limits(self, batch: Any, side: Side = NO_SIDE, slots: Collection[str] | None = None) -> None:
         """BatchError where host data holds more than a slot takes. slots: those to look at, if not all."""
-        for limit in self._limits:
+        for limit in self.limits:
             if slots is None or limit.name in slots:
                 limit.check(batch, side)
 
@@ -343,7 +344,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""
-        return [limit.allow for limit in self._limits]
+        return [limit.allow for limit in self.limits]
 
     @property
     def agreed(self) -> Decision | None:

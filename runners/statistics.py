@@ -103,7 +103,8 @@ class Tally:
     """Counts steps once they are done. Any thread may read it, and no step waits for that.
 
     buckets: steps by bucket, but for those of shortcuts. repeated: these, by bucket and live rows: of them nothing but
-    steps is counted. reasons: eager steps by reason. ahead: steps of `steps()`, ahead of the host or by why not. turns: for each fill that begins, whether it is to be timed.
+    steps is counted. reasons: eager steps by reason. ahead: steps of `steps()`, ahead of the host or by why not. turns:
+    for each fill that begins, whether it is to be timed.
     """
 
     def __init__(self, path: Path = "graph") -> None:

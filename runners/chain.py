@@ -1,0 +1,248 @@
+"""Steps of one runner that follow one another: each begins with what the step before left in the slots."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic
+
+import attrs
+import torch
+
+from ..dataflow.axes import Live
+from ..dataflow.capabilities import DEVICE, HOST, Placement
+from ..dataflow.computation import Computation
+from ..dataflow.edits import NOWHERE, Brought, Moves, Order, RowBucket
+from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.ready import Planned
+from ..dataflow.sources import NO_SIDE, look_up
+from .capture import FORKS
+from .config import Buckets
+from .graphs import GraphSet
+from .runner import Runner
+from .sampling import rebuilt
+from .stage import V
+from .statistics import Counts
+
+
+@attrs.define(eq=False)
+class News:
+    """What the host says before a step: which requests leave, join and change, and whether there is any."""
+
+    leaving: list[Hashable] = attrs.field(factory=list)
+    joining: list[Brought] = attrs.field(factory=list)
+    changing: list[Brought] = attrs.field(factory=list)
+    has_any: bool = False
+
+
+@attrs.define(eq=False)
+class Here:
+    """A bucket with so many live requests: what the host does for it where no graph does.
+
+    advances: calls that advance slots. values: slots that the host computes. tails: padded rows that an edit resets.
+    always: those of them that each step resets.
+    """
+
+    advances: list[Callable[[], None]]
+    values: list[Computation]
+    tails: list[tuple[torch.Tensor, Any]]
+    always: list[tuple[torch.Tensor, Any]]
+
+    @classmethod
+    def of(cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement]) -> "Here":
+        """What a plan leaves to the host. sides: those whose slots no graph advances."""
+        computed = [one for one in planned.plan.computed if one.on == HOST]
+        advances = [planned.transitions[side].of(requests) for side in sides if planned.transitions[side].sources]
+        if not computed and all(tail.fused for tail in planned.plan.tails):
+            return cls(advances, [], [], [])
+        ready = planned.ready(live)
+        values = [planned.computation(one, ready.step, ready.views) for one in computed]
+        always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
+        return cls(advances, values, always + others, always)
+
+
+class Chain(Generic[V]):
+    """Steps of a runner from a first batch on.
+
+    batch: the first one. why: the reason why each step is a whole call, such as watchers, or why the host must see each
+    step before the next; nothing where steps can be launched ahead. edits: takes what the host brings. joins: slots of
+    which requests that join bring rows. absent: optional slots that no request brings. order: of the live requests.
+    """
+
+    def __init__(
+        self,
+        runner: Runner[V],
+        batch: Any,
+        keys: Iterable[Hashable] | None,
+        buckets: Buckets,
+        rows_each: int | None,
+        why: str,
+    ) -> None:
+        """Check everything; nothing is run yet."""
+        declaration, requests = runner.stage.declaration, runner.size(batch, NO_SIDE)[-1]
+        if not declaration.rules:
+            raise ConfigError(f"no slot of {declaration.name} advances, so each step would repeat the first: say then=")
+        self._runner, self.batch, self._buckets, self._rows_each = runner, batch, buckets, rows_each
+        self._graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # of a runner that captures
+        pooled = next((buffer.name for buffer in self._graphs.buffers if buffer.pooled), None)
+        if pooled is not None:
+            raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
+        self.order = Order(range(requests) if keys is None else keys)
+        if len(self.order.keys) != requests:
+            raise BatchError(f"{len(self.order.keys)} keys for a batch of {requests} requests: give one for each")
+        self.absent = runner.stage.absent(batch, NO_SIDE)
+        self.check_room(requests)
+        filler, self._by_calls = self._graphs.filler, bool(why)
+        filling = filler.editing(runner.sizes[buckets.largest], self.absent, by_kernel=not why)
+        self.edits: RowBucket = filling.bucket  # type: ignore[assignment] # see there
+        self.edits.check()
+        self.joins = tuple(name for name in declaration.sources if name in self.edits.rows)
+        self._editing = filling.alone
+        host = next((name for name in declaration.rules if declaration.slots[name].placement == HOST), None)
+        self.why = why or ("" if host is None else f"host slot {host!r} advances")
+        self._prepares, self._moves_host = self._editing is None or host is not None, host is not None
+        self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
+        self._turn, self._clock, self._hosts = self._graphs.buffers.turn, self._graphs.clock, filler.hosts
+        self._stream, self._fills, self._forks = filler.stream, -1, FORKS.count
+        self._known: dict[tuple[int, int], Here] = {}
+        self._made: Any = None
+
+    def check_room(self, requests: int) -> None:
+        """BatchError where no graph takes so many requests."""
+        bucket = self._buckets.fit(requests)
+        if bucket is None or not self._graphs.has(bucket, self.absent):
+            largest = self._buckets.largest
+            why = f"the largest bucket holds {largest}" if bucket is None else f"bucket {bucket} has no graph"
+            raise BatchError(f"steps() cannot take {requests} requests: {why}; let others leave first, or wait")
+
+    @property
+    def outputs_key(self) -> tuple[int, int] | None:
+        """What tells outputs that are the same tensors each time; None where they are new."""
+        if self._by_calls or not self._captured.graph.is_recorded:
+            return None
+        return self._captured.rows, len(self.order.keys)
+
+    def outputs(self) -> Any:
+        """The last step's, of the live requests."""
+        if self._by_calls:
+            return self._made
+        each = self._rows_each
+        return self._captured.live(None if each is None else each * len(self.order.keys))
+
+    def start(self) -> None:
+        """Fill and run the first step as any other."""
+        self._made = self._runner(self.batch)
+        self._graphs.buffers.distrust()  # a later fill knows nothing of tails
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Take the graph for the live requests, and what the host does for them."""
+        graphs, requests = self._graphs, len(self.order.keys)
+        rows = self._buckets.fit(requests)
+        captured = graphs.get(rows, self.absent)
+        if captured is None or rows is None:
+            raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
+        graphs.verify(captured)
+        self._captured, self._replay, self._fills = captured, captured.graph.replay, self._turn.fills
+        self._counted: Counts = self._runner.tally.repeated[rows, requests]
+        here = self._known.get((rows, requests))
+        if here is None:
+            planned = captured.filling.bucket.planned(self.absent)
+            sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
+            here = self._known[rows, requests] = Here.of(planned, self.edits.live_of(requests), requests, sides)
+        self._here = here
+
+    def go_on(self, news: News, live: Mapping[Hashable, int]) -> None:
+        """Run the step after the last one. live: the requests that stay. ReplayError where slots hold others now."""
+        turn, clock, gate = self._turn, self._clock, self._runner.gate
+        if turn.fills != self._fills or self._forks != FORKS.count:
+            raise self._lost()
+        if self._by_calls:
+            self._call(news, live)
+            return
+        with gate.open():
+            here = self._stream()
+            if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
+                self._graphs.order()
+            try:
+                if news.has_any or self._prepares:
+                    self._prepare(news, live)
+                self._replay()
+            except BaseException:
+                self._fills = -1
+                raise
+            clock.replays += 1
+            self._counted.steps += 1
+            if self._hosts.possible:
+                self._hosts.note()
+
+    def _lost(self) -> ReplayError:
+        """Why the slots hold these requests no more."""
+        if self._fills < 0:
+            return ReplayError("an earlier step broke off: begin again with all live requests")
+        if self._turn.fills != self._fills:
+            return ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
+        return ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
+
+    def _prepare(self, news: News, live: Mapping[Hashable, int]) -> None:
+        """Advance and edit by more than the step's own graph."""
+        if self._hosts.possible:
+            self._hosts.wait()
+        _run(self._here.advances)
+        if news.has_any:
+            before, (moves, brought) = self.order.keys, self._arrange(news, live)
+            names = self.edits.rows if self._editing is None else self.edits.apart
+            if names:
+                self.edits.write(moves, brought, names)
+            if self._editing is not None:
+                self._send(len(before), moves, brought)
+            if before is not self.order.keys:
+                self._arrive()
+        here = self._here
+        if here.tails or here.values:
+            with torch.no_grad():
+                for tail, number in here.tails if news.has_any else here.always:
+                    tail.fill_(number)
+                for value in here.values if news.has_any or self._moves_host else ():
+                    value.run(self._fields)
+
+    def _arrange(self, news: News, live: Mapping[Hashable, int]) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
+        """The new order: which rows move, and the rows of what is brought."""
+        order, moves = self.order, ()  # type: tuple[Order, Moves]
+        if news.leaving or news.joining:
+            moves = order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in live])
+        find = order.rows.get
+        return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in (*news.joining, *news.changing)]
+
+    def _send(self, before: int, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]]) -> None:
+        """Have the kernel write what the host says: a packet for each set of slots, most often one."""
+        send, packet, after = self._graphs.filler.send, self.edits.packet, len(self.order.keys)
+        groups: list[tuple[Brought | None, Sequence[int]]] = [*brought]
+        if not groups or (moves and not brought[0][0].joins):  # rows move and are written in any order
+            groups.insert(0, (None, ()))
+        for one, rows in groups:
+            send(*packet(after, before, moves, one, rows))
+            self._editing.replay()  # type: ignore[union-attr] # there is one
+            before, moves = 0, ()
+
+    def _call(self, news: News, live: Mapping[Hashable, int]) -> None:
+        """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold then."""
+        runner, graphs, edits = self._runner, self._graphs, self.edits
+        declaration = runner.stage.declaration
+        with runner.gate.open():
+            graphs.order()
+            if self._hosts.possible:
+                self._hosts.wait()
+            _run([one.of(len(self.order.keys)) for one in edits.planned().transitions.values()])
+            edits.write(*self._arrange(news, live), edits.rows)
+            sizes = edits.planned().ready(edits.live_of(len(self.order.keys))).step.live_sizes
+            names = [name for name in declaration.sources if name not in self.absent]
+            slots = {name: graphs.buffers[name].view(sizes).clone() for name in names}
+        one = rebuilt(declaration, slots, self._fields)
+        self._made = runner(one.batch, **one.side)
+        self._arrive()
+
+
+def _run(calls: Sequence[Callable[[], None]]) -> None:
+    """Call all, without gradients."""
+    if calls:
+        with torch.no_grad():
+            for call in calls:
+                call()
