@@ -251,7 +251,7 @@ class Ahead(Generic[V]):
         for key in keys:
             del self.since[key]
         news.leaving += [key for key in keys if key in rows]
-        news.has_any = True
+        news.has_any |= bool(keys)
 
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""
