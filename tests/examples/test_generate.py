@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import CACHE_LOC, TOKENS, computed
+from slotgraph import BATCH, CACHE_LOC, TOKENS, computed
 from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama, shifted, stale
 from tests.programs import python
 
@@ -170,19 +170,21 @@ def test_a_compiled_step(generate: Generate, prompts: str) -> None:
 
 PREPARED: dict[str, Callable[[Any], Any]] = {
     "position one too far": shifted,
-    "places of another request": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc.roll(1)),
-    "places one row too far": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc + 1),
+    "pages of another request": lambda batch: attrs.evolve(batch, block_tables=batch.block_tables.roll(1, 0)),
 }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("plant", [*PREPARED, "tail", "prompts"])
+@pytest.mark.parametrize("plant", [*PREPARED, "places", "tail", "prompts"])
 def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: str, plant: str, dtype: str) -> None:
     """Wrong batches and stale tails: exit status 1, with request, token, step and logits of the first difference."""
     argv: tuple[str, ...] = ("--backend", backend_name, "--dtype", dtype)
     inputs = module("serving.inputs")
     if plant == "tail":
-        seams = {"declaration": stale(inputs.DecodeInputs, CACHE_LOC, "out_cache_loc")}
+        seams = {"declaration": stale(inputs.DecodeInputs, torch.int32, "block_tables", axes=(BATCH, inputs.PAGES))}
+    elif plant == "places":
+        argv += QUICK
+        seams = {"declaration": misplaced(inputs)}
     elif plant == "prompts":
         argv += ("--prompts", lines, *FEW)
         seams = {"prompts": stale(inputs.PrefillInputs, CACHE_LOC, "out_cache_loc")}
@@ -196,6 +198,18 @@ def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: 
     assert difference["logits"] > report["comparison"]["bounds"]["logits"]
     where = f"request {difference['request']}, generated token {difference['token']}, engine step {difference['step']}"
     assert f"DIFFERENT from generate(): {where}:" in " ".join(out.split())
+
+
+def misplaced(inputs: Any) -> Any:
+    """A declaration whose new tokens go to the place of the token before."""
+
+    def early(block_tables: torch.Tensor, positions: torch.Tensor, settings: Any, out: torch.Tensor) -> None:
+        inputs.place(block_tables, (positions - 1).clamp(min=0), settings, out)
+
+    class Misplaced(inputs.DecodeInputs):  # type: ignore[misc] # no package that a checker finds
+        out_cache_loc: torch.Tensor = computed(early, shape=TOKENS, dtype=CACHE_LOC)
+
+    return Misplaced
 
 
 def test_wrong_count_is_found(generate: Generate) -> None:

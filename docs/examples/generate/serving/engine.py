@@ -13,7 +13,6 @@ from serving.model import Language
 from serving.options import Options
 from serving.ranks import Crew, Outputs
 from serving.request import Request
-from serving.sampling import Sampler
 from serving.steps import Decode, Steps, prefill_runner
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.ranks import PipelineStage
@@ -69,8 +68,7 @@ class Engine:
     ) -> None:
         self._crew = crew = Crew() if crew is None else crew
         self._options, self._prepare, self._eos = options, prepare, language.eos
-        self._batch: Any = {"page_size": options.page_size, "device": language.model.device}
-        self._sampler = Sampler(options.temperature, options.top_p, options.seed)
+        self._device = language.model.device
         self.work = Work()
         self.running: list[Request] = []
         self._waiting = sorted(requests, key=lambda request: request.arrival)
@@ -79,10 +77,11 @@ class Engine:
         pages = 1 + sum(needs[: options.max_batch])
         self._allocator = PageAllocator(pages)
         cache = PagedCache.empty(language.model, pages, options.page_size)
-        self.steps = Steps(language.model, cache, crew.world)
+        self.steps = Steps(language.model, cache, crew.world, options.sampler, logits=options.verify)
 
         self._declaration = crew.inputs(declaration)
-        self._given = {"backend": options.backend, **crew.given(self._declaration, {PAGES: needs[0]})}
+        given = crew.given(self._declaration, {PAGES: needs[0]})
+        self._given = {"backend": options.backend, "settings": options, **given}
         self.step = self.steps.decoding(compiled=options.compile)
         self.decode = self.decoder(self.step, options.ladder)
         self.prefill = prefill_runner(crew.inputs(prompts), self.steps, options, crew)
@@ -117,7 +116,7 @@ class Engine:
         if admitted:
             self._run_prompts(admitted)
             self._retire()
-        ran = bool(admitted) or self._crew.idle(self.prefill, prefill_batch([], **self._batch))
+        ran = bool(admitted) or self._crew.idle(self.prefill, self._prompts([]))
         if self.running:
             self._decode_each(self.running)
             self._retire()
@@ -147,16 +146,19 @@ class Engine:
     def _run_prompts(self, requests: Sequence[Request]) -> None:
         """Store the prompts' keys and values, and make the first token of each request."""
         begin = time.perf_counter()
-        batch, work = prefill_batch(requests, **self._batch), self.work
+        batch, work = self._prompts(requests), self.work
         self._add(requests, self._run_prefill(batch))
         work.prefill_seconds += time.perf_counter() - begin
         work.prefills.append(self._crew.decision(self.prefill, batch))
         work.prompt_tokens += sum(batch.lengths)
         work.most = max(work.most, len(requests))
 
+    def _prompts(self, requests: Sequence[Request]) -> PrefillInputs:
+        return prefill_batch(requests, self._options.page_size, self._device)
+
     def _decode_each(self, requests: Sequence[Request]) -> None:
         """Make one more token for each request: fill and replay, of which the first is timed, or a pipeline's stage."""
-        batch = self._prepare(decode_batch(requests, **self._batch))
+        batch = self._prepare(decode_batch(requests, self._device))
         runner = self._run_decode
         if isinstance(runner, PipelineStage):
             self._add(requests, runner(batch))
@@ -168,9 +170,9 @@ class Engine:
         self.work.decodes += 1
         self.work.decoded += len(requests)
 
-    def _add(self, requests: Sequence[Request], logits: Outputs) -> None:
-        """A token each, with the logits that chose it where they are known: the next replay overwrites them."""
-        tokens = self._crew.tokens(logits, requests, self._sampler)
+    def _add(self, requests: Sequence[Request], chosen: Outputs) -> None:
+        """A token each, with its logits where they are compared: the next replay overwrites them."""
+        tokens, logits = self._crew.tokens(chosen, len(requests)), None if chosen is None else chosen.logits
         rows = [None] * len(requests) if logits is None else logits.to("cpu", copy=True)
         for request, token, row in zip(requests, tokens, rows, strict=True):
             request.add(token, row, self.work.steps)

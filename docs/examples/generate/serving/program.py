@@ -56,7 +56,7 @@ def generate(
     prompts: type[PrefillInputs] = PrefillInputs,
     prepare: Prepare = unchanged,
 ) -> int:
-    """Run the demo and print its report; 0 if all tokens and logits count as equal to the reference, else 1.
+    """Run the demo and print its report; 1 if a token or a logit differs from the reference, else 0.
 
     declaration, prompts, prepare: see Engine. Over several ranks each does its part, and the first one prints.
     """
@@ -87,14 +87,15 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
     whole = load_language(options, device)
     every = read_requests(options, whole)
     requests = world.share(every)
-    language, judged, alone = whole, whole, None
+    language, judged, judge, alone = whole, whole, None, None
     if world.way == "pp":
         language = staged(whole, world)
     if world.way == "tp":
         language = judged = sharded(whole, world)
-        alone = _ask(options, world, whole, requests)
-    judge = _ask(options, world, judged, requests)
-    judge = attrs.evolve(judge, bounds=max(world.gathered(judge.bounds), key=lambda bounds: bounds.logits))
+    if options.verify:
+        alone = _ask(options, world, whole, requests) if world.way == "tp" else None
+        judge = _ask(options, world, judged, requests)
+        judge = attrs.evolve(judge, bounds=max(world.gathered(judge.bounds), key=lambda bounds: bounds.logits))
     batched = continuous_batching(whole, requests, options, world.size)
 
     engine = Engine(language, requests, options, crew=crew_of(world, language, every), **seams)
@@ -108,9 +109,9 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         engine,
         captured,
         requests,
-        comparison=judge.compare(requests) if world.ends else None,
-        alone=None if alone is None else alone.beside(judge).compare(requests),
-        reference_seconds=judge.seconds,
+        comparison=judge.compare(requests) if judge is not None and world.ends else None,
+        alone=alone.beside(judge).compare(requests) if judge is not None and alone is not None else None,
+        reference_seconds=0.0 if judge is None else judge.seconds,
     )
     report = summarise(options, world, whole, world.gathered(part), batched)
     # What a wrong step takes is of no interest; and a step can be timed by itself where each rank runs all that it is.
