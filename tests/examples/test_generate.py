@@ -159,7 +159,8 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
 def test_a_compiled_step(generate: Generate, prompts: str) -> None:
     """`--compile` captures torch.compile(step), tokens stay equal, and a backend that cannot hold it is refused."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    small = ("--prompts", prompts, "--buckets", "2", "--max-batch", "2", *QUICK)
+    drawn = ("--temperature", "0.9", "--top-p", "0.95")
+    small = ("--prompts", prompts, "--buckets", "2", "--max-batch", "2", *drawn, *QUICK)
     status, report, _ = generate("--compile", "--backend", "cpu", *small)
     assert (status, report["comparison"]["difference"], report["eager_steps"]) == (0, None, 0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
@@ -212,12 +213,21 @@ def misplaced(inputs: Any) -> Any:
     return Misplaced
 
 
-def test_wrong_count_is_found(generate: Generate) -> None:
+def test_without_a_comparison(generate: Generate, default: Result) -> None:
+    """`--no-verify` makes the same texts, and steps hand out tokens alone."""
+    status, report, out = generate("--no-verify")
+    assert (status, report["comparison"], report["texts"]) == (0, None, default[1]["texts"])
+    assert report["memory"]["outputs"] < default[1]["memory"]["outputs"] / 50
+    assert "not compared with generate(), by --no-verify" in out
+
+
+@pytest.mark.parametrize("argv", [(), ("--no-verify",)], ids=" ".join)
+def test_wrong_count_is_found(generate: Generate, argv: tuple[str, ...]) -> None:
     """A computed slot that counts padded rows fails the run, although every token is right."""
 
     class Miscounted(module("serving.inputs").DecodeInputs):  # type: ignore[misc] # no package that a checker finds
         num_token_non_padded: torch.Tensor = computed(lambda step: step.padded(TOKENS), shape=1, dtype=torch.int32)
 
-    status, report, out = generate(*QUICK, "--max-batch", "3", "--buckets", "2,4", declaration=Miscounted)
-    assert (status, report["comparison"]["difference"]) == (1, None)
+    status, report, out = generate(*QUICK, *argv, "--max-batch", "3", "--buckets", "2,4", declaration=Miscounted)
+    assert (status, (report["comparison"] or {"difference": None})["difference"]) == (1, None)
     assert "WRONG COUNT" in out
