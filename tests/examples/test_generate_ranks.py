@@ -59,6 +59,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, prompts: str, checkpoint: 
         "shifted": (["--tp", "2"], "shifted"),
         "forgotten": (["--tp", "2"], "forgotten"),
         "apart": (["--dp", "2"], "shifted"),
+        "idle": (["--dp", "2", "--arrival-gap", "2", "--temperature", "0.9", "--top-p", "0.9"], ""),
         "wrong rows": (["--pp", "2"], "shifted"),
         "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
@@ -117,7 +118,7 @@ def test_two_ranks_make_the_tokens_of_one(several: dict[str, Any], single: Resul
 def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, prompts: str) -> None:
     """Steps that run again, an odd vocabulary with tied embeddings, traced layers and low precision are right, too."""
     shorter = [text[:4] for text in texts_of(single[1])]
-    assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16"))
+    assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16", "idle"))
     assert texts_of(several["replayed"]) == texts_of(several["traced"]) == shorter
     assert several["traced"]["prefill"]["paths"] == {"piecewise": 1}
     alone = generate("--model", checkpoint, "--prompts", prompts, *FEW)[1]

@@ -93,6 +93,8 @@ class Steps:
     def _hidden(self, view: TokenInputs, attention: StepAttention) -> torch.Tensor:
         """Without transformers' own cache and masks: positions are given, and attention knows what it may see."""
         of: Any = view
+        if not len(view.positions):  # of an idle rank that runs eagerly; transformers cannot reshape these
+            return torch.empty(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
         begin = {"input_ids": of.input_ids} if self.world.begins else {"inputs_embeds": of.pp_hidden_states}
         output = self.layers(
             **{name: tensor[None] for name, tensor in begin.items()},
