@@ -96,10 +96,13 @@ class Fusion:
         block: Words that one row of a table takes.
         kernel: Takes a table, a packet, and the buffers that are written. Returns a call that launches the kernel over
             the table on the current stream, which may be captured.
+        edit: Takes the same. Returns a call that advances all lanes, and then moves and writes rows of requests as an
+            edit's packet says. None where the device has no such way: rows are then edited slot by slot.
     """
 
     block: int
     kernel: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Callable[[], None]]
+    edit: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Callable[[], None]] | None = None
 
 
 class Backend(abc.ABC):

@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, HEAD, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
 from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Fusion, Graph, Interruption, Memory
 from .device_graph import not_captured
 
@@ -62,43 +62,107 @@ class HostUpload(Upload):
 
 
 _PLACE: Final = (1 << 32) - 1
+_LENGTH: Final = (1 << SHIFT) - 1
 _DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch.bool}
 
 
 # Not torch.library.custom_op, which imports the compiler: seconds.
 _LIBRARY: Final[Any] = torch.library.Library("slotgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("fill_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
+_LIBRARY.define("edit_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
 
 
 @torch.library.impl(_LIBRARY, "fill_lanes", "CPU")
 def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Fill every lane of a table from a packet, if that is armed; `targets` are the slots' buffers."""
+    """Fill every lane of a table from a packet that is new and meant for it, else advance it; `targets` are buffers."""
     del targets
-    rows = table.view(-1, COLUMNS).tolist()
-    lanes = rows[0][1] >> 32 if rows else 0
-    words = packet.view(torch.int64)[: 1 + 3 * lanes].tolist()
-    for row in rows:
-        if words[0] == row[-1] >> OWNER_SHIFT:
-            place = row[1] & _PLACE
+    rows, words = table.view(-1, COLUMNS), _words(table, packet)
+    armed, number, requests = words[:3]
+    for row, taken in zip(rows.tolist(), rows[:, -1], strict=True):
+        is_new, is_mine = not number or number != int(taken), armed == row[7] >> OWNER_SHIFT
+        if is_new and is_mine:
+            place, lanes = row[1] & _PLACE, row[1] >> 32
             _fill(row, words[place], words[place + lanes], words[place + 2 * lanes])
+        elif number and armed:
+            _advance(row, requests, moves=not is_new, tail=bool(row[7] & TAIL))
+        if number and armed:
+            taken.fill_(number)
+
+
+@torch.library.impl(_LIBRARY, "edit_lanes", "CPU")
+def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Advance every lane of a table, then move and write rows of requests as the packet of an edit says."""
+    del targets
+    words = _words(table, packet)
+    rows, counts = words[4], words[5]
+    if not words[0]:
+        return
+    moves = [(pair & _PLACE, pair >> 32) for pair in words[rows : rows + (counts & _PLACE)]]
+    writes = words[rows + len(moves) : rows + len(moves) + (counts >> 32)]
+    for row in table.view(-1, COLUMNS).tolist():
+        _advance(row, words[3], moves=True, tail=False)
+        target, place, outer, _, _, stride, _, flags, *_, each, _ = row
+        size, lanes = flags & BYTE, place >> 32
+        to, piece = target + outer * stride * size, each * size
+        for one, other in moves:
+            ctypes.memmove(to + other * piece, to + one * piece, piece)
+        meta, pace, source = (words[(place & _PLACE) + part * lanes] for part in range(3))
+        for index, request in enumerate(writes if each else [0] * (meta >= 0)) if meta >= 0 else ():
+            count, first = each or meta & _LENGTH, outer * pace + index * each
+            if request >= 0:
+                _copy(source, first, to + request * piece, count, meta >> SHIFT, flags)
+
+
+def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
+    """The words of a packet for a table, and for one of edits its rows."""
+    words = packet.view(torch.int64)
+    head = words[:HEAD].tolist()
+    rows = head[4] + (head[5] & _PLACE) + (head[5] >> 32) if head[0] else 0
+    lanes = int(table.view(-1, COLUMNS)[0, 1]) >> 32 if table.numel() else 0
+    found: list[int] = words[: max(HEAD + 3 * lanes, rows)].tolist()
+    return found
 
 
 def _fill(row: list[int], meta: int, pace: int, source: int) -> None:
     """Fill one outer row of one lane from a table row's first element on: what other blocks fill is filled again."""
-    target, _, outer, start, padded, stride, pad, flags = row
+    target, _, outer, start, padded, stride, _, flags, *_ = row
     if meta < 0:
         return
-    size, live, code = flags & BYTE, min(meta & ((1 << SHIFT) - 1), padded), meta >> SHIFT
-    to = target + outer * stride * size
+    live, to = min(meta & _LENGTH, padded), target + (outer * stride + start) * (flags & BYTE)
     if source and live > start:
-        first, count = outer * pace + start, live - start
-        if code:
-            _convert(source, first, to + start * size, count, code, flags >> CODE_SHIFT & BYTE)
-        else:
-            ctypes.memmove(to + start * size, source + first * size, count * size)
+        _copy(source, outer * pace + start, to, live - start, meta >> SHIFT, flags)
+    _reset(row, live)
+
+
+def _advance(row: list[int], requests: int, *, moves: bool, tail: bool) -> None:
+    """Advance the live part of a table row, where it has a rule, and reset its tail."""
+    target, _, outer, _, padded, stride, _, flags, source, add, each, _ = row
+    live, size = min(requests * each, padded) if each else padded, flags & BYTE
+    if moves and source and live:
+        _copy(source, outer * stride, target + outer * stride * size, live, 0, flags)
+        if add:
+            dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+            numbers = (ctypes.c_char * (live * size)).from_address(target + outer * stride * size)
+            torch.frombuffer(numbers, dtype=dtype).add_(add)
+    if tail:
+        _reset(row, live)
+
+
+def _reset(row: list[int], live: int) -> None:
+    """Reset the tail of one outer row."""
+    target, _, outer, _, padded, stride, pad, flags, *_ = row
+    size = flags & BYTE
     if flags & TAIL and live < padded:
         tail = pad.to_bytes(WORD, "little", signed=True)[:size] * (padded - live)
-        ctypes.memmove(to + live * size, tail, len(tail))
+        ctypes.memmove(target + (outer * stride + live) * size, tail, len(tail))
+
+
+def _copy(source: int, first: int, to: int, count: int, code: int, flags: int) -> None:  # noqa: PLR0917 - a lane's way
+    """Copy so many elements of a source, from one of them on, converted where it has a code."""
+    if code:
+        _convert(source, first, to, count, code, flags >> CODE_SHIFT & BYTE)
+    else:
+        ctypes.memmove(to, source + first * (flags & BYTE), count * (flags & BYTE))
 
 
 def _convert(source: int, first: int, to: int, count: int, code: int, goal: int) -> None:
@@ -109,7 +173,11 @@ def _convert(source: int, first: int, to: int, count: int, code: int, goal: int)
     ctypes.memmove(to, made.data_ptr(), made.nbytes)
 
 
-HOST_FUSION: Final = Fusion(1 << SHIFT, lambda *given: functools.partial(torch.ops.slotgraph.fill_lanes, *given))
+HOST_FUSION: Final = Fusion(
+    1 << SHIFT,
+    lambda *given: functools.partial(torch.ops.slotgraph.fill_lanes, *given),
+    lambda *given: functools.partial(torch.ops.slotgraph.edit_lanes, *given),
+)
 """The fused fill in plain code. Blocks mean nothing here: one row of a table takes any slot's row whole."""
 
 

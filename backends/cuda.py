@@ -26,7 +26,7 @@ from ..dataflow import log
 from ..dataflow.capabilities import LADDER, Capabilities
 from ..dataflow.errors import BackendUnavailableError
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import Upload
+from ..dataflow.packet import COLUMNS, HEAD, Upload
 from .base import Fusion
 from .device import StreamBackend
 from .device_graph import Advice, Handle, Opened, first_line
@@ -233,11 +233,11 @@ def fusion_on(device: torch.device) -> Fusion | None:
     try:
         from . import cuda_kernel  # noqa: PLC0415 - triton is there only where the device is
 
-        fusion = Fusion(cuda_kernel.BLOCK, functools.partial(_kernel, cuda_kernel))
+        fusion = Fusion(cuda_kernel.BLOCK, *(functools.partial(one, cuda_kernel) for one in (_kernel, _editing)))
         with outside_inference(), torch.cuda.device(device):  # a capture is no place to find out
-            table = torch.zeros(8, dtype=torch.int64, device=device)
-            words = torch.full((8,), -1, dtype=torch.int64, device=device)  # for no table
-            fusion.kernel(table.view(1, 8), words, ())()
+            table = torch.zeros(1, COLUMNS, dtype=torch.int64, device=device)
+            words = torch.zeros(2 * HEAD, dtype=torch.int64, device=device)  # for no table
+            fusion.kernel(table, words, ())()
             torch.cuda.synchronize(device)
     except Exception as error:  # noqa: BLE001 - triton raises what it likes: no compiler, no driver, an unknown chip
         log.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
@@ -251,6 +251,18 @@ def _kernel(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[
 
     def launch() -> None:
         if rows:
-            module.fill_lanes[(rows,)](table, words, BLOCK=module.BLOCK, num_warps=module.WARPS)
+            module.fill_lanes[(rows,)](table, words, ADVANCE=False, BLOCK=module.BLOCK, num_warps=module.WARPS)
+
+    return launch
+
+
+def _editing(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """A launch that advances a table's lanes, and one that edits their rows."""
+    words, rows = packet.view(torch.int64), table.shape[0]
+
+    def launch() -> None:
+        if rows:
+            module.fill_lanes[(rows,)](table, words, ADVANCE=True, BLOCK=module.BLOCK, num_warps=module.WARPS)
+            module.edit_lanes[(rows, module.PARTS)](table, words, PARTS=module.PARTS, BLOCK=module.PIECE, num_warps=1)
 
     return launch

@@ -1,4 +1,4 @@
-"""The fused fill: one Triton kernel that copies, converts and pads every lane of a bucket.
+"""The fused fill: one Triton kernel that copies, converts, pads and advances every lane of a bucket; and edits of rows.
 
 `..dataflow.packet` says what table and packet hold. A program takes one row of the table: one block of one lane.
 Where source, slot and all that is to be written of the block are multiples of eight bytes, whatever the dtype, it moves
@@ -15,11 +15,15 @@ import torch
 import triton  # pyright: ignore[reportMissingImports] - there only on Linux
 import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
 
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, SHIFT, TAIL
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, HEAD, OWNER_SHIFT, SHIFT, TAIL
 
 BLOCK: Final = 1024
 """Words that one program takes, whatever the dtype of their elements: a power of two."""
 WARPS: Final = 4
+PIECE: Final = 128
+"""Elements that a program of an edit moves at a time."""
+PARTS: Final = 8
+"""Programs that share one lane's rows in an edit."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _PLACE = tl.constexpr((1 << 32) - 1)
@@ -39,11 +43,16 @@ _BRAIN = tl.constexpr(CODES[torch.bfloat16])
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "packet"])  # one compilation, wherever the two lie
-def fill_lanes(table, packet, BLOCK: tl.constexpr):
-    """Fill one block of one lane, if the packet is meant for this table; both are words."""
+def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
+    """Fill one block of one lane, if the packet is new and meant for this table, else advance it; both are words.
+
+    ADVANCE: only that, of the requests of the step before, and no tails: what comes before an edit.
+    """
     row = table + tl.program_id(0) * _COLUMNS
     places = tl.load(row + 1)
     armed = tl.load(packet)
+    number = tl.load(packet + 1)
+    requests = tl.load(packet + (3 if ADVANCE else 2))
     lane = packet + (places & _PLACE)
     lanes = places >> 32
     meta = tl.load(lane)
@@ -56,9 +65,25 @@ def fill_lanes(table, packet, BLOCK: tl.constexpr):
     stride = tl.load(row + 5)
     pad = tl.load(row + 6)
     flags = tl.load(row + 7)
-    if (armed == (flags >> _OWNER)) & (meta >= 0):
-        length = meta & _LENGTH
-        code = meta >> _SHIFT
+    rule = tl.load(row + 8)
+    add = tl.load(row + 9)
+    each = tl.load(row + 10)
+    taken = tl.load(row + 11)
+    is_mine = armed == (flags >> _OWNER)
+    advances = (armed != 0) & (number != 0)
+    is_new = (number == 0) | (number != taken)
+    if ADVANCE:
+        is_mine = armed == 0
+        is_new = armed == 0
+    elif is_new & advances:
+        tl.store(row + 11, number)
+    fills = is_mine & is_new & (meta >= 0)
+    if fills | (advances & ~(is_mine & is_new)):
+        length = tl.where(fills, meta & _LENGTH, tl.where(each == 0, padded, requests * each))
+        code = tl.where(fills, meta >> _SHIFT, 0)
+        source = tl.where(fills, source, tl.where(is_new, 0, rule))
+        pace = tl.where(fills, pace, stride)
+        add = tl.where(fills, 0, add)
         size = (flags & _SIZE).to(tl.int32)
         width = _width(code, size)
         since = source + (outer * pace + start) * width
@@ -67,12 +92,58 @@ def fill_lanes(table, packet, BLOCK: tl.constexpr):
         span = BLOCK * 8 // size
         live = _within(tl.minimum(length, padded) - start, span)
         first = tl.where(source == 0, live, 0)
-        stop = tl.where((flags & _TAIL) != 0, _within(padded - start, span), live)
+        stop = live
+        if not ADVANCE:
+            stop = tl.where((flags & _TAIL) != 0, _within(padded - start, span), live)
         edges = since | to | (live | stop) * size
-        if ((edges & 7) == 0) & (code == 0):
+        if ((edges & 7) == 0) & (code == 0) & (add == 0):
             _words(since, to, first * size >> 3, live * size >> 3, stop * size >> 3, pad, BLOCK)
         else:
-            _elements(since, to, first, live, stop, pad, code, width, flags, BLOCK)
+            _elements(since, to, first, live, stop, pad, add, code, width, flags, BLOCK)
+
+
+@triton.jit(do_not_specialize_on_alignment=["table", "packet"])
+def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Move rows of one lane's requests, then write those that an edit brings, one of `PARTS` of each."""
+    row = table + tl.program_id(0) * _COLUMNS
+    places = tl.load(row + 1)
+    counts = tl.load(packet + 5)
+    rows = packet + tl.load(packet + 4)
+    lane = packet + (places & _PLACE)
+    lanes = places >> 32
+    meta = tl.load(lane)
+    pace = tl.load(lane + lanes)
+    source = tl.load(lane + 2 * lanes)
+    outer = tl.load(row + 2)
+    flags = tl.load(row + 7)
+    each = tl.load(row + 10)
+    size = (flags & _SIZE).to(tl.int32)
+    base = tl.load(row) + outer * tl.load(row + 5) * size
+    part = tl.program_id(1).to(tl.int64)
+    if (tl.load(row + 3) == 0) & (tl.load(packet) != 0):
+        code = tl.where(meta < 0, 0, meta >> _SHIFT)
+        width = _width(code, size)
+        since = source + outer * pace * width
+        if each == 0:
+            count = tl.where((meta < 0) | (part != 0), 0, meta & _LENGTH).to(tl.int32)
+            _elements(since, base, 0, count, count, 0, 0, code, width, flags, BLOCK)
+        else:
+            count = each.to(tl.int32)
+            moves = counts & _PLACE
+            at = part
+            while at < moves:
+                pair = tl.load(rows + at)
+                to = base + (pair >> 32) * each * size
+                _elements(base + (pair & _PLACE) * each * size, to, 0, count, count, 0, 0, part * 0, size, flags, BLOCK)
+                at += PARTS
+            at = part
+            writes = tl.where(meta < 0, 0, counts >> 32)
+            while at < writes:
+                request = tl.load(rows + moves + at)
+                if request >= 0:  # else it left before
+                    to = base + request * each * size
+                    _elements(since + at * each * width, to, 0, count, count, 0, 0, code, width, flags, BLOCK)
+                at += PARTS
 
 
 @triton.jit
@@ -104,8 +175,8 @@ def _words(since, to, first, live, stop, pad, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _elements(since, to, first, live, stop, pad, code, width, flags, BLOCK: tl.constexpr):
-    """Move what is live, converted where it has a code, and write the tail, element by element."""
+def _elements(since, to, first, live, stop, pad, add, code, width, flags, BLOCK: tl.constexpr):
+    """Move what is live, converted where it has a code, plus a number, and write the tail, element by element."""
     size = (flags & _SIZE).to(tl.int32)
     begin = stop * 0
     while begin < stop:
@@ -116,7 +187,7 @@ def _elements(since, to, first, live, stop, pad, code, width, flags, BLOCK: tl.c
             bits = bits & 255
         elif code >= _FLOAT:
             bits = _round(bits, code, (flags >> _GOAL) & _SIZE)
-        _write(to, at, tl.where(is_live, bits, pad), (at >= first) & (at < stop), size)
+        _write(to, at, tl.where(is_live, bits + add, pad), (at >= first) & (at < stop), size)
         begin += BLOCK
 
 

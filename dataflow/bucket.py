@@ -29,8 +29,9 @@ NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets over what needs no packe
 class Bucket:
     """Fills one bucket of padded sizes; an exact one shows the step live rows only, and takes any size up to its own.
 
-    sizes: the padded size of every axis, at most the buffers' capacity. lowering: how fills are run. feed: the packet
-    that uploads go by. table: where to keep specializations; one of its own, where it is not given.
+    sizes: the padded size of every axis, at most the buffers' capacity. lowering: how fills are run. partial: whether
+    slots for which nothing is brought are left alone. feed: the packet that uploads go by. table: where to keep
+    specializations; one of its own, where it is not given.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class Bucket:
         *,
         lowering: Lowering = "foreach",
         exact: bool = False,
+        partial: bool = False,
         feed: Feed = NO_FEED,
         table: Specializations | None = None,
     ) -> None:
         self.declaration, self.sizes, self.buffers = declaration, dict(sizes), buffers
         self.lowering: Lowering = lowering
-        self._capabilities, self._exact, self.feed = capabilities, exact, feed
+        self._capabilities, self._exact, self._partial, self.feed = capabilities, exact, partial, feed
         self._packs = lowering in FUSED or capabilities.packed_uploads
         self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
         self._table = Specializations(declaration) if table is None else table
@@ -68,7 +70,10 @@ class Bucket:
         self, batch: Any, live: Live, absent: Absent = NONE, side: Side = NO_SIDE
     ) -> tuple[Specialization, Taken]:
         """The specialization for a batch, and what it took of its sources; nothing is written. Raises as a fill."""
-        sources = self.gather(batch, side)
+        return self.admit_sources(self.gather(batch, side), live, absent)
+
+    def admit_sources(self, sources: Sources, live: Live, absent: Absent) -> tuple[Specialization, Taken]:
+        """The same for sources that were gathered."""
         known = self._table.take(sources, (self, live, absent))
         if known is not None:
             return known
@@ -136,7 +141,8 @@ class Bucket:
             given, foreign = (self.declaration, self.sizes, self._capabilities, pattern), self.buffers.foreign
             plan = plan_fill(*given, lowering=self.lowering, foreign=foreign)
             owner = self.feed.number() if self.lowering in FUSED else 0
-            known = Planned(plan, self.declaration, self.buffers, self.sizes, exact=self._exact, owner=owner)
+            over = plan, self.declaration, self.buffers, self.sizes
+            known = Planned(*over, exact=self._exact, partial=self._partial, owner=owner)
             keep_newest(self._plans, PATTERNS)[pattern] = known
         return known
 

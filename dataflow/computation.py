@@ -102,9 +102,16 @@ class Computation:
     versions: list[int]
 
     @classmethod
-    def bind(cls, slot: str, declaration: Declaration, known: Mapping[str, Any], target: torch.Tensor) -> "Computation":
-        """Give a slot's function what is known by name; all else are fields of the declaration."""
-        compute = declaration.functions[slot]
+    def bind(
+        cls,
+        slot: str,
+        declaration: Declaration,
+        known: Mapping[str, Any],
+        target: torch.Tensor,
+        compute: Compute | None = None,
+    ) -> "Computation":
+        """Give a slot's function, or another, what is known by name; all else are fields of the declaration."""
+        compute = declaration.functions[slot] if compute is None else compute
         given = {need: known[need] for need in compute.needs if need in known}
         with outside_inference():
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}

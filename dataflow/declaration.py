@@ -41,8 +41,19 @@ class Declaration:
     @functools.cached_property
     def functions(self) -> Mapping[str, Compute]:
         """What computes each computed slot, after all that it needs. graphlib.CycleError with the path of a circle."""
-        found = {name: compute for name, slot in sorted(self.slots.items()) if (compute := slot.computes())}
-        edges = {n: sorted(need for need in one.needs if need in self.slots) for n, one in found.items()}
+        return self._ordered({name: one for name, slot in self.slots.items() if (one := slot.computes())})
+
+    @functools.cached_property
+    def rules(self) -> Mapping[str, Compute]:
+        """What advances each slot that does, after those whose new value it reads. graphlib.CycleError as above."""
+        return self._ordered({name: one for name, slot in self.slots.items() if (one := slot.advances())}, own=False)
+
+    def _ordered(self, found: Mapping[str, Compute], *, own: bool = True) -> Mapping[str, Compute]:
+        """Functions of slots, each after all that it needs. own: whether one that needs itself is a circle."""
+        edges = {
+            n: sorted({*one.needs}.intersection(self.slots).difference(() if own else (n,)))
+            for n, one in sorted(found.items())
+        }
         return {name: found[name] for name in graphlib.TopologicalSorter(edges).static_order() if name in found}
 
     @functools.cached_property
@@ -135,7 +146,7 @@ def declare(
         if seen.setdefault(axis.name, axis) != axis:
             faults.append(DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them"))
     try:
-        _ = made.functions
+        _ = made.functions, made.rules
     except graphlib.CycleError as cycle:
         path = " -> ".join(reversed(cycle.args[1]))
         faults.append(CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them"))
@@ -157,6 +168,7 @@ def _faults(made: Declaration) -> Faults:
     for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
+        yield from ((name, fault) for fault in _rule_faults(name, slot, made))
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if slot.computes() and slot.reads(name) is not None:
@@ -185,6 +197,23 @@ def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
             f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
             f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
         )
+
+
+def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
+    """Why a slot cannot advance by its rule."""
+    rule = slot.advances()
+    for need in () if rule is None else (*rule.needs, *[OUT] * rule.writes_out):
+        other = made.slots.get(need)
+        if need == SETTINGS:
+            continue
+        if other is None:
+            yield f"its then= needs {need!r}: name slots of the declaration, or `settings`{did_you_mean(need, made.slots)}"
+        elif other.computes():
+            yield f"its then= needs {need!r}, which is computed from the new values: name what it is computed from"
+        elif other.placement != slot.placement:
+            yield f"its then= needs {need!r}, which is on the {other.placement}: a rule reads slots on its own side"
+        elif other.optional and need != name:
+            yield f"its then= needs {need!r}, which may be absent: name slots that each batch brings"
 
 
 def _enabled(name: str, slot: Slot, settings: object) -> bool:

@@ -5,13 +5,18 @@ device, a row a block of elements; what changes in each step stands in the packe
 
     table row   address of the slot, where the lane's first word stands in the packet (and the number of lanes << 32),
                 outer row, first element, elements in a padded row, elements from one outer row to the next, tail
-                pattern of eight bytes, flags
-    packet      the number of the table that it is meant for, which arms that table's kernel alone; then for each lane
-                a word `live elements | source dtype << 48`, negative where the lane is left alone; then for each lane
-                the elements from one outer row of its source to the next; then for each lane its source's address, 0
+                pattern of eight bytes, flags; address and number whose sum the slot advances to (0 where it does not),
+                elements in a row for each request, number of the last packet that the kernel has taken
+    packet      the number of the table that it is meant for, which arms that table's kernel alone; the packet's own
+                number, 0 where no slot advances; live requests, and those of the step before; where the rows of an
+                edit stand, and how many moves they are (and writes << 32); then for each lane a word
+                `live elements | source dtype << 48`, negative where the lane is left alone; then for each lane the
+                elements from one outer row of its source to the next; then for each lane its source's address, 0
                 where only the tail is reset
 
-A packet for foreach copies has no lanes, and its first word arms no table. Behind the words comes host data that the
+A kernel that has taken a packet before advances its slots, if that packet has a number. So a step without news sends
+nothing. An edit's packet is armed for no table, and taken by a kernel of its own: rows move, `from | to << 32` each,
+then rows of the lanes' sources are written, each to the request that its word says. A packet for foreach copies has no lanes, and its first word arms no table. Behind the words comes host data that the
 batch brought, then values that the host computed, each at a multiple of `UNIT` bytes.
 """
 
@@ -32,7 +37,11 @@ from .errors import ConfigError
 from .guard import outside_inference
 from .tails import Number
 
-COLUMNS: Final = 8
+COLUMNS: Final = 12
+HEAD: Final = 6
+"""Words of a packet before those of its lanes."""
+EDIT: Final = -1
+"""What arms a packet of edits: no table has this number."""
 WORD: Final = 8
 """Bytes of a word."""
 SHIFT: Final = 48
@@ -64,6 +73,7 @@ _SIZES: Final = frozenset({1, 2, 4, 8})
 UNIT: Final = 32
 """Bytes that each place in a packet is a multiple of: a vector unit's load, 16 bytes on CUDA and 32 on an NPU."""
 _AT_REST: Final = bytes(WORD)
+_NUMBER: Final = struct.Struct("<q").pack
 
 
 @attrs.frozen(eq=False)
@@ -72,7 +82,8 @@ class Lane:
 
     target: the bucket's view. outer: rows, of all dims before the one that varies. row: elements of a padded row.
     stride: elements from one row to the next. inner: elements for each unit of the dim that varies, or of the whole
-    slot where none does. pad: the tail's value; None where the tail is left.
+    slot where none does. pad: the tail's value; None where the tail is left. source, add: what it advances to. each:
+    elements of a row for each request, 0 where its rows do not follow the requests.
     """
 
     slot: str
@@ -82,6 +93,9 @@ class Lane:
     stride: int
     inner: int
     pad: Number | None
+    source: torch.Tensor | None = None
+    add: int = 0
+    each: int = 0
 
     @classmethod
     def of(cls, slot: str, target: torch.Tensor, varying: tuple[int, ...], pad: Number | None) -> "Lane":
@@ -137,7 +151,7 @@ def rounded(nbytes: int) -> int:
 
 def head_bytes(lanes: int) -> int:
     """Bytes of a packet before what it carries itself."""
-    return WORD * (1 + 3 * lanes)
+    return WORD * (HEAD + 3 * lanes)
 
 
 def row_stride(source: torch.Tensor, dim: int) -> int | None:
@@ -162,9 +176,10 @@ def row_stride(source: torch.Tensor, dim: int) -> int | None:
 
 def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[np.int64]:
     """Table number `owner`, one row for every `block` words of every outer row of every lane."""
-    places = [(1 + index) | len(lanes) << 32 for index in range(len(lanes))]
+    places = [(HEAD + index) | len(lanes) << 32 for index in range(len(lanes))]
     rows = [
         (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, lane.flags | owner << OWNER_SHIFT)
+        + (0 if lane.source is None else lane.source.data_ptr(), lane.add, lane.each, 0)
         for lane, place in zip(lanes, places, strict=True)
         for bits in (pattern(lane.pad, lane.target.dtype),)
         for outer in range(lane.outer)
@@ -201,11 +216,15 @@ class Upload(abc.ABC):
 
 
 class Feed:
-    """One packet of `room` bytes that several buckets take turns to fill; it is made when first asked for."""
+    """One packet of `room` bytes that several buckets take turns to fill; it is made when first asked for.
 
-    def __init__(self, upload: Callable[[int], Upload | None], room: int) -> None:
+    numbered: whether each packet that is sent has a number of its own, as slots that advance need.
+    """
+
+    def __init__(self, upload: Callable[[int], Upload | None], room: int, *, numbered: bool = False) -> None:
         """Keep a backend's verb, which makes the packet."""
         self.room, self._make, self._data = room, upload, _AT_REST
+        self._sent = itertools.count(1) if numbered else None
         self._numbers = itertools.count(1)
 
     @functools.cached_property
@@ -229,7 +248,9 @@ class Feed:
 
     def send(self, data: bytes, kept: object) -> None:
         """Have the packet hold a step's bytes; `kept` as `Upload.send` takes it."""
-        if data == self._data:
+        if self._sent is not None and len(data) > WORD:
+            data = b"".join((data[:WORD], _NUMBER(next(self._sent)), data[2 * WORD :]))
+        elif data == self._data:
             return
         self._data = b""  # in case the next line raises
         self.upload.send(data, kept)

@@ -15,6 +15,7 @@ from .packet import has_lane, head_bytes, rounded
 from .slots import Slot
 from .sources import OUT
 from .tails import Number, Pad, resolve_value
+from .transition import Advance, linear
 
 How = Literal["fused", "foreach", "single", "in place"]
 FUSED: Final = frozenset({"in_graph", "fused"})
@@ -84,7 +85,7 @@ class FillPlan:
     sizes: the bucket's padded sizes by axis name. absent: optional slots that this batch comes without.
     nbytes: bytes that the copies move when every row is live. mixed: whether one foreach call takes several groups.
     lowering: how the plan is run. packed: slots on the device whose values the host has, which foreach copies take out
-    of one packet.
+    of one packet. advances: what slots hold in the next step if no batch comes, in the order in which they are written.
     """
 
     declaration: str
@@ -97,6 +98,7 @@ class FillPlan:
     mixed: bool = False
     lowering: Lowering = "foreach"
     packed: tuple[str, ...] = ()
+    advances: tuple[Advance, ...] = ()
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -126,7 +128,7 @@ class FillPlan:
             yield f"upload  one packet, then one kernel for {len(self.fused)} slots, {where}"
         if self.packed:
             yield f"upload  {', '.join(self.packed)} in one packet"
-        yield from map(str, (*self.tails, *self.copies, *self.computed))
+        yield from map(str, (*self.tails, *self.copies, *self.computed, *self.advances))
 
     def __str__(self) -> str:
         """The plan as text."""
@@ -242,6 +244,7 @@ class _Planning:
             mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not packed,
             lowering=self.lowering,
             packed=packed,
+            advances=tuple(self._advances(present)),
         )
 
     def _nbytes(self, slot: Slot) -> int:
@@ -255,6 +258,30 @@ class _Planning:
                 written = slot.rewritten or name in self.pattern.in_place or name in self.foreign
                 always = written or self.lowering == "slot_by_slot"
                 yield TailReset(name, value, always, fused=not self._apart(slot))
+
+    def _advances(self, slots: Mapping[str, Slot]) -> Iterable[Advance]:
+        """The rules of slots: operators first, then what the kernel does in any order."""
+        rules = {name: rule for name, rule in self.declaration.rules.items() if name in slots}
+        read = {need for name, rule in rules.items() for need in rule.needs if need != name}
+        found = [Advance(name, rule.name, rule.needs) for name, rule in rules.items()]
+        simple = {name: sum_of for name, rule in rules.items() if name not in read and (sum_of := linear(rule))}
+        for one in found:
+            if one.slot not in simple or not self._kernel_adds(one.slot, *simple[one.slot]):
+                simple.pop(one.slot, None)
+                yield one
+        for one in found:
+            if one.slot in simple:
+                source, add = simple[one.slot]
+                yield attrs.evolve(one, by="kernel", source=source, add=add)
+
+    def _kernel_adds(self, name: str, source: str, add: int) -> bool:
+        """Whether the kernel in a graph can write the sum of a slot and a number into a slot."""
+        slots, target = self.declaration.slots, self.declaration.slots[name]
+        if self.lowering != "in_graph" or source not in slots or self._apart(target):
+            return False
+        own, other = (resolve_dtype(slot.dtype, self.capabilities) for slot in (target, slots[source]))
+        is_whole = not (own.is_floating_point or own.is_complex or own == torch.bool)
+        return own == other and slots[source].shape == target.shape and (is_whole or not add)
 
     def _packed(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
         """Slots that foreach copies take out of a packet: those that the batch brings, then computed ones."""

@@ -11,16 +11,18 @@ import attrs
 import torch
 
 from .admission import Kind
-from .axes import Live, Sizes, Step
+from .axes import BATCH, Live, Sizes, Step
 from .buffers import Box, Buffers, Ledger
-from .capabilities import DEVICE, HOST
+from .capabilities import DEVICE, HOST, Placement
 from .computation import Computation, PackedValue
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, blame
-from .packet import Lane, meta
+from .packet import HEAD, Lane, meta
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
+from .slots import Slot
 from .sources import SETTINGS, STEP
 from .tails import Number
+from .transition import Transition, rows_of_requests
 from .views import Aliases, Views
 
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
@@ -95,24 +97,50 @@ def boxes(live: Live, reach: Live) -> Iterator[Box]:
 class Planned:
     """One plan of a bucket, over its buffers; makes `Ready` for any live size.
 
-    padded: the bucket's sizes. exact: whether the step sees live rows only. owner: the number of the kernel's table.
-    lanes: what the kernel writes, in the order of `plan.fused`. uploads: whether each fill sends a packet.
+    padded: the bucket's sizes. exact: whether the step sees live rows only. partial: whether lanes for which nothing is
+    brought are left alone. owner: the number of the kernel's table. lanes: what the kernel writes, in the order of
+    `plan.fused`. uploads: whether each fill sends a packet.
     """
 
     def __init__(
-        self, plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes, *, exact: bool, owner: int = 0
+        self,
+        plan: FillPlan,
+        declaration: Declaration,
+        buffers: Buffers,
+        padded: Sizes,
+        *,
+        exact: bool,
+        partial: bool = False,
+        owner: int = 0,
     ) -> None:
         self.plan, self.owner, self.fused = plan, owner, frozenset(plan.fused)
         self.uploads = plan.lowering in FUSED or bool(plan.packed)
         self.has_tails = not exact and any(not (tail.always or tail.fused) for tail in plan.tails)
         self._declaration, self.buffers, self._padded, self.exact = declaration, buffers, padded, exact
+        self._partial = partial
         slots, pads = declaration.slots, {tail.slot: tail.value for tail in plan.tails}
-        self.lanes = tuple(
-            Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused
-        )
         self._bucket_views = self._views(padded)
+        self.lanes = tuple([self._lane(name, slots[name], pads.get(name)) for name in plan.fused])
         self._bucket_shown = Aliases(self._bucket_views)
         self._asked = False
+
+    def _lane(self, name: str, slot: Slot, pad: Number | None) -> Lane:
+        """One slot's way through the kernel, and what it advances to there."""
+        lane, found = Lane.of(name, self.buffers[name].view(self._padded), slot.varying, pad), self._padded.get(BATCH)
+        rule = next((one for one in self.plan.advances if one.slot == name and one.by == "kernel"), None)
+        source = None if rule is None else self.buffers[rule.source].view(self._padded)
+        each = lane.row // found if found and rows_of_requests(slot, self._padded) else 0
+        return attrs.evolve(lane, source=source, add=0 if rule is None else rule.add, each=each)
+
+    @functools.cached_property
+    def transitions(self) -> Mapping[Placement, Transition]:
+        """The rules that torch operators run, of slots on the device and of those on the host."""
+        slots, over = self._declaration.slots, (self._declaration, self.buffers, self._bucket_views, self._padded)
+        rules = [one for one in self.plan.advances if one.by == "operators"]
+        return {
+            side: Transition([one for one in rules if slots[one.slot].placement == side], *over)
+            for side in (DEVICE, HOST)
+        }
 
     def ready(self, live: Live) -> Ready:
         """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
@@ -127,7 +155,7 @@ class Planned:
         sizes, plan = step.live_sizes, self.plan
         views = self._views(sizes) if self.exact else self._bucket_views
         early = [group for group in plan.copies if not self.uploads or group.placement == HOST]
-        packed = [self.computation(one, step, views) for one in plan.computed if one.packed]
+        packed = [self.computation(one, step, views) for one in plan.computed if one.packed and not self._partial]
         others = [(one.on, self.computation(one, step, views)) for one in plan.computed if not one.packed]
         return Ready(
             planned=self,
@@ -150,9 +178,12 @@ class Planned:
             kind, slot = kinds.get(lane.slot), self._declaration.slots[lane.slot]
             whole = lane.slot in values or not slot.varying
             rows = lane.row if whole else slot.shape[slot.varying[0]].at(live) * lane.inner
+            if self._partial and kind is None:
+                rows = -1
             metas.append(meta(rows, lane.target.dtype if kind is None else kind.dtype, lane.target.dtype))
             paces.append(rows if kind is None or kind.pace is None else kind.pace)
-        return struct.pack(f"<{1 + 2 * len(metas)}q", self.owner, *metas, *paces)
+        head = (self.owner, 0, live.get(BATCH, 0), *(0,) * (HEAD - 3))
+        return struct.pack(f"<{HEAD + 2 * len(metas)}q", *head, *metas, *paces)
 
     def tails(self, sizes: Sizes, *, always: bool) -> Iterator[tuple[torch.Tensor, Number]]:
         """The padded rows that copies leave, of tails that each step resets, or of those that may be clean."""

@@ -143,6 +143,10 @@ class Slot:
         """The function that a fill calls, or None where nothing is computed."""
         return None
 
+    def advances(self) -> Compute | None:
+        """The function that says what the slot holds in the next step, or None where it stays as it is."""
+        return None
+
     def rule(self) -> Tail | None:
         """The tail rule, or None where every padded row is written in each step, or none ever is."""
         return self.pad
@@ -208,15 +212,21 @@ class Slot:
 class Copied(Slot):
     """Fed from the batch in each step.
 
-    source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given.
+    source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given. then: what
+    it holds in the next step of `steps()`, a function of slots; it stays as it is where none is given.
     """
 
     needs_rule = True
     source: Source | None = attrs.field(default=None, converter=optional_source)
+    then: Compute | None = attrs.field(default=None, converter=or_none(compute_of))
 
     def reads(self, name: str) -> Source | None:
         """The declared source, else the slot's own name."""
         return self.source or Path((name,))
+
+    def advances(self) -> Compute | None:
+        """The declared rule."""
+        return self.then
 
 
 @attrs.frozen(kw_only=True)
@@ -326,6 +336,7 @@ def copied(
     dtype: Dtype,
     pad: PadValue | Tail | None = None,
     source: str | Source | Callable[[Any], Any] | None = None,
+    then: Callable[..., Any] | None = None,
     placement: Placement = DEVICE,
     strided: bool = False,
     converts: tuple[torch.dtype, ...] = (),
@@ -347,6 +358,9 @@ def copied(
         dtype: A torch dtype, or a role.
         pad: What the tail holds: a value, a fixed axis, a fill role, or a tail rule.
         source: A path, `side("path")` or a function of the batch. By default the slot's own name.
+        then: What the slot holds in the next step of `steps()` if the host says nothing: a function whose parameters
+            name slots. Its own name gives the last step's value, another slot that advances its new value, an output
+            what the last step wrote. By default the slot stays as it is.
         placement: Where the buffer lies.
         strided: Take a source that is not contiguous.
         converts: Source dtypes that the copy converts.

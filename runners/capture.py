@@ -27,13 +27,15 @@ T = TypeVar("T")
 class Filling:
     """One bucket's fills for one pattern of absent slots. kernel: launches the kernel, which reads `table`.
 
-    alone: a graph of the kernel by itself, for fills that must be done before the step's graph.
+    alone: a graph of the kernel by itself, for fills that must be done before the step's graph. taken: the number of the
+    last packet that the operators before the kernel have taken, on the device.
     """
 
     bucket: Bucket
     table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
+    taken: torch.Tensor | None = None
 
     def whole(self, absent: Absent) -> Ready:
         """What the bucket needs where every row is live."""

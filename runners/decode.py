@@ -3,7 +3,7 @@
 import abc
 import functools
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, final
 
 import attrs
@@ -16,15 +16,16 @@ from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.computation import field_of
-from ..dataflow.errors import ConfigError, RankError, ReplayError
+from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
 from ..dataflow.guard import own_guard
 from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Run, Specialization
+from .ahead import Ahead, LaunchedStep, Read
 from .capture import Captured
-from .config import RunnerConfig, Wanted, config_of, patterns_of
+from .config import RunnerConfig, Wanted, checked, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet
 from .hooks import watchers_of
@@ -202,7 +203,7 @@ class GraphRunner(Runner[V]):
                 names both.
         """
         try:
-            with self._gate.open():
+            with self.gate.open():
                 return self.graphs.capture()
         finally:
             modes = self.config.modes
@@ -417,6 +418,47 @@ class RequestRunner(GraphRunner[V]):
 
         return finish
 
+    def steps(
+        self, batch: Any, *, keys: Iterable[Hashable] | None = None, ahead: int = 0, read: Read | None = None
+    ) -> Iterator[LaunchedStep]:
+        """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
+
+        Between two steps the host says only what is new: `step.leave`, `step.join`, `step.edit`. A step without news is
+        one replay, for which nothing is uploaded. The loop ends when no request is live. The slots belong to it
+        meanwhile: a call of the runner ends it with ReplayError.
+
+        Args:
+            batch: The first step's batch, as a call takes it.
+            keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
+            ahead: How many steps are launched beyond the one that is handed out.
+            read: Chooses what of the step's outputs is copied to the host. By default all of it.
+
+        Returns:
+            The steps in turn, which the device may still be running.
+
+        Raises:
+            ConfigError: No slot advances, or rows of a slot do not belong to requests.
+            BatchError: The batch does not fit, or no graph takes it.
+            ReplayError: Nothing is captured yet.
+        """
+        checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
+        decision = self.decide(batch)
+        if decision.bucket is None:
+            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
+        return iter(Ahead(self, batch, keys, ahead, read, self._why_by_calls()))
+
+    def _why_by_calls(self) -> str:
+        """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
+        if self.coordinator.size > 1:
+            return "ranks agree on each step"
+        if self.watch.watchers or self._bound is None:
+            return "each step is watched"
+        return "" if self.lowering in {"in_graph", "foreach"} else f"the lowering is {self.lowering}"
+
+    def rows_out(self, requests: int) -> int | None:
+        """Rows of outputs for so many requests; None where outputs are whole."""
+        return None if self._rows_each is None else requests * self._rows_each
+
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """A bucket's slots, all padded rows of them, for a producer that writes them itself.
 
@@ -433,7 +475,7 @@ class RequestRunner(GraphRunner[V]):
         pattern = frozenset(absent)
         captured = self.graphs.captured.get((bucket, pattern))
         if captured is None:
-            with self._gate.open():  # it may be captured now
+            with self.gate.open():  # it may be captured now
                 captured = self.graphs.get(bucket, pattern)
         if captured is None:
             without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""

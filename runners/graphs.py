@@ -11,17 +11,18 @@ from typing import Any, Generic
 import attrs
 import torch
 
-from ..backends.base import Graph
+from ..backends.base import Fusion, Graph
 from ..dataflow import log
-from ..dataflow.axes import Live, Sizes
+from ..dataflow.axes import BATCH, Live, Sizes
 from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers, at_rest, overlaps, span
-from ..dataflow.capabilities import Lowering, chosen_lowering
+from ..dataflow.capabilities import DEVICE, Lowering, chosen_lowering
+from ..dataflow.edits import RowBucket
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import WORD, Feed, table_of
+from ..dataflow.packet import HEAD, WORD, Feed, table_of
 from ..dataflow.plan import FUSED, packet_bytes
-from ..dataflow.ready import Ready
+from ..dataflow.ready import Planned, Ready
 from ..dataflow.slots import Output
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specializations
@@ -75,7 +76,9 @@ class Filler(Generic[V]):
             raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() gives none")
         slots, record = self.stage.declaration, backend.capabilities
         most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
-        self._feed = Feed(backend.upload, most)
+        rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # of an edit
+        numbered = self.lowering == "in_graph" and bool(slots.rules)
+        self._feed = Feed(backend.upload, most + rows * numbered, numbered=numbered)
         if self._fusion is not None:
             _ = self._feed.upload
 
@@ -92,10 +95,7 @@ class Filler(Generic[V]):
         if fusion is None:
             return Filling(bucket)
         planned = bucket.planned(absent)
-        rows = table_of(planned.lanes, fusion.block, planned.owner)
-        with outside_inference():
-            table = torch.from_numpy(rows).to(stage.backend.device)
-        self._tables += table.nbytes
+        table = self._table(planned, fusion)
         targets = [lane.target for lane in planned.lanes]
         return Filling(bucket, table, fusion.kernel(table, self._feed.upload.packet, targets))
 
@@ -115,10 +115,61 @@ class Filler(Generic[V]):
         graph = filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self.error_mode)
         return graph
 
-    def first_node(self, filling: Filling) -> None:
-        """Run what a step's graph begins with."""
-        if self.lowering == "in_graph":
-            filling.kernel()
+    def first_node(self, filling: Filling, absent: Absent) -> None:
+        """Run what a step's graph begins with: rules of slots that operators run, and the kernel."""
+        if self.lowering != "in_graph":
+            return
+        if transition := filling.bucket.planned(absent).transitions[DEVICE]:
+            armed, number, requests = self._words(0, 1, 2)
+            if filling.taken is None:
+                with outside_inference():
+                    filling.taken = torch.zeros_like(number)
+            transition.record(requests, (armed != 0) & (number == filling.taken))
+            filling.taken.copy_(torch.where(armed != 0, number, filling.taken))
+        filling.kernel()
+
+    def _words(self, *places: int) -> list[torch.Tensor]:
+        """Words of the packet, one element each."""
+        with outside_inference():
+            words = self._feed.upload.packet[: HEAD * WORD].view(torch.int64)
+            return [words[place : place + 1] for place in places]
+
+    def rows(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> RowBucket:
+        """What edits rows of requests of a bucket, by a kernel where the device has one."""
+        stage, fusion = self.stage, self._fusion
+        in_graph = by_kernel and self.lowering == "in_graph" and fusion is not None and fusion.edit is not None
+        over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
+        lowering: Lowering = "in_graph" if in_graph else "slot_by_slot"
+        return RowBucket(*over, lowering=lowering, feed=self._feed, left_out=absent)
+
+    def capture_edits(self, bucket: RowBucket) -> Graph | None:
+        """Capture what advances all slots, and then moves and writes rows; None where that goes slot by slot."""
+        fusion, backend, planned = self._fusion, self.stage.backend, bucket.planned()
+        if fusion is None or fusion.edit is None or bucket.lowering != "in_graph":
+            return None
+        table = self._table(planned, fusion)
+        edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in planned.lanes])
+        armed, before = self._words(0, 3)
+
+        def run() -> None:
+            planned.transitions[DEVICE].record(before, (armed != 0) & (before > 0))
+            edit()
+
+        self.rest()
+        warm_up(backend, run)
+        return capture_step(backend, run, pool=backend.pool(), error_mode=self.error_mode)
+
+    def send(self, data: bytes, kept: object) -> None:
+        """Send an edit's packet."""
+        self._feed.send(data, kept)
+
+    def _table(self, planned: Planned, fusion: Fusion) -> torch.Tensor:
+        """The kernel's table of a plan, on the device."""
+        with outside_inference():
+            rows = table_of(planned.lanes, fusion.block, planned.owner)
+            table = torch.from_numpy(rows).to(self.stage.backend.device)
+        self._tables += table.nbytes
+        return table
 
     def rest(self) -> None:
         """Have the kernel leave the slots alone until a batch comes."""
@@ -345,7 +396,7 @@ class GraphSet(Generic[V]):
 
         def step() -> Any:
             with torch.no_grad():
-                filler.first_node(filling)
+                filler.first_node(filling, absent)
                 ready.compute_on_device()
                 view = stage.sealed(stage.view(ready, None))
                 return under_way(Running(view), stage.run, view)
@@ -354,12 +405,7 @@ class GraphSet(Generic[V]):
 
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
-        if not captured.verified or ADDRESSES in self._modes:
-            captured.graph.check_addresses()
-            moved = ", ".join(map(repr, self.buffers.moved()))
-            if moved:
-                raise ReplayError(f"the buffers of {moved} moved since capture: a graph would read freed memory")
-            captured.verified = True
+        self.verify(captured)
         if self._forks != FORKS.count:
             raise ReplayError("this process was forked after capture: graphs belong to the process that captured them")
         self.clock.stream = self.filler.follow(self.clock.stream)  # of whichever runner: the graphs share memory
@@ -373,6 +419,15 @@ class GraphSet(Generic[V]):
             self.filler.hosts.note()
         outputs = captured.live(None if self.rows_each is None else rows * self.rows_each)
         return map_tensors(outputs, self._stamp) if GENERATIONS in self._modes else outputs
+
+    def verify(self, captured: Captured) -> None:
+        """Raise ReplayError where memory of a graph is seen to have moved: before its first replay, or each."""
+        if not captured.verified or ADDRESSES in self._modes:
+            captured.graph.check_addresses()
+            moved = ", ".join(map(repr, self.buffers.moved()))
+            if moved:
+                raise ReplayError(f"the buffers of {moved} moved since capture: a graph would read freed memory")
+            captured.verified = True
 
     def order(self) -> None:
         """Let a whole step wait for what was handed to other streams, of these graphs and of others of their pool."""

@@ -68,7 +68,7 @@ class InputBuffers(Generic[V]):
         self._waits = graphs_read_host_slots
         self._fillings: dict[_Key, Filling] = {}
         self._in_graph: set[_Key] = set()
-        self._gate = Gate(type(self).__name__)
+        self.gate = Gate(type(self).__name__)
 
     def __repr__(self) -> str:
         """One line."""
@@ -96,7 +96,7 @@ class InputBuffers(Generic[V]):
         Raises:
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
         """
-        with self._gate.open():
+        with self.gate.open():
             self._filling(self._key(padded, absent))
 
     def fill(
@@ -127,7 +127,7 @@ class InputBuffers(Generic[V]):
             BatchError: The batch does not fit; nothing was written.
             ConfigError: A size is larger than the capacity, or an axis is unknown.
         """
-        with self._gate.open():
+        with self.gate.open():
             pattern = self._stage.absent(batch, side) if absent is None else absent
             key = self._key(padded, pattern)
             rows = self._live(batch, live, side)
@@ -157,7 +157,7 @@ class InputBuffers(Generic[V]):
         Raises:
             CaptureError: Nothing was filled or prepared with these sizes yet.
         """
-        with self._gate.open():
+        with self.gate.open():
             key = self._key(padded, absent)
             filling = self._fillings.get(key)
             if filling is None:
@@ -180,7 +180,7 @@ class InputBuffers(Generic[V]):
         Raises:
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
         """
-        with self._gate.open():
+        with self.gate.open():
             key = self._key(padded, absent)
             if written:
                 self._buffers.ledger.handed_out = True

@@ -18,7 +18,7 @@ from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sizing import Sizer, limits_of
-from ..dataflow.sources import Side, Sources
+from ..dataflow.sources import NO_SIDE, Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations, not_bound
 from .capture import FORKS, Captured
 from .config import RunnerConfig
@@ -77,6 +77,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         cuts: Whether outputs are cut to live rows.
         graphs: The captured buckets, and the buffers that they read; None of a runner that captures nothing.
         eager: Runs the batches that no graph takes.
+        gate: Lets one step in at a time.
         seat: Where its buffers come from; None where they grow.
         sizes: Each bucket's padded sizes, by its rows.
         patterns: Those of absent slots that graphs are captured for.
@@ -110,7 +111,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._limits = limits_of(stage.declaration, capacity)
         self._axes = len(stage.declaration.varying)
         self.tally = Tally(path)
-        self._gate = Gate(self.name)
+        self.gate = Gate(self.name)
         self._table = Specializations(stage.declaration, size)
         self._bound: Specializations | None = None
         self._filled: Filled[V] | None = None
@@ -163,9 +164,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """
         if self.watch.watchers:
             return self.replay(self.fill(batch, **side))
-        lock, bound = self._gate.lock, self._bound
+        lock, bound = self.gate.lock, self._bound
         if lock.locked():
-            raise self._gate.refusal()
+            raise self.gate.refusal()
         with lock:
             if bound is not None:
                 try:
@@ -212,7 +213,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _fill_view(self, batch: Any, side: Side) -> V:
         bound = self._bound if self.stage.declaration.ranks is None else None  # ranks are told what each fill brings
-        with self._gate.open():
+        with self.gate.open():
             filled: Any = MISS
             if bound is not None:
                 try:
@@ -235,7 +236,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return filled.view  # type: ignore[return-value] # not of a whole step
 
     def _replay_view(self, view: V) -> Any:
-        with self._gate.open():
+        with self.gate.open():
             filled, turn, graphs = self._filled, self._turn, self.graphs
             if filled is None or filled.view is not view or turn is None:
                 raise ReplayError("this view was not filled last: a later fill has overwritten its slots")
@@ -263,8 +264,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.coordinator.begin()
         try:
             live = self.size(batch, side)
-            for limit in self._limits:
-                limit.check(batch, side)
+            self.check_limits(batch, side)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
         except BaseException as error:
@@ -280,6 +280,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
         counted = route if isinstance(route, Decision) else route.rows
         self.tally.filled(counted, start if start > late else 0, self.name)
         return filled
+
+    def check_limits(self, batch: Any, side: Side = NO_SIDE, slots: Collection[str] | None = None) -> None:
+        """BatchError where host data holds more than a slot takes. slots: those to look at, if not all."""
+        for limit in self._limits:
+            if slots is None or limit.name in slots:
+                limit.check(batch, side)
 
     def _fill_by(
         self, route: Captured | Decision, batch: Any, side: Side, live: Live, absent: Absent, *, whole: bool

@@ -10,9 +10,9 @@ import torch
 from ..dataflow.axes import Sizes, extent
 from ..dataflow.capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, RecordingError
 from ..dataflow.slots import Slot
-from ..dataflow.sources import Path
+from ..dataflow.sources import Answering, Call, Path, Source
 from ..dataflow.tails import Once, Pad
 
 CPU: Final = torch.device("cpu")
@@ -141,3 +141,36 @@ def put(sample: Sample, path: Path, value: Any) -> bool:
     if fits:
         holder[last] = value
     return fits
+
+
+class RecordedBatch(dict[str, Any], Answering):
+    """A batch made of what sources gave. It answers for functions of the batch, which are not called."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.answers: dict[int, Any] = {}
+
+    def answer(self, source: Source) -> Any:
+        """What the source found in the batch that this one stands for. None if it found nothing."""
+        return self.answers.get(id(source))
+
+
+def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
+    """A batch and side arguments that bring given values. RecordingError if a source cannot be stood in for."""
+    batch = RecordedBatch(fields)
+    sample = Sample(batch, {})
+    for name, value in slots.items():
+        source = declaration.sources.get(name)
+        if isinstance(source, Call):
+            batch.answers[id(source)] = value
+        elif isinstance(source, Path):
+            if not put(sample, source, value):
+                raise RecordingError(
+                    f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
+                )
+        elif source is not None:
+            raise RecordingError(
+                f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
+                "declare a path, side(...) or a function of the batch"
+            )
+    return sample

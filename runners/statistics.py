@@ -67,9 +67,13 @@ class FillsData(TypedDict):
 
 
 class TallyData(TypedDict):
-    """What a tally counts: steps by path, by bucket, and, of those without a graph, by reason; and what fills took."""
+    """What a tally counts: steps by path, by bucket, and, of those without a graph, by reason; and what fills took.
+
+    ahead: steps of `steps()` that were launched ahead of the host, and those that were held, by reason.
+    """
 
     steps: dict[str, int]
+    ahead: dict[str, int]
     buckets: dict[int, BucketData]
     eager: dict[str, EagerData]
     fills: FillsData
@@ -99,7 +103,7 @@ class Tally:
     """Counts steps once they are done. Any thread may read it, and no step waits for that.
 
     buckets: steps by bucket, but for those of shortcuts. repeated: these, by bucket and live rows: of them nothing but
-    steps is counted. reasons: eager steps by reason. turns: for each fill that begins, whether it is to be timed.
+    steps is counted. reasons: eager steps by reason. ahead: steps of `steps()`, ahead of the host or by why not. turns: for each fill that begins, whether it is to be timed.
     """
 
     def __init__(self, path: Path = "graph") -> None:
@@ -107,6 +111,7 @@ class Tally:
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.repeated: dict[tuple[int, int], Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
+        self.ahead = collections.Counter[str]()
         self.turns = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
         self._warned: set[tuple[Why, int | None]] = set()
 
@@ -161,6 +166,7 @@ class Tally:
         graphs, others = (sum(one["steps"] for one in of.values()) for of in (buckets, eager))
         return {
             "steps": {self.path: graphs, "eager": others},
+            "ahead": dict(self.ahead),
             "buckets": buckets,
             "eager": eager,
             "fills": {

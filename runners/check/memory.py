@@ -22,11 +22,11 @@ from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..runner import Runner
 from ..running import running
-from ..sampling import Sample
+from ..sampling import Sample, rebuilt
 from ..state import Change
 from ..testing.timing import occupier
 from ..traffic import Traffic, run_seen
-from .trial import Finding, Subject, Tensors, Trial, rebuilt
+from .trial import Finding, Subject, Tensors, Trial
 
 STEPS: Final = ENTRIES + SEGMENT  # in flight: more than a ring has entries
 SHARE: Final = 0.25

@@ -9,15 +9,13 @@ import torch
 
 from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
-from ...dataflow.declaration import Declaration
-from ...dataflow.errors import RankError, RecordingError, ReplayError
+from ...dataflow.errors import RankError, ReplayError
 from ...dataflow.slots import Constant, Output, Slot
-from ...dataflow.sources import Answering, Call, Path, Source
 from ..comparison import info_of, ran_eagerly
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
 from ..runner import Runner
-from ..sampling import Sample, put
+from ..sampling import Sample
 from ..stage import V
 from ..state import State
 
@@ -201,36 +199,3 @@ class Subject(Generic[V]):
         """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
         late = self.runner.stage.declaration.side(name) == DEVICE and self.runner.is_whole
         return not (late or isinstance(self.slots[name], Output))
-
-
-class RecordedBatch(dict[str, Any], Answering):
-    """A batch made of what sources gave. It answers for functions of the batch, which are not called."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
-        self.answers: dict[int, Any] = {}
-
-    def answer(self, source: Source) -> Any:
-        """What the source found in the batch that this one stands for. None if it found nothing."""
-        return self.answers.get(id(source))
-
-
-def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
-    """A batch and side arguments that bring given values. RecordingError if a source cannot be stood in for."""
-    batch = RecordedBatch(fields)
-    sample = Sample(batch, {})
-    for name, value in slots.items():
-        source = declaration.sources.get(name)
-        if isinstance(source, Call):
-            batch.answers[id(source)] = value
-        elif isinstance(source, Path):
-            if not put(sample, source, value):
-                raise RecordingError(
-                    f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
-                )
-        elif source is not None:
-            raise RecordingError(
-                f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
-                "declare a path, side(...) or a function of the batch"
-            )
-    return sample

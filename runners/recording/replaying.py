@@ -14,12 +14,12 @@ from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
 from ..check.replays import COPIES, apart_from_step
-from ..check.trial import Subject, rebuilt, unwatched
+from ..check.trial import Subject, unwatched
 from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
 from ..explained.pages import Table
 from ..ranks.group import HOST, Exchange, Message, Ranks
 from ..runner import Runner
-from ..sampling import Sample
+from ..sampling import Sample, rebuilt
 from ..stage import Stage
 from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from slotgraph.backends.cpu import HOST_FUSION
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
-from slotgraph.dataflow.packet import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
+from slotgraph.dataflow.packet import CODES, HEAD, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
 from slotgraph.dataflow.tails import Number
 
 KERNEL = "slotgraph.backends.cuda_kernel"
@@ -60,7 +60,7 @@ def need_triton() -> None:
 
 def by_triton(module: Any, table: torch.Tensor, packet: torch.Tensor, block: int) -> None:
     """The kernel of a module, compiled or interpreted."""
-    module.fill_lanes[(len(table),)](table, packet, BLOCK=block, num_warps=module.WARPS)
+    module.fill_lanes[(len(table),)](table, packet, ADVANCE=False, BLOCK=block, num_warps=module.WARPS)
 
 
 def on_device() -> Way:
@@ -285,7 +285,8 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
     sources = [v.data_ptr() if case.action != "reset" else 0 for case, v in zip(cases, values, strict=True)]
     block = max(block, 1 << (sum(lane.outer * lane.row for lane in lanes) // kernel.programs).bit_length())
     table = torch.from_numpy(table_of(lanes, block, owner)).to(kernel.device)
-    packet = torch.tensor([owner if meant_for is None else meant_for, *words, *paces, *sources], device=kernel.device)
+    head = [owner if meant_for is None else meant_for, *(0,) * (HEAD - 1)]
+    packet = torch.tensor([*head, *words, *paces, *sources], device=kernel.device)
     assert packet.nbytes == head_bytes(len(lanes))
     if len(table):
         kernel.run(table, packet, raws, values, block)
@@ -346,8 +347,8 @@ def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiler, targets = (importlib.import_module(f"triton.{name}.compiler") for name in ("compiler", "backends"))
     module = importlib.import_module(KERNEL)
-    signature = {"table": "*i64", "packet": "*i64", "BLOCK": "constexpr"}
-    source = compiler.ASTSource(module.fill_lanes, signature, {"BLOCK": module.BLOCK})
+    signature = {"table": "*i64", "packet": "*i64", "ADVANCE": "constexpr", "BLOCK": "constexpr"}
+    source = compiler.ASTSource(module.fill_lanes, signature, {"ADVANCE": False, "BLOCK": module.BLOCK})
     target = targets.GPUTarget("cuda", chip, 32)
     options = {"num_warps": module.WARPS, "enable_fp_fusion": True}  # whose default differs by version
     made = compiler.compile(source, target=target, options=options)
