@@ -86,7 +86,7 @@ def batches_of(live: int, device: torch.device) -> list[DecodeInputs]:
             pages=list(range(1 + row * REACH, 1 + (row + 1) * REACH)),
         )
 
-    return [decode_batch([request(number, row) for row in range(live)], device) for number in range(SETS)]
+    return [decode_batch([request(number, row) for row in range(live)], REACH, device) for number in range(SETS)]
 
 
 @contextlib.contextmanager

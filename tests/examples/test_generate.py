@@ -1,5 +1,6 @@
 """The demo passes on every way to run it, says what it did, and finds each bug that graph inputs are known for."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,8 @@ def test_a_compiled_step(generate: Generate, prompts: str) -> None:
     assert (status, report["comparison"]["difference"], report["eager_steps"]) == (0, None, 0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     assert report["texts"] == generate("--backend", "cpu", *small)[1]["texts"]
+    ahead = generate("--compile", "--backend", "cpu", *small, "--ahead", "1")[1]
+    assert [text["tokens"] for text in ahead["texts"]] == [text["tokens"] for text in report["texts"]]
     with pytest.raises(module("serving.options").OptionsError, match="--backend cpu or cuda"):
         generate("--compile", *small)
 
@@ -182,7 +185,7 @@ def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: 
     argv: tuple[str, ...] = ("--backend", backend_name, "--dtype", dtype)
     inputs = module("serving.inputs")
     if plant == "tail":
-        seams = {"declaration": stale(inputs.DecodeInputs, torch.int32, "block_tables", axes=(BATCH, inputs.PAGES))}
+        seams = {"declaration": stale_tables(inputs)}
     elif plant == "places":
         argv += QUICK
         seams = {"declaration": misplaced(inputs)}
@@ -199,6 +202,11 @@ def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: 
     assert difference["logits"] > report["comparison"]["bounds"]["logits"]
     where = f"request {difference['request']}, generated token {difference['token']}, engine step {difference['step']}"
     assert f"DIFFERENT from generate(): {where}:" in " ".join(out.split())
+
+
+def stale_tables(inputs: Any) -> Any:
+    """A declaration whose padded rows write to pages of an earlier step."""
+    return stale(inputs.DecodeInputs, torch.int32, "block_tables", axes=(BATCH, inputs.PAGES))
 
 
 def misplaced(inputs: Any) -> Any:
@@ -231,3 +239,62 @@ def test_wrong_count_is_found(generate: Generate, argv: tuple[str, ...]) -> None
     status, report, out = generate(*QUICK, *argv, "--max-batch", "3", "--buckets", "2,4", declaration=Miscounted)
     assert (status, (report["comparison"] or {"difference": None})["difference"]) == (1, None)
     assert "WRONG COUNT" in out
+
+
+DRAWN = ("--temperature", "0.9", "--top-p", "0.95", "--seed", "11")
+PAGES = ("--page-size", "3", "--max-batch", "5", "--max-new-tokens", "40", "--prefill", "eager")
+
+
+@pytest.fixture(scope="module")
+def synchronous(generate: Generate) -> Callable[..., Any]:
+    """The report of a run whose host reads each step's tokens first, which is compared with generate()."""
+    return functools.cache(lambda *argv: generate(*argv, "--sync")[1])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("argv", [PAGES, (*PAGES, *DRAWN)], ids=["greedy", "drawn"])
+def test_steps_ahead_make_the_same_tokens(
+    generate: Generate, synchronous: Callable[..., Any], argv: tuple[str, ...], ahead: int, backend: str
+) -> None:
+    """Requests join, take pages and end in the middle of their texts; buckets change; some wait for a row."""
+    status, report, _ = generate(*argv, "--backend", backend, "--ahead", str(ahead), "--no-verify")
+    expected = synchronous(*argv)
+    assert expected["passed"]
+    assert (status, [text["tokens"] for text in report["texts"]]) == (0, [one["tokens"] for one in expected["texts"]])
+    assert report["counted"] == report["decoded"] == sum(bucket["live"] for bucket in report["buckets"])
+    assert report["decode_steps"] == sum(bucket["steps"] for bucket in report["buckets"])
+    assert len({bucket["bucket"] for bucket in report["buckets"]}) == 4
+    surplus = report["decoded"] - expected["decoded"]
+    assert (surplus == 0) == (ahead == 0)
+    assert surplus <= ahead * report["requests"]
+    lengths = [len(text["tokens"]) for text in report["texts"]]
+    assert min(lengths) < max(lengths) == 40, "no text ended in the middle"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--dtype", "bfloat16"),
+        ("--max-new-tokens", "1", "--max-prefill-tokens", "64"),
+        ("--buckets", "1,3", "--max-new-tokens", "16"),
+        ("--arrival-gap", "9", "--max-new-tokens", "5", "--prefill", "piecewise"),
+    ],
+    ids=" ".join,
+)
+def test_steps_ahead_equal_generate(generate: Generate, argv: tuple[str, ...]) -> None:
+    """In low precision, where a prompt's token is the last, where no bucket holds all, and where pauses are long."""
+    status, report, _ = generate(*argv, "--ahead", "2")
+    assert (status, report["comparison"]["difference"], report["eager_steps"]) == (0, None, 0)
+
+
+@pytest.mark.parametrize("plant", [*PREPARED, "places", "tail"])
+def test_what_is_planted_ahead_is_found(generate: Generate, backend_name: str, plant: str) -> None:
+    """Wrong rows of requests that join are wrong in all steps to come."""
+    inputs = module("serving.inputs")
+    declarations = {"places": misplaced, "tail": stale_tables}
+    seams = {"prepare": PREPARED[plant]} if plant in PREPARED else {"declaration": declarations[plant](inputs)}
+    argv = ("--backend", backend_name, "--ahead", "1", *(QUICK if plant != "tail" else ()))
+    status, report, _ = generate(*argv, **seams)
+    assert (status, report["passed"]) == (1, False)
+    assert report["comparison"]["apart"] > 0

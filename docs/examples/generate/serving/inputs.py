@@ -8,7 +8,7 @@ import torch
 from serving.request import Request
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, output, standard
 
-PAGES = Axis("PAGES")
+PAGES = Axis("PAGES", fixed=True)
 D = TypeVar("D", bound="TokenInputs")
 
 
@@ -34,10 +34,13 @@ class DecodeInputs(TokenInputs):
     """What one decode step reads: a token a request, and where that request's keys and values are.
 
     next_ids: what the step writes: the token after each request's newest. The runner's settings have the page_size.
+    then: what the next step reads, if the host says nothing.
     """
 
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda next_ids: next_ids)
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda positions: positions + 1)
     out_cache_loc: torch.Tensor = computed(place, shape=TOKENS, dtype=CACHE_LOC)
-    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, then=lambda seq_lens: seq_lens + 1)
     block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
     num_token_non_padded: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
     next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
@@ -76,17 +79,23 @@ def prefill_batch(requests: Sequence[Request], page_size: int, device: torch.dev
     )
 
 
-def decode_batch(requests: Sequence[Request], device: torch.device) -> DecodeInputs:
-    """Each request's newest token; block tables are as wide as the longest of these requests needs."""
-    width = max(len(request.pages) for request in requests)
-    tables = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+def decode_batch(
+    requests: Sequence[Request], width: int, device: torch.device, first: torch.Tensor | None = None
+) -> DecodeInputs:
+    """Each request's newest token, which is its first one if `first` has them; block tables are `width` pages wide."""
+    lens = [request.seq_len + (first is not None) for request in requests]
     return DecodeInputs(
-        input_ids=_int64([request.generated[-1] for request in requests], device),
-        positions=_int64([request.seq_len - 1 for request in requests], device),
+        input_ids=_int64([request.generated[-1] for request in requests], device) if first is None else first,
+        positions=_int64([seq_len - 1 for seq_len in lens], device),
         numbers=_int64([request.number for request in requests], device),
-        seq_lens=torch.tensor([request.seq_len for request in requests], dtype=torch.int32, device=device),
-        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables(requests, width), dtype=torch.int32, device=device),
     )
+
+
+def tables(requests: Sequence[Request], width: int) -> list[list[int]]:
+    """The pages of each request, and behind them the dummy page."""
+    return [request.pages + [0] * (width - len(request.pages)) for request in requests]
 
 
 def _int64(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

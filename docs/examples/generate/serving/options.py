@@ -96,6 +96,18 @@ class Options:
         type=counts,
         metavar="N,N,..",
     )
+    ahead: int | None = _option(
+        None,
+        "steps that are launched before the host has read the tokens of the one before (default: 1 on a device; on a "
+        "CPU and over several processes the host reads each step's tokens first, as with --sync)",
+        type=_rounds,
+        metavar="N",
+    )
+    sync: bool = _option(
+        False,  # noqa: FBT003 - a flag's default
+        "build each batch on the host, from the tokens of the step before",
+        action="store_true",
+    )
     temperature: float = _option(
         0.0, "draw tokens at this temperature, by --seed; 0 takes the likeliest", type=_amount, metavar="T"
     )

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
+from serving.ahead import AheadEngine
 from serving.attention import paged
 from serving.comparison import Judge
 from serving.engine import Engine, Prepare, unchanged
@@ -66,6 +67,8 @@ def generate(
         check_compiles(backends.choose(options.backend).name)
         if options.tp * options.dp * options.pp > 1:
             raise OptionsError("--compile is for one process: leave out --tp, --dp and --pp")
+    if options.ahead is not None and (options.sync or options.dp * options.pp > 1):
+        raise OptionsError(f"--ahead {options.ahead} is for one process or --tp: leave out --sync, --dp and --pp")
     if options.tp > 1:
         check_even(config_of(options), options.tp)
     if options.pp > 1:
@@ -84,6 +87,8 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
     device = backends.choose(options.backend).device
     if options.prefill == "auto":
         options = attrs.evolve(options, prefill="eager" if device.type == "cpu" else "breakable")
+    if options.ahead is None and not options.sync and device.type != "cpu" and world.size == 1:
+        options = attrs.evolve(options, ahead=1)
     whole = load_language(options, device)
     every = read_requests(options, whole)
     requests = world.share(every)
@@ -98,7 +103,8 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         judge = attrs.evolve(judge, bounds=max(world.gathered(judge.bounds), key=lambda bounds: bounds.logits))
     batched = continuous_batching(whole, requests, options, world.size)
 
-    engine = Engine(language, requests, options, crew=crew_of(world, language, every), **seams)
+    kind = Engine if options.ahead is None else AheadEngine
+    engine = kind(language, requests, options, crew=crew_of(world, language, every), **seams)
     with paged(language.model), _bar(world) as progress:
         captured = engine.capture()
         task = progress.add_task("serving, in batches", total=len(requests))

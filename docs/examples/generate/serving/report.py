@@ -67,6 +67,7 @@ def summarise(
         "steps": max(work.steps for work in works),
         "prefill": _prefill(options, shown),
         "decode_steps": sum(work.decodes for work in works),
+        "ahead": dict(shown[0].decode["ahead"]),  # steps by how they were launched; empty with --sync
         "eager_steps": sum(part.decode["steps"]["eager"] for part in shown),
         "decoded": sum(work.decoded for work in works),  # by the host; counted: by the device, inside the step
         "counted": sum(part.counts[0] for part in shown),

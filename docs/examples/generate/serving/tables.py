@@ -56,6 +56,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
     yield "requests, tokens generated", f"{report['requests']}, {report['tokens']}"
     eagerly = f", {report['eager_steps']} of them eagerly" if report["eager_steps"] else ""
     yield "decode steps", f"{report['decode_steps']}{eagerly}"
+    if report["ahead"]:
+        yield "decode steps by how they were launched", ", ".join(f"{n} {how}" for how, n in report["ahead"].items())
     yield "decode steps by bucket", ", ".join(f"{use['bucket']}: {use['steps']}" for use in report["buckets"])
     why = "".join(f", {word}" for word in prefill["reasons"]) if prefill["asked"] != "eager" else ""
     paths = (f"{steps} {path}{why if path == 'eager' else ''}" for path, steps in prefill["paths"].items())
