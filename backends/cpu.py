@@ -137,7 +137,7 @@ def _fill(row: list[int], meta: int, pace: int, source: int) -> None:
 def _advance(row: list[int], requests: int, *, moves: bool, tail: bool) -> None:
     """Advance the live part of a table row, where it has a rule, and reset its tail."""
     target, _, outer, _, padded, stride, _, flags, source, add, each, _ = row
-    live, size = min(requests * each, padded) if each else padded, flags & BYTE
+    live, size = min(requests * each, padded) if each else padded * bool(requests), flags & BYTE
     if moves and source and live:
         _copy(source, outer * stride, target + outer * stride * size, live, 0, flags)
         if add:

@@ -75,11 +75,13 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
     if ADVANCE:
         is_mine = armed == 0
         is_new = armed == 0
-    elif is_new & advances:
-        tl.store(row + 11, number)
+    else:
+        tl.debug_barrier()  # all threads have loaded the number before one stores the next
+        tl.store(row + 11, number, mask=is_new & advances)
     fills = is_mine & is_new & (meta >= 0)
     if fills | (advances & ~(is_mine & is_new)):
-        length = tl.where(fills, meta & _LENGTH, tl.where(each == 0, padded, requests * each))
+        moving = tl.where(each == 0, tl.where(requests == 0, 0, padded), requests * each)
+        length = tl.where(fills, meta & _LENGTH, moving)
         code = tl.where(fills, meta >> _SHIFT, 0)
         source = tl.where(fills, source, tl.where(is_new, 0, rule))
         pace = tl.where(fills, pace, stride)

@@ -2,7 +2,7 @@
 
 import functools
 import struct
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -22,47 +22,42 @@ from .specialization import Taken
 from .transition import rows_of_requests
 
 _HEAD: Final = struct.Struct(f"<{HEAD}q").pack
+Moves = Sequence[tuple[int, int]]
+"""Rows that move, and where to."""
 NOWHERE: Final = -1
 """The row of a request that left before what is brought for it was written."""
 
 
-@attrs.define
 class Order:
     """Requests by key, in the order of their rows."""
 
-    keys: tuple[Hashable, ...]
-    rows: dict[Hashable, int]
+    def __init__(self, keys: Iterable[Hashable]) -> None:
+        """BatchError where two requests have one key."""
+        self.keys = tuple(keys)
+        self.rows = {key: row for row, key in enumerate(self.keys)}
+        if len(self.rows) != len(self.keys):
+            raise BatchError(f"two requests have one key: {len(self.keys)} keys, {len(self.rows)} different ones")
 
-    @classmethod
-    def of(cls, keys: Iterable[Hashable]) -> "Order":
-        """Requests in this order. BatchError where two have one key."""
-        keys = tuple(keys)
-        rows = {key: row for row, key in enumerate(keys)}
-        if len(rows) != len(keys):
-            raise BatchError(f"two requests have one key: {len(keys)} keys, {len(rows)} different ones")
-        return cls(keys, rows)
+    def arrange(self, leaving: Iterable[Hashable], joining: Sequence[Hashable]) -> Moves:
+        """Have requests leave and join; which row moves to which.
 
-    def arranged(
-        self, leaving: Collection[Hashable], joining: Sequence[Hashable]
-    ) -> tuple["Order", list[tuple[int, int]]]:
-        """The order after some left and others joined, and which row moves to which.
-
-        Who joins takes the rows of those that leave, then those behind the last. Other free rows are taken by the last.
+        Those that join take the rows of those that leave, then rows behind the last. The last take other free rows.
         """
-        rows, before = dict(self.rows), len(self.keys)
+        rows, keys, before = self.rows, [*self.keys], len(self.keys)
         free = sorted([rows.pop(key) for key in leaving])
         after = before - len(free) + len(joining)
-        keys = [*self.keys, *[None] * (after - before)]
+        keys += [None] * (after - before)
         places = [*free, *range(before, after)]
         for row, key in zip(places, joining, strict=False):
             keys[row], rows[key] = key, row
-        free, taken = free[len(joining) :], {*free}
+        taken, free = {*free}, free[len(joining) :]
         last = [row for row in range(before - 1, after - 1, -1) if row not in taken]
         moves = [*zip(last, free, strict=False)]
         for row, to in moves:
             keys[to] = key = keys[row]
             rows[key] = to
-        return Order(tuple(keys[:after]), rows), moves
+        self.keys = tuple(keys[:after])
+        return moves
 
 
 @attrs.frozen(eq=False)
@@ -70,13 +65,14 @@ class Brought:
     """What an edit brings for some requests, admitted.
 
     keys: the requests, in the order of what is brought. slots: by name, where it is written slot by slot. taken: what a
-    packet says of it. kept: what it points to.
+    packet says of it. kept: what it points to. joins: whether these are new requests.
     """
 
     keys: tuple[Hashable, ...]
     slots: Mapping[str, torch.Tensor]
     taken: bytes = b""
     kept: object = None
+    joins: bool = False
 
 
 class RowBucket(Bucket):
@@ -89,6 +85,7 @@ class RowBucket(Bucket):
         """As a bucket. left_out: optional slots that no batch brings."""
         super().__init__(*given, partial=True, **options)
         self._pattern_of_all = Pattern(left_out)
+        self._each = [self.sizes[axis] // self.sizes[BATCH] for axis in self.declaration.varying]
         slots, sizes = self.declaration.slots, self.sizes
         kept = {
             name: rows_of_requests(slot, sizes) for name, slot in slots.items() if isinstance(slot, Copied | Staged)
@@ -105,25 +102,36 @@ class RowBucket(Bucket):
                 what = f"varies on {others[0]}" if others else f"has no whole number of rows for each request"
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 
-    def bring(self, keys: Sequence[Hashable], sources: Sources, names: Collection[str]) -> Brought:
+    def bring(
+        self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...], *, joins: bool = False
+    ) -> Brought:
         """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
-        live = self.live_of(len(keys))
-        left_out = frozenset(self.declaration.sources).difference(names)
-        fused = self.lowering in FUSED
-        apart = [(to, one) for to, one in zip(self._targets, sources, strict=True) if to.name in names]
+        absent, apart = self._asked(names)
         slots, taken, kept = dict[str, torch.Tensor](), b"", None
-        if fused:
-            (taken, kept) = self._take(sources, live, left_out)
-            apart = [(to, one) for to, one in apart if to.name in self.apart]
+        if len(apart) < len(names):
+            taken, kept = self._take(sources, self.live_of(len(keys)), absent)
         if apart:
-            absent = frozenset(self.declaration.sources).difference(to.name for to, _ in apart)
-            move = self.feed.move if self._packs else None
-            for to, source, tensor in self._admitted(sources, live, absent):
+            absent, move = (
+                frozenset(self.declaration.sources).difference(apart),
+                self.feed.move if self._packs else None,
+            )
+            for to, source, tensor in self._admitted(sources, self.live_of(len(keys)), absent):
                 slots[to.name] = placed(to, source, tensor, self.buffers, move).to(to.tensor.dtype, copy=True)
-        return Brought(tuple(keys), slots, taken, kept)
+        return Brought(keys, slots, taken, kept, joins)
+
+    @functools.cached_property
+    def _asked(self) -> Callable[[tuple[str, ...]], tuple[Absent, tuple[str, ...]]]:
+        """Tells of names which slots are left out, and which of them are written slot by slot."""
+        every, fused = frozenset(self.declaration.sources), self.planned().fused
+
+        @functools.cache
+        def asked(names: tuple[str, ...]) -> tuple[Absent, tuple[str, ...]]:
+            return every.difference(names), tuple(name for name in names if name not in fused)
+
+        return asked
 
     def packet(
-        self, requests: int, before: int, moves: Sequence[tuple[int, int]], brought: Brought | None, rows: Sequence[int]
+        self, requests: int, before: int, moves: Moves, brought: Brought | None, rows: Sequence[int]
     ) -> tuple[bytes, object]:
         """An edit's bytes, and what they point to. rows: of what is brought."""
         data = self._left_alone if brought is None else brought.taken
@@ -137,37 +145,44 @@ class RowBucket(Bucket):
         lanes = len(self.planned().lanes)
         return bytes(HEAD * WORD) + struct.pack(f"<{3 * lanes}q", *[-1] * lanes, *[0] * 2 * lanes)
 
-    def write(
-        self, moves: Sequence[tuple[int, int]], brought: Sequence[tuple[Brought, Sequence[int]]], names: Collection[str]
-    ) -> None:
-        """Move rows and write what is brought, slot by slot in the plainest code."""
-        for name in names:
-            (dim, each), tensor = self.rows[name], self.buffers[name].tensor
-            for row, to in moves:
-                tensor.narrow(dim, to * each, each).copy_(tensor.narrow(dim, row * each, each))
+    def write(self, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]], names: Collection[str]) -> None:
+        """Move rows and write what is brought, slot by slot in plain code."""
+        if moves:
+            starts, to = zip(*moves, strict=True)
+            for name in names:
+                tensor, (dim, _) = self.buffers[name].tensor, self.rows[name]
+                tensor.index_copy_(dim, self._index(name, to), tensor.index_select(dim, self._index(name, starts)))
         for one, rows in brought:
+            there = [place for place, row in enumerate(rows) if row != NOWHERE]
             for name, values in one.slots.items():
                 tensor = self.buffers[name].tensor
                 if name not in self.rows:
                     tensor.copy_(values)
                     continue
-                dim, each = self.rows[name]
-                for index, row in enumerate(rows):
-                    if row != NOWHERE:
-                        tensor.narrow(dim, row * each, each).copy_(values.narrow(dim, index * each, each))
+                dim, _ = self.rows[name]
+                if len(there) < len(rows):
+                    values = values.index_select(dim, self._index(name, there))  # noqa: PLW2901 - of those that stay
+                tensor.index_copy_(dim, self._index(name, [rows[place] for place in there]), values)
+
+    def _index(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """The places of requests' rows in a slot, where it lies."""
+        _, each = self.rows[name]
+        places = rows if each == 1 else [row * each + part for row in rows for part in range(each)]
+        return torch.tensor(places, dtype=torch.int64, device="cpu").to(self.buffers[name].tensor.device)
 
     def live_of(self, requests: int) -> Live:
         """Live rows on each varying axis."""
-        sizes = self.sizes
-        return tuple(requests * sizes[axis] // sizes[BATCH] for axis in self.declaration.varying)
+        return tuple([requests * each for each in self._each])
 
     def _take(self, sources: Sources, live: Live, absent: Absent) -> Taken:
-        """What a packet says of sources."""
-        low, high = self.buffers.near
-        own = [isinstance(one, torch.Tensor) and low <= one.data_ptr() < high for one in sources]
-        if any(own):
+        """What a packet says of sources; of those that lie in slots, of copies."""
+        known = self._table.take(sources, (self, live, absent))
+        if known is None:
+            low, high = self.buffers.near
+            own = [isinstance(one, torch.Tensor) and low <= one.data_ptr() < high for one in sources]
             sources = tuple([one.clone() if inside else one for one, inside in zip(sources, own, strict=True)])
-        return self.admit_sources(sources, live, absent)[1]
+            known = self.admit_sources(sources, live, absent)
+        return known[1]
 
     def _planned(self, pattern: Pattern) -> Planned:
         """One plan for all, whose lanes are left alone where nothing is brought for them."""

@@ -15,7 +15,7 @@ from .packet import has_lane, head_bytes, rounded
 from .slots import Slot
 from .sources import OUT
 from .tails import Number, Pad, resolve_value
-from .transition import Advance, linear
+from .transition import Advance, linear, rows_of_requests
 
 How = Literal["fused", "foreach", "single", "in place"]
 FUSED: Final = frozenset({"in_graph", "fused"})
@@ -260,28 +260,32 @@ class _Planning:
                 yield TailReset(name, value, always, fused=not self._apart(slot))
 
     def _advances(self, slots: Mapping[str, Slot]) -> Iterable[Advance]:
-        """The rules of slots: operators first, then what the kernel does in any order."""
+        """The rules of slots: first operators in their order, then sums in any order."""
         rules = {name: rule for name, rule in self.declaration.rules.items() if name in slots}
-        read = {need for name, rule in rules.items() for need in rule.needs if need != name}
-        found = [Advance(name, rule.name, rule.needs) for name, rule in rules.items()]
-        simple = {name: sum_of for name, rule in rules.items() if name not in read and (sum_of := linear(rule))}
-        for one in found:
-            if one.slot not in simple or not self._kernel_adds(one.slot, *simple[one.slot]):
-                simple.pop(one.slot, None)
-                yield one
-        for one in found:
-            if one.slot in simple:
-                source, add = simple[one.slot]
-                yield attrs.evolve(one, by="kernel", source=source, add=add)
+        read, sums = {need for name, rule in rules.items() for need in rule.needs if need != name}, list[Advance]()
+        for name, rule in rules.items():
+            found = None if name in read else linear(rule)
+            if found is not None and self._adds(name, *found):
+                sums.append(Advance(name, rule.name, rule.needs, *found))
+            else:
+                yield Advance(name, rule.name, rule.needs)
+        yield from sums
 
-    def _kernel_adds(self, name: str, source: str, add: int) -> bool:
-        """Whether the kernel in a graph can write the sum of a slot and a number into a slot."""
-        slots, target = self.declaration.slots, self.declaration.slots[name]
-        if self.lowering != "in_graph" or source not in slots or self._apart(target):
+    def _adds(self, name: str, source: str, add: int) -> bool:
+        """Whether a slot can be written as the sum of a slot, of the same dtype and shape, and a number."""
+        target, other = self.declaration.slots[name], self.declaration.slots.get(source)
+        if other is None:
             return False
-        own, other = (resolve_dtype(slot.dtype, self.capabilities) for slot in (target, slots[source]))
+        (own, *rest), (mine, *others) = (
+            (
+                resolve_dtype(slot.dtype, self.capabilities),
+                extent(slot.shape, self.sizes),
+                rows_of_requests(slot, self.sizes),
+            )
+            for slot in (target, other)
+        )
         is_whole = not (own.is_floating_point or own.is_complex or own == torch.bool)
-        return own == other and slots[source].shape == target.shape and (is_whole or not add)
+        return own == mine and rest == others and (is_whole or not add)
 
     def _packed(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
         """Slots that foreach copies take out of a packet: those that the batch brings, then computed ones."""

@@ -127,19 +127,18 @@ class Planned:
     def _lane(self, name: str, slot: Slot, pad: Number | None) -> Lane:
         """One slot's way through the kernel, and what it advances to there."""
         lane, found = Lane.of(name, self.buffers[name].view(self._padded), slot.varying, pad), self._padded.get(BATCH)
-        rule = next((one for one in self.plan.advances if one.slot == name and one.by == "kernel"), None)
-        source = None if rule is None else self.buffers[rule.source].view(self._padded)
+        source, add = self.transitions[DEVICE].sources.get(name, (None, 0))
         each = lane.row // found if found and rows_of_requests(slot, self._padded) else 0
-        return attrs.evolve(lane, source=source, add=0 if rule is None else rule.add, each=each)
+        return attrs.evolve(lane, source=source, add=add, each=each)
 
     @functools.cached_property
     def transitions(self) -> Mapping[Placement, Transition]:
-        """The rules that torch operators run, of slots on the device and of those on the host."""
+        """The rules of slots on the device, and of those on the host."""
         slots, over = self._declaration.slots, (self._declaration, self.buffers, self._bucket_views, self._padded)
-        rules = [one for one in self.plan.advances if one.by == "operators"]
+        sides: tuple[Placement, Placement] = (DEVICE, HOST)
         return {
-            side: Transition([one for one in rules if slots[one.slot].placement == side], *over)
-            for side in (DEVICE, HOST)
+            side: Transition([one for one in self.plan.advances if slots[one.slot].placement == side], *over)
+            for side in sides
         }
 
     def ready(self, live: Live) -> Ready:

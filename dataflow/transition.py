@@ -1,42 +1,45 @@
 """Transitions: what slots hold in the next step if the host says nothing, and the operators that write it.
 
-A rule `slot + number` or `other slot` is the fill kernel's, if no other rule reads what it writes. All others are run
-before that kernel as torch operators, each after those whose new value it reads. Only live rows ever advance.
+A rule `slot + number` or `other slot`, whose result no other rule reads, is done together with all others of its kind:
+by the fill kernel in a graph, else by foreach operators. All other rules are run before that as torch operators, each
+after those whose new value it reads, into memory of their own, from which slots are written. Only live rows advance.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import attrs
 import torch
 
 from .axes import BATCH, TOKENS, Sizes
 from .buffers import Buffers
-from .computation import Computation, write
+from .computation import Computation
 from .declaration import Declaration
 from .guard import outside_inference
 from .slots import Slot
 from .sources import SETTINGS, Compute
 from .views import Views
 
+_FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
+_FOREACH_ADD: Final = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] - likewise
+
 
 @attrs.frozen
 class Advance:
-    """How one slot advances: by its function, which the kernel does as `source + add`, or torch operators."""
+    """How one slot advances: to the sum of a slot and a number, with all others that do, or by operators."""
 
     slot: str
     function: str
     needs: tuple[str, ...]
-    by: Literal["kernel", "operators"] = "operators"
     source: str = ""
     add: int = 0
 
     def __str__(self) -> str:
         """One line of the plan."""
-        if self.by == "operators":
+        if not self.source:
             return f"advance {self.slot} = {self.function}({', '.join(self.needs)}), operators"
         number = f" {'-' if self.add < 0 else '+'} {abs(self.add)}" if self.add else ""
-        return f"advance {self.slot} = {self.source}{number}, in the fill kernel"
+        return f"advance {self.slot} = {self.source}{number}"
 
 
 @attrs.frozen
@@ -75,53 +78,58 @@ def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
 
 
 class Transition:
-    """The operators of one bucket's rules, over its padded views, which are given to the rules' functions."""
+    """One bucket's rules, over its padded views: their operators, and what slots are then written from.
+
+    sources: by slot, the slot or the result of operators that it is written from, and the number that is added.
+    """
 
     def __init__(
         self, rules: Sequence[Advance], declaration: Declaration, buffers: Buffers, views: Views, sizes: Sizes
     ) -> None:
-        known = {SETTINGS: declaration.settings, **views}
-        self._parts = [(*_part(rule.slot, declaration, buffers, known, sizes),) for rule in rules]
+        known, made = {SETTINGS: declaration.settings, **views}, dict[str, torch.Tensor]()
+        self.sources: dict[str, tuple[torch.Tensor, int]] = {}
+        self._computations: list[Computation] = []
+        self._targets = {rule.slot: buffers[rule.slot].view(sizes) for rule in rules}
+        self._rows = {rule.slot: rows_of_requests(declaration.slots[rule.slot], sizes) for rule in rules}
+        for rule in rules:
+            target = self._targets[rule.slot]
+            if rule.source:
+                source = made.get(rule.source)
+                source = buffers[rule.source].view(sizes) if source is None else source
+            else:
+                with outside_inference():
+                    source = torch.empty_strided(
+                        target.shape, target.stride(), dtype=target.dtype, device=target.device
+                    ).zero_()
+                given = declaration.rules[rule.slot]
+                self._computations.append(Computation.bind(rule.slot, declaration, {**known, **made}, source, given))
+                made[rule.slot] = source
+            self.sources[rule.slot] = source, rule.add
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._parts)
+    def compute(self) -> None:
+        """Run the rules that are functions; nothing is written to slots."""
+        for computation in self._computations:
+            computation.run(None)
 
-    def run(self, requests: int) -> None:
-        """Advance the rows of so many live requests, slot by slot."""
-        with torch.no_grad():
-            for computation, dim, each in self._parts:
-                made, target = _value_of(computation), computation.target
-                if each:
-                    made, target = made.narrow(dim, 0, requests * each), target.narrow(dim, 0, requests * each)
-                target.copy_(made)
+    def of(self, requests: int) -> Callable[[], None]:
+        """A call that advances the rows of so many live requests."""
+        copies, adds = (list[torch.Tensor](), list[torch.Tensor]()), dict[int, list[torch.Tensor]]()
+        for slot, (source, add) in self.sources.items():
+            rows, target = self._rows[slot], self._targets[slot]
+            if rows is not None:
+                dim, each = rows
+                target, source = (one.narrow(dim, 0, requests * each) for one in (target, source))
+            if source.data_ptr() != target.data_ptr():
+                copies[0].append(target)
+                copies[1].append(source)
+            if add:
+                adds.setdefault(add, []).append(target)
 
-    def record(self, requests: torch.Tensor, on: torch.Tensor | None = None) -> None:
-        """The same where the device alone knows how many requests are live, and whether slots advance at all."""
-        with torch.no_grad():
-            for computation, dim, each in self._parts:
-                made, target = _value_of(computation), computation.target
-                mask = on
-                if each:
-                    shape = [-1 if place == dim else 1 for place in range(target.dim())]
-                    rows = torch.arange(target.shape[dim], device=target.device).view(shape) < requests * each
-                    mask = rows if on is None else rows & on
-                target.copy_(made if mask is None else torch.where(mask, made, target))
+        def advance() -> None:
+            self.compute()
+            if copies[0]:
+                _FOREACH_COPY(*copies)
+            for add, targets in adds.items():
+                _FOREACH_ADD(targets, add)
 
-
-def _part(name: str, declaration: Declaration, buffers: Buffers, known: dict[str, Any], sizes: Sizes) -> Iterator[Any]:
-    """A rule's computation, the dim of its slot that follows the requests, and the rows for each of them."""
-    slot = declaration.slots[name]
-    yield Computation.bind(name, declaration, known, buffers[name].view(sizes), declaration.rules[name])
-    yield from rows_of_requests(slot, sizes) or (0, 0)
-
-
-def _value_of(computation: Computation) -> torch.Tensor:
-    """What a rule's function gives, as a tensor like its slot. ComputeError where it is none."""
-    value, target = computation.value(None), computation.target
-    if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (target.shape, target.dtype):
-        return value
-    with outside_inference():
-        made = torch.empty_like(target)
-    write(made, value, f"slot {computation.slot!r}: the result of its then=")
-    return made
+        return advance

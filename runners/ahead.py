@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, Generic
 import attrs
 import torch
 
-from ..backends.base import Event, Graph
+from ..backends.base import Event
 from ..dataflow.axes import Live
-from ..dataflow.capabilities import DEVICE, HOST
+from ..dataflow.capabilities import DEVICE, HOST, Placement
 from ..dataflow.computation import Computation
-from ..dataflow.edits import NOWHERE, Brought, Order
+from ..dataflow.edits import NOWHERE, Brought, Moves, Order
 from ..dataflow.errors import BatchError, ConfigError, ReplayError, StaleOutputError, did_you_mean
 from ..dataflow.guard import outside_inference
 from ..dataflow.ready import Planned
@@ -25,6 +25,7 @@ from .capture import FORKS, Captured
 from .outputs import map_tensors
 from .sampling import rebuilt
 from .stage import V
+from .statistics import Counts
 
 if TYPE_CHECKING:
     from .decode import RequestRunner
@@ -92,10 +93,10 @@ class LaunchedStep:
         """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
 
         Args:
-            slot: One number a request, which advances by a number: `then=lambda seq_lens: seq_lens + 1`.
+            slot: One that `needs=` of `steps` names.
 
         Raises:
-            ConfigError: The host cannot foretell the slot.
+            ConfigError: `needs=` does not name it.
         """
         return self._loop.needs(slot)
 
@@ -187,25 +188,26 @@ class Entry:
 
 @attrs.define(eq=False)
 class Foretold:
-    """A slot that advances by a number: by request the step of its last value, where that stands, and at which row."""
+    """A slot that advances by a number: by request the step of its last value, and that, or where it stands."""
 
     add: int
-    known: dict[Hashable, tuple[int, Any, int]] = attrs.field(factory=dict)
+    _known: dict[Hashable, tuple[int, Any, int]] = attrs.field(factory=dict)
 
     def bring(self, keys: Iterable[Hashable], source: Any, step: int) -> None:
         """Note what the host brings for some requests in a step."""
-        kept = source.detach().clone() if isinstance(source, torch.Tensor) else list(source)
-        self.known.update({key: (step, kept, row) for row, key in enumerate(keys)})
+        kept = source.detach().clone() if isinstance(source, torch.Tensor) else [*source]
+        self._known.update({key: (step, kept, row) for row, key in enumerate(keys)})
 
-    def at(self, step: int, keys: Iterable[Hashable]) -> dict[Hashable, int]:
-        """The value of each request in a step."""
-        found, lists = dict[Hashable, int](), dict[int, list[Any]]()
-        for key in keys:
-            since, kept, row = self.known[key]
-            if isinstance(kept, torch.Tensor):
-                kept = lists.setdefault(id(kept), kept.tolist())
-            found[key] = int(kept[row]) + self.add * (step - since)
-        return found
+    def at(self, step: int, keys: Mapping[Hashable, int]) -> dict[Hashable, int]:
+        """The value of each request in a step; all others are forgotten."""
+        lists = dict[int, list[Any]]()
+        for key, (since, kept, row) in [*self._known.items()]:
+            if key not in keys:
+                del self._known[key]
+            elif row >= 0:
+                values = lists.setdefault(id(kept), kept.tolist()) if isinstance(kept, torch.Tensor) else kept
+                self._known[key] = since, int(values[row]), -1
+        return {key: self._known[key][1] + self.add * (step - self._known[key][0]) for key in keys}
 
 
 @attrs.define(eq=False)
@@ -216,32 +218,31 @@ class News:
     joining: list[Brought] = attrs.field(factory=list)
     changing: list[Brought] = attrs.field(factory=list)
 
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return bool(self.leaving or self.joining or self.changing)
-
 
 @attrs.define(eq=False)
 class Here:
-    """A bucket with so many live requests: what the host does for it where the graph does not.
+    """A bucket with so many live requests: what the host does for it where no graph does.
 
-    values: slots that the host computes. tails: padded rows that an edit resets; of these, those of each step.
+    advances: calls that advance slots. values: slots that the host computes. tails: padded rows that an edit resets.
+    always: those of them that each step resets.
     """
 
+    advances: list[Callable[[], None]]
     values: list[Computation]
     tails: list[tuple[torch.Tensor, Any]]
     always: list[tuple[torch.Tensor, Any]]
 
     @classmethod
-    def of(cls, planned: Planned, live: Live) -> "Here":
-        """What a plan leaves to the host."""
+    def of(cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement]) -> "Here":
+        """What a plan leaves to the host. sides: those whose slots no graph advances."""
         computed = [one for one in planned.plan.computed if one.on == HOST]
+        advances = [planned.transitions[side].of(requests) for side in sides if planned.transitions[side].sources]
         if not computed and all(tail.fused for tail in planned.plan.tails):
-            return cls([], [], [])
+            return cls(advances, [], [], [])
         ready = planned.ready(live)
         values = [planned.computation(one, ready.step, ready.views) for one in computed]
         always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
-        return cls(values, always + others, always)
+        return cls(advances, values, always + others, always)
 
 
 class Ahead(Generic[V]):
@@ -252,10 +253,18 @@ class Ahead(Generic[V]):
     """
 
     def __init__(
-        self, runner: "RequestRunner[V]", batch: Any, keys: Keys | None, ahead: int, read: Read | None, why: str
+        self,
+        runner: "RequestRunner[V]",
+        batch: Any,
+        keys: Keys | None,
+        ahead: int,
+        read: Read | None,
+        needs: Iterable[str],
+        why: str,
     ) -> None:
         """Check everything. why: the reason for steps by whole calls, such as watchers; nothing where graphs do."""
-        self._runner, self._read, self._batch, self._by_calls = runner, read, batch, bool(why)
+        self._runner, self._batch, self._by_calls = runner, batch, bool(why)
+        self._read: Read = (lambda outputs: outputs) if read is None else read
         declaration, self._graphs = runner.stage.declaration, runner.graphs
         if not declaration.rules:
             raise ConfigError(f"no slot of {declaration.name} advances, so each step would repeat the first: say then=")
@@ -263,30 +272,40 @@ class Ahead(Generic[V]):
         if pooled is not None:
             raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
         requests = runner.size(batch, NO_SIDE)[-1]
-        self._order = Order.of(range(requests) if keys is None else keys)
+        self._order = Order(range(requests) if keys is None else keys)
         if len(self._order.keys) != requests:
             raise BatchError(f"{len(self._order.keys)} keys for a batch of {requests} requests: give one for each")
         self._absent = runner.stage.absent(batch, NO_SIDE)
         self._check_room(requests)
         filler = self._graphs.filler
-        self._edits = filler.rows(runner.sizes[runner.buckets.largest], self._absent, by_kernel=not why)
+        editing = filler.editing(runner.sizes[runner.buckets.largest], self._absent, by_kernel=not why)
+        self._edits: Any = editing.bucket
         self._edits.check()
         hosts = [name for name in declaration.rules if declaration.slots[name].placement == HOST]
         self._moves_host = bool(hosts)
         self._why = why or (f"host slot {hosts[0]!r} advances" if hosts else "")
         self._ahead = 0 if self._why else ahead
-        self._editing: Graph | None = filler.capture_edits(self._edits)
+        self._editing = editing.alone
+        self._joins = tuple(name for name in declaration.sources if name in self._edits.rows)
+        self._limited = frozenset(name for name, slot in declaration.slots.items() if slot.limit is not None)
         self._fields = {name: look_up(batch, name) for name in declaration.fields}
         self.launched, self.held = 0, ""
-        self._foretold = {name: found for name in declaration.rules if (found := self._foretells(name)) is not None}
+        self._foretold = {name: self._foretells(name) for name in needs}
         self._foretell(batch, self._order.keys)
-        self._here: dict[tuple[int, int], Here] = {}
+        self._known_here: dict[tuple[int, int], Here] = {}
+        self._here: Here
         self._ring = [Entry(runner.stage.backend) for _ in range(ahead + 2)]
-        self._news, self._fills = News(), -1
-        self._captured: Captured
-        self._planned: Planned
+        self._news, self._has_news, self._always = News(), False, self._editing is None or self._moves_host
+        self._fills, self._forks, self._turn, self._clock = (
+            -1,
+            FORKS.count,
+            self._graphs.buffers.turn,
+            self._graphs.clock,
+        )
+        self._hosts, self._stream = filler.hosts, filler.stream
+        self._captured: Captured | None = None
         self._replay: Callable[[], None]
-        self._again: Callable[[], None] | None = None
+        self._counted: Counts
         self.since: dict[Hashable, int] = dict.fromkeys(self._order.keys, 0)
 
     def __iter__(self) -> Iterator[LaunchedStep]:
@@ -306,6 +325,7 @@ class Ahead(Generic[V]):
         for key in keys:
             del self.since[key]
         self._news.leaving += [key for key in keys if key in self._order.rows]
+        self._has_news = True
 
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""
@@ -323,8 +343,8 @@ class Ahead(Generic[V]):
         self._check_room(len(self.since) + requests)
         runner.check_limits(batch)
         edits = self._edits
-        names = edits.rows.keys() & runner.stage.declaration.sources.keys()
-        self._news.joining.append(edits.bring(keys, edits.gather(batch, NO_SIDE), names))
+        self._news.joining.append(edits.bring(keys, edits.gather(batch, NO_SIDE), self._joins, joins=True))
+        self._has_news = True
         self.since.update(dict.fromkeys(keys, self.launched))
         self._foretell(batch, keys)
 
@@ -337,19 +357,19 @@ class Ahead(Generic[V]):
                 raise BatchError(
                     f"edit names {name!r}, which is not a slot that these requests bring{did_you_mean(name, known)}"
                 )
-        one = rebuilt(declaration, slots, {})
-        self._runner.check_limits(one.batch, one.side, slots)
-        self._news.changing.append(self._edits.bring(keys, self._edits.gather(one.batch, one.side), slots.keys()))
+        if not self._limited.isdisjoint(slots):
+            one = rebuilt(declaration, slots, {})
+            self._runner.check_limits(one.batch, one.side, slots)
+        sources = tuple([slots.get(name) for name in declaration.sources])
+        self._news.changing.append(self._edits.bring(keys, sources, tuple(slots)))
+        self._has_news = True
         for name in slots.keys() & self._foretold.keys():
             self._foretold[name].bring(keys, slots[name], self.launched)
 
     def needs(self, slot: str) -> dict[Hashable, int]:
         """See `LaunchedStep.needs`."""
         if slot not in self._foretold:
-            known = ", ".join(map(repr, self._foretold)) or "none"
-            raise ConfigError(
-                f"the host cannot foretell slot {slot!r}: those of one number that advance by one are {known}"
-            )
+            raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
         return self._foretold[slot].at(self.launched, self.since)
 
     def _known(self, keys: Keys) -> tuple[Hashable, ...]:
@@ -370,12 +390,23 @@ class Ahead(Generic[V]):
             why = f"the largest bucket holds {largest}" if bucket is None else f"bucket {bucket} has no graph"
             raise BatchError(f"steps() cannot take {requests} requests: {why}; let others leave first, or wait")
 
-    def _foretells(self, name: str) -> Foretold | None:
-        """A slot that the host can foretell; None for any other."""
+    def _foretells(self, name: str) -> Foretold:
+        """A slot that the host can foretell. ConfigError for any other."""
         declaration = self._runner.stage.declaration
-        rule, slot = linear(declaration.rules[name]), declaration.slots[name]
-        one_each = len(slot.shape) == 1 and self._edits.rows.get(name) == (0, 1)
-        return Foretold(rule[1]) if rule is not None and rule[0] == name and one_each else None
+        rule, slot = declaration.rules.get(name), declaration.slots.get(name)
+        found = None if rule is None else linear(rule)
+        if (
+            slot is None
+            or found is None
+            or found[0] != name
+            or self._edits.rows.get(name) != (0, 1)
+            or len(slot.shape) > 1
+        ):
+            raise ConfigError(
+                f"needs names {name!r}: name slots of one number a request that advance by a number, "
+                f"then=lambda {name}: {name} + 1"
+            )
+        return Foretold(found[1])
 
     def _foretell(self, batch: Any, keys: Iterable[Hashable]) -> None:
         """Note what the host can foretell of requests that come."""
@@ -385,147 +416,138 @@ class Ahead(Generic[V]):
 
     def _launch(self) -> LaunchedStep:
         """Launch the next step, with all that the host has said."""
-        entry, number = self._ring[self.launched % len(self._ring)], self.launched
-        if number == 0:
-            outputs = self._start()
-        elif self._by_calls:
-            outputs = self._call()
+        number, rows_out = self.launched, self._runner.rows_out
+        outputs = self._call() if self._by_calls and number else self._again() if number else self._start()
+        keys, select, captured = self._order.keys, self._read, self._captured
+        entry = self._ring[number % len(self._ring)]
+        if self._by_calls:
+            entry.start(lambda: select(outputs), None)
         else:
-            outputs = self._again() if self._again is not None and not self._news else self._go_on()
-        keys, select = self._order.keys, self._read or (lambda made: made)
-        captured, runner = self._captured, self._runner
-        if self._by_calls or not captured.graph.is_recorded:
-            entry.start(lambda: select(outputs if self._by_calls else captured.live(runner.rows_out(len(keys)))), None)
-        else:
-            shown = runner.rows_out(len(keys))
-            entry.start(lambda: select(captured.live(shown)), (captured.rows, len(keys)))
+            key = (captured.rows, len(keys)) if captured.graph.is_recorded else None
+            entry.start(lambda: select(captured.live(rows_out(len(keys)))), key)
         self.launched += 1
         return LaunchedStep(self, number, keys, entry)
 
     def _start(self) -> Any:
         """Fill and run the first step as any other."""
         outputs = self._runner(self._batch)
-        self._graphs.buffers.distrust()  # of tails a fill knows nothing from here on
+        self._graphs.buffers.distrust()  # a later fill knows nothing of tails
+        self._fills = self._graphs.buffers.turn.fills
         self._arrive(len(self._order.keys))
         return outputs
 
     def _arrive(self, requests: int) -> None:
-        """Take the graph for so many requests, and make the call that repeats it."""
+        """Take the graph for so many requests, and what the host does for them."""
         runner, graphs = self._runner, self._graphs
-        captured = graphs.get(runner.buckets.fit(requests), self._absent)
-        if captured is None:
-            raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
-        graphs.verify(captured)
-        self._captured, self._fills = captured, graphs.buffers.turn.fills
-        self._planned = captured.filling.bucket.planned(self._absent)
-        counted, clock, turn = runner.tally.repeated[captured.rows, requests], graphs.clock, graphs.buffers.turn
-        replay, hosts, stream, order = captured.graph.replay, graphs.filler.hosts, graphs.filler.stream, graphs.order
-        lock, fills, forks, note = runner.gate.lock, self._fills, FORKS.count, hosts.note if hosts.possible else None
+        bucket = runner.buckets.fit(requests)
+        if self._captured is None or bucket != self._captured.rows:
+            captured = graphs.get(bucket, self._absent)
+            if captured is None:
+                raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
+            graphs.verify(captured)
+            self._captured, self._replay = captured, captured.graph.replay
+        self._counted = runner.tally.repeated[bucket, requests]
+        here = self._known_here.get((bucket, requests))
+        if here is None:
+            sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
+            planned = self._captured.filling.bucket.planned(self._absent)
+            here = Here.of(planned, self._edits.live_of(requests), requests, sides)
+            self._known_here[bucket, requests] = here
+        self._here = here
 
-        def again() -> None:
-            with lock:
-                if turn.fills != fills or forks != FORKS.count:
-                    raise self._lost()
-                if not (here := stream()) == turn.stream == clock.stream or (
-                    turn.neighbours and not turn.follows(here)
-                ):
-                    order()
-                replay()
-                clock.replays += 1
-                counted.steps += 1
-                if note is not None:
-                    note()
-
-        self._replay = again
-        self._again = again if self._editing is not None and not self._moves_host else None
-
-    def _lost(self) -> ReplayError:
-        """Why the slots hold these requests no more."""
-        if self._graphs.buffers.turn.fills != self._fills:
-            return ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
-        return ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
-
-    def _go_on(self) -> None:
-        """Advance and edit by more than the step's own graph, then run it."""
-        graphs, news, hosts = self._graphs, self._news, self._graphs.filler.hosts
-        if graphs.buffers.turn.fills != self._fills:
-            raise self._lost()
-        with self._runner.gate.open(), torch.no_grad():
-            graphs.order()
-            if hosts.possible:
-                hosts.wait()
+    def _again(self) -> None:
+        """Run the step after the last one."""
+        graphs, turn, clock, lock = self._graphs, self._turn, self._clock, self._runner.gate.lock
+        if lock.locked():
+            raise self._runner.gate.refusal()
+        with lock:
+            if turn.fills != self._fills or self._forks != FORKS.count:
+                raise self._lost()
+            here = self._stream()
+            if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
+                graphs.order()
             try:
-                if news:
-                    self._apply(news)
-                else:
-                    self._advance(len(self._order.keys))
-                    self._finish(edited=False)
+                if self._has_news or self._always:
+                    self._prepare()
+                self._replay()
             except BaseException:
                 self._fills = -1
                 raise
-        self._replay()
+            clock.replays += 1
+            self._counted.steps += 1
+            if self._hosts.possible:
+                self._hosts.note()
 
-    def _advance(self, requests: int) -> None:
-        """Run the rules that no graph does."""
-        for side in (DEVICE, HOST):
-            if side == HOST or self._editing is None:
-                self._planned.transitions[side].run(requests)
+    def _lost(self) -> ReplayError:
+        """Why the slots hold these requests no more."""
+        if self._fills < 0:
+            return ReplayError("an earlier step broke off: begin again with all live requests")
+        if self._turn.fills != self._fills:
+            return ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
+        return ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
 
-    def _apply(self, news: News) -> None:
-        """Advance the step's rows, then have requests leave, join and change."""
-        edits, before, editing, filler = self._edits, len(self._order.keys), self._editing, self._graphs.filler
-        order, moves, brought = self._arranged(news)
-        self._advance(before)
-        if editing is None:
-            edits.write(moves, brought, edits.rows)
-        else:
-            edits.write(moves, brought, edits.apart)
-            for one, rows in brought or [(None, ())]:
-                filler.send(*edits.packet(len(order.keys), before, moves, one, rows))
-                editing.replay()
-                before, moves = 0, []
-        self._order, self._news = order, News()
-        self._arrive(len(order.keys))
-        self._finish(edited=True)
+    def _prepare(self) -> None:
+        """Advance and edit by more than the step's own graph."""
+        edits, edited = self._edits, self._has_news
+        if self._hosts.possible:
+            self._hosts.wait()
+        if self._here.advances:
+            with torch.no_grad():
+                for advance in self._here.advances:
+                    advance()
+        if edited:
+            keys, (moves, brought) = self._order.keys, self._arrange()
+            names = edits.rows if self._editing is None else edits.apart
+            if names:
+                edits.write(moves, brought, names)
+            if self._editing is not None:
+                self._send(len(self._order.keys), len(keys), moves, brought)
+            if keys is not self._order.keys:
+                self._arrive(len(self._order.keys))
+        here = self._here
+        if here.tails or here.values:
+            with torch.no_grad():
+                for tail, number in here.tails if edited else here.always:
+                    tail.fill_(number)
+                for value in here.values if edited or self._moves_host else ():
+                    value.run(self._fields)
 
-    def _arranged(self, news: News) -> tuple[Order, list[tuple[int, int]], list[tuple[Brought, list[int]]]]:
-        """The new order, which rows move, and the rows of what is brought."""
-        joining = [key for one in news.joining for key in one.keys if key in self.since]
-        order, moves = self._order.arranged(news.leaving, joining)
-        find = order.rows.get
-        return (
-            order,
-            moves,
-            [(one, [find(key, NOWHERE) for key in one.keys]) for one in (*news.joining, *news.changing)],
-        )
+    def _send(self, after: int, before: int, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]]) -> None:
+        """Send what the host has said, and have it written: a packet for each slot's rows, most often one."""
+        send, packet, replay = self._graphs.filler.send, self._edits.packet, self._editing.replay
+        groups: list[tuple[Brought | None, Sequence[int]]] = [*brought]
+        if not groups or (moves and not groups[0][0].joins):  # a kernel moves and writes rows at once
+            groups.insert(0, (None, ()))
+        for one, rows in groups:
+            send(*packet(after, before, moves, one, rows))
+            replay()
+            before, moves = 0, ()
 
-    def _finish(self, *, edited: bool) -> None:
-        """Reset tails and write what the host computes, as far as the graph does not."""
-        requests, rows = len(self._order.keys), self._captured.rows
-        here = self._here.get((rows, requests))
-        if here is None:
-            here = self._here[rows, requests] = Here.of(self._planned, self._edits.live_of(requests))
-        for tail, number in here.tails if edited else here.always:
-            tail.fill_(number)
-        for value in here.values if edited or self._moves_host else ():
-            value.run(self._fields)
+    def _arrange(self) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
+        """Take all news: which rows move, and the rows of what is brought."""
+        news, since, rows = self._news, self.since, self._order.rows
+        moves: Moves = ()
+        if news.leaving or news.joining:
+            moves = self._order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in since])
+        brought = [(one, [rows.get(key, NOWHERE) for key in one.keys]) for one in (*news.joining, *news.changing)]
+        self._news, self._has_news = News(), False
+        return moves, brought
 
     def _call(self) -> Any:
         """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold."""
         edits, runner, graphs = self._edits, self._runner, self._graphs
-        if graphs.buffers.turn.fills != self._fills:
+        if self._turn.fills != self._fills:
             raise self._lost()
         declaration, hosts = runner.stage.declaration, graphs.filler.hosts
         with runner.gate.open(), torch.no_grad():
             graphs.order()
             if hosts.possible:
                 hosts.wait()
-            order, moves, brought = self._arranged(self._news)
             for transition in edits.planned().transitions.values():
-                transition.run(len(self._order.keys))
+                transition.of(len(self._order.keys))()
+            moves, brought = self._arrange()
             edits.write(moves, brought, edits.rows)
-            self._order, self._news = order, News()
-            sizes = edits.planned().ready(edits.live_of(len(order.keys))).step.live_sizes
+            sizes = edits.planned().ready(edits.live_of(len(self._order.keys))).step.live_sizes
             slots = {
                 name: graphs.buffers[name].view(sizes).clone()
                 for name in declaration.sources
@@ -533,5 +555,6 @@ class Ahead(Generic[V]):
             }
         one = rebuilt(declaration, slots, {name: value for name, value in self._fields.items() if value is not None})
         outputs = runner(one.batch, **one.side)
-        self._arrive(len(order.keys))
+        self._fills = self._turn.fills
+        self._arrive(len(self._order.keys))
         return outputs

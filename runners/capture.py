@@ -25,17 +25,15 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class Filling:
-    """One bucket's fills for one pattern of absent slots. kernel: launches the kernel, which reads `table`.
+    """One bucket's fills, or edits, for one pattern of absent slots. kernel: launches what reads `table`.
 
-    alone: a graph of the kernel by itself, for fills that must be done before the step's graph. taken: the number of the
-    last packet that the operators before the kernel have taken, on the device.
+    alone: a graph of the kernel by itself, for what must be done before the step's graph.
     """
 
     bucket: Bucket
     table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
-    taken: torch.Tensor | None = None
 
     def whole(self, absent: Absent) -> Ready:
         """What the bucket needs where every row is live."""

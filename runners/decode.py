@@ -419,7 +419,13 @@ class RequestRunner(GraphRunner[V]):
         return finish
 
     def steps(
-        self, batch: Any, *, keys: Iterable[Hashable] | None = None, ahead: int = 0, read: Read | None = None
+        self,
+        batch: Any,
+        *,
+        keys: Iterable[Hashable] | None = None,
+        ahead: int = 0,
+        read: Read | None = None,
+        needs: Collection[str] = (),
     ) -> Iterator[LaunchedStep]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
@@ -432,6 +438,8 @@ class RequestRunner(GraphRunner[V]):
             keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
             ahead: How many steps are launched beyond the one that is handed out.
             read: Chooses what of the step's outputs is copied to the host. By default all of it.
+            needs: Slots whose values in later steps `step.needs` is to foretell, such as `["seq_lens"]`. Each advances
+                by a number and holds one number a request.
 
         Returns:
             The steps in turn, which the device may still be running.
@@ -445,7 +453,7 @@ class RequestRunner(GraphRunner[V]):
         decision = self.decide(batch)
         if decision.bucket is None:
             raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-        return iter(Ahead(self, batch, keys, ahead, read, self._why_by_calls()))
+        return iter(Ahead(self, batch, keys, ahead, read, needs, self._why_by_calls()))
 
     def _why_by_calls(self) -> str:
         """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""

@@ -20,7 +20,7 @@ from ..dataflow.capabilities import DEVICE, Lowering, chosen_lowering
 from ..dataflow.edits import RowBucket
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import HEAD, WORD, Feed, table_of
+from ..dataflow.packet import WORD, Feed, table_of
 from ..dataflow.plan import FUSED, packet_bytes
 from ..dataflow.ready import Planned, Ready
 from ..dataflow.slots import Output
@@ -63,6 +63,7 @@ class Filler(Generic[V]):
     late: int = 0
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
     _tables: int = 0
+    _edits: dict[Absent, Filling] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         """Make what all buckets share."""
@@ -116,48 +117,35 @@ class Filler(Generic[V]):
         return graph
 
     def first_node(self, filling: Filling, absent: Absent) -> None:
-        """Run what a step's graph begins with: rules of slots that operators run, and the kernel."""
+        """Run what a step's graph begins with: rules of slots that are functions, and the kernel."""
         if self.lowering != "in_graph":
             return
-        if transition := filling.bucket.planned(absent).transitions[DEVICE]:
-            armed, number, requests = self._words(0, 1, 2)
-            if filling.taken is None:
-                with outside_inference():
-                    filling.taken = torch.zeros_like(number)
-            transition.record(requests, (armed != 0) & (number == filling.taken))
-            filling.taken.copy_(torch.where(armed != 0, number, filling.taken))
+        filling.bucket.planned(absent).transitions[DEVICE].compute()
         filling.kernel()
 
-    def _words(self, *places: int) -> list[torch.Tensor]:
-        """Words of the packet, one element each."""
-        with outside_inference():
-            words = self._feed.upload.packet[: HEAD * WORD].view(torch.int64)
-            return [words[place : place + 1] for place in places]
-
-    def rows(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> RowBucket:
-        """What edits rows of requests of a bucket, by a kernel where the device has one."""
+    def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> Filling:
+        """What edits rows of requests of a bucket: its graph, `alone`, where the device has a kernel for that."""
         stage, fusion = self.stage, self._fusion
-        in_graph = by_kernel and self.lowering == "in_graph" and fusion is not None and fusion.edit is not None
-        over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
-        lowering: Lowering = "in_graph" if in_graph else "slot_by_slot"
-        return RowBucket(*over, lowering=lowering, feed=self._feed, left_out=absent)
+        if not by_kernel or self.lowering != "in_graph" or fusion is None or fusion.edit is None:
+            over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
+            return Filling(RowBucket(*over, lowering="slot_by_slot", feed=self._feed, left_out=absent))
+        if absent not in self._edits:
+            over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
+            bucket = RowBucket(*over, lowering="in_graph", feed=self._feed, left_out=absent)
+            planned = bucket.planned()
+            table = self._table(planned, fusion)
+            edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in planned.lanes])
 
-    def capture_edits(self, bucket: RowBucket) -> Graph | None:
-        """Capture what advances all slots, and then moves and writes rows; None where that goes slot by slot."""
-        fusion, backend, planned = self._fusion, self.stage.backend, bucket.planned()
-        if fusion is None or fusion.edit is None or bucket.lowering != "in_graph":
-            return None
-        table = self._table(planned, fusion)
-        edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in planned.lanes])
-        armed, before = self._words(0, 3)
+            def run() -> None:
+                with torch.no_grad():
+                    planned.transitions[DEVICE].compute()
+                    edit()
 
-        def run() -> None:
-            planned.transitions[DEVICE].record(before, (armed != 0) & (before > 0))
-            edit()
-
-        self.rest()
-        warm_up(backend, run)
-        return capture_step(backend, run, pool=backend.pool(), error_mode=self.error_mode)
+            self.rest()
+            warm_up(stage.backend, run)
+            graph = capture_step(stage.backend, run, pool=stage.backend.pool(), error_mode=self.error_mode)
+            self._edits[absent] = Filling(bucket, table, edit, graph)
+        return self._edits[absent]
 
     def send(self, data: bytes, kept: object) -> None:
         """Send an edit's packet."""
