@@ -52,7 +52,7 @@ class AheadEngine(Engine):
             self._let_go(self._launched)
             if admitted := self._admit():
                 batch, self._launched = self._prefilled(admitted, 0), 0
-                self._steps = self.decode.steps(batch, keys=admitted, ahead=self._ahead)
+                self._steps = self.decode.steps(batch, keys=admitted, ahead=self._ahead, needs=["positions"])
         self.work.steps += 1
         return True
 
