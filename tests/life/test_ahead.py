@@ -187,7 +187,7 @@ class Steps(RuleBasedStateMachine):
         later = self.ahead == 0
         if later:
             assert step.needs("lens") == {key: self.model[key]["lens"] + 1 for key in self.alive}
-        chain: Chain[Any] = step._loop._chain  # noqa: SLF001 - the order of rows is seen nowhere else before its step
+        chain: Chain[Any] = step._loop._chain
         keys, bucket = chain.order.keys, self.runner.buckets.fit(len(chain.order.keys))
         assert bucket is not None
         live = batch_of([self.model[key] for key in keys], torch.device("cpu"), lists=False)
@@ -270,7 +270,7 @@ class Steps(RuleBasedStateMachine):
         """A step that breaks off in the middle ends the loop; the runner takes the next one."""
         self.proceed(1)  # with all news before
         assert self.step is not None
-        keys, chain = sorted(self.alive), self.step._loop._chain  # noqa: SLF001 - to break it off
+        keys, chain = sorted(self.alive), self.step._loop._chain
         self.step.edit([keys[0]], lens=[9])
         with (
             broken(chain, where) as is_there,
@@ -289,7 +289,7 @@ def broken(chain: Any, where: str) -> Iterator[bool]:
         raise Broken("it was to break off")
 
     if where == "step":  # a replay of a true graph runs no Python
-        SHOULD_RAISE[0] = not chain._captured.graph.is_recorded  # noqa: SLF001 - as above
+        SHOULD_RAISE[0] = not chain._captured.graph.is_recorded
         try:
             yield SHOULD_RAISE[0]
         finally:
@@ -297,8 +297,8 @@ def broken(chain: Any, where: str) -> Iterator[bool]:
         return
     place: Any = {"write": chain.edits, "send": chain, "replay": chain}[where]
     name = {"write": "write", "send": "_send", "replay": "_replay"}[where]
-    is_there = where == "replay" or (where == "write") == (chain._editing is None)  # noqa: SLF001 - as above
-    if chain._by_calls or not is_there:  # noqa: SLF001 - as above
+    is_there = where == "replay" or (where == "write") == (chain._editing is None)
+    if chain._by_calls or not is_there:
         yield False
         return
     before: Mapping[str, Any] = dict(vars(place)) if hasattr(place, "__dict__") else {}
