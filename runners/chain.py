@@ -209,7 +209,7 @@ class Chain(Generic[V]):
         if news.leaving or news.joining:
             moves = order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in live])
         find = order.rows.get
-        return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in (*news.joining, *news.changing)]
+        return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in [*news.joining, *news.changing]]
 
     def _send(self, before: int, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]]) -> None:
         """Have the kernel write what the host says: a packet for each set of slots, most often one."""
