@@ -184,16 +184,16 @@ class Entry:
 
         def host(tensor: torch.Tensor) -> torch.Tensor:
             with outside_inference():
-                made = self.backend.empty(tuple(tensor.shape), tensor.dtype, HOST)
+                made: torch.Tensor = self.backend.empty(tuple(tensor.shape), tensor.dtype, HOST)
                 targets.append(self.backend.mapped(made))
                 sources.append(tensor.detach())
             return made
 
-        made = map_tensors(outputs, host)
+        all_made = map_tensors(outputs, host)
         by_kernel = bool(targets) and all(
             one.device == other.device for one, other in zip(targets, sources, strict=True)
         )
-        return made, (targets, sources), by_kernel
+        return all_made, (targets, sources), by_kernel
 
 
 _IN_FLIGHT: Final[list[Entry]] = []

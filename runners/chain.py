@@ -188,13 +188,13 @@ class Chain(Generic[V]):
         _run(self._here.advances)
         if news.has_any:
             before, (moves, brought) = self.order.keys, self._arrange(news, live)
+            if before is not self.order.keys:
+                self._arrive()  # before a packet is sent: a graph may be captured now
             names = self.edits.rows if self._editing is None else self.edits.apart
             if names:
                 self.edits.write(moves, brought, names)
             if self._editing is not None:
                 self._send(len(before), moves, brought)
-            if before is not self.order.keys:
-                self._arrive()
         here = self._here
         if here.tails or here.values:
             with torch.no_grad():
