@@ -145,7 +145,10 @@ class Steps(RuleBasedStateMachine):
         keys = self.new_keys(len(rows))
         self.model: dict[Hashable, Row] = {key: copy.deepcopy(row) for key, row in zip(keys, rows, strict=True)}
         self.alive, self.news, self.history = {*keys}, dict[int, list[Act]](), list[dict[Hashable, int]]()
-        self.gone, self.counted = dict[int, int](), set[int]()  # by key the step without it; whose rows count until then
+        self.gone, self.counted = (
+            dict[int, int](),
+            set[int](),
+        )  # by key the step without it; whose rows count until then
         device = self.runner.stage.backend.device
         batch = batch_of(rows, device, lists=len(rows) % 2 == 0)
         self.steps = self.runner.steps(batch, keys=keys, ahead=self.ahead, needs=["lens"])
