@@ -282,6 +282,10 @@ def test_several_tokens_a_request_and_host_slots(lowering: str) -> None:
         if number == 3:
             base = 1000 * 3 + 100000 * 4 + 1000000 * 40
             assert rows == {"c": [base + 50, base + 60], "b": [base + 33, base + 34]}
+            step.edit("c", lens=[70])
+        if number == 4:
+            base = 1000 * 4 + 100000 * 4 + 1000000 * 70
+            assert rows == {"c": [base + 60, base + 70], "b": [base + 43, base + 44]}
             break
     assert all("held" in why for why in runner.stats()["ahead"])
 
