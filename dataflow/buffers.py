@@ -16,7 +16,7 @@ from .computation import initial_value, write
 from .declaration import Declaration
 from .errors import BindError, did_you_mean
 from .guard import outside_inference
-from .slots import Slot
+from .slots import Output, Slot
 
 Allocate: TypeAlias = Callable[[Extent, torch.dtype, Placement], torch.Tensor]
 Box = Sequence[tuple[int, int]]
@@ -244,7 +244,9 @@ def allocate(
         for name, slot in slots:
             if name in tensors:
                 continue
-            if capabilities.arenas:  # one allocation a placement, with the largest slots first
+            if capabilities.arenas and not isinstance(slot, Output):
+                # one allocation a placement, with the largest slots first; but torch.compile takes no step that writes
+                # one of several tensors of other dtypes in one allocation
                 waiting.setdefault(slot.placement, []).append((aligned(*asked[name]), name))
             else:
                 tensors[name] = empty(*asked[name], slot.placement)

@@ -39,7 +39,7 @@ class LaunchedStep:
         keys: The key of each live request, in the order of the rows.
     """
 
-    def __init__(self, loop: "Ahead[Any]", number: int, keys: tuple[Hashable, ...], entry: "Entry") -> None:
+    def __init__(self, loop: "Ahead[Any]", number: int, keys: tuple[Any, ...], entry: "Entry") -> None:
         self.number, self.keys = number, keys
         self._loop, self._entry, self._turn = loop, entry, entry.turn
 
@@ -65,7 +65,7 @@ class LaunchedStep:
         """The number of the step that an edit made now reaches."""
         return self._loop.launched
 
-    def tokens(self) -> list[tuple[Hashable, Any]]:
+    def tokens(self) -> list[tuple[Any, Any]]:
         """The key and the row of each request that has not left, of a step that returns one tensor.
 
         Returns:
@@ -74,15 +74,15 @@ class LaunchedStep:
         Raises:
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`.
         """
-        outputs, since = self.outputs, self._loop.since
+        outputs, first = self.outputs, {**self._loop.last, **self._loop.since}
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
             )
         rows = outputs.view(len(self.keys), -1).squeeze(1).tolist() if self.keys else []
-        return [pair for pair in zip(self.keys, rows, strict=True) if since.get(pair[0], _GONE) <= self.number]
+        return [pair for pair in zip(self.keys, rows, strict=True) if first.get(pair[0], _GONE) <= self.number]
 
-    def needs(self, slot: str) -> dict[Hashable, int]:
+    def needs(self, slot: str) -> dict[Any, int]:
         """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
 
         Args:
@@ -93,16 +93,18 @@ class LaunchedStep:
         """
         return self._loop.needs(slot)
 
-    def leave(self, keys: Keys) -> None:
-        """End requests: in step `lands` their rows are closed up on the device, and `tokens` drops them at once.
+    def leave(self, keys: Keys, *, now: bool = True) -> None:
+        """End requests: in step `lands` their rows are closed up on the device.
 
         Args:
             keys: Those of the requests.
+            now: Whether `tokens` drops their rows from now on. Else the steps before `lands` still count: their end,
+                such as a length, was known ahead.
 
         Raises:
             BatchError: There is no such request. Nothing is changed.
         """
-        self._loop.leave(keys)
+        self._loop.leave(keys, now=now)
 
     def join(self, batch: Any, keys: Keys) -> None:
         """Add requests, whose rows are live from step `lands` on. Let others leave first if there is no room.
@@ -207,7 +209,7 @@ class Ahead(Generic[V]):
     """The loop of `steps`: what is launched, and what the host has said since.
 
     launched: how many steps so far. since: by key of each request that is not to leave, the first step of its row.
-    held: why no step is launched ahead now.
+    last: the same of those that leave, but whose rows count until then. held: why no step is launched ahead now.
     """
 
     def __init__(self, runner: Runner[V], chain: Chain[V], ahead: int, read: Read | None, needs: Iterable[str]) -> None:
@@ -217,6 +219,7 @@ class Ahead(Generic[V]):
         self._ring = [Entry(runner.stage.backend) for _ in range(ahead + 2)]
         self.launched, self.held = 0, ""
         self.since: dict[Hashable, int] = dict.fromkeys(chain.order.keys, 0)
+        self.last: dict[Hashable, int] = {}
         self._limited = frozenset(limit.name for limit in runner.limits)
         self._foretold = {name: self._foretells(name) for name in needs}
         self._foretell(chain.batch, chain.order.keys)
@@ -224,10 +227,10 @@ class Ahead(Generic[V]):
     def __iter__(self) -> Iterator[LaunchedStep]:
         """Hand out the steps in turn; others are launched meanwhile."""
         steps, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
-        while self.since:
+        while self.since or steps:
             held = self.held or self._chain.why
             self.held = ""
-            while len(steps) <= (0 if held else self._ahead):
+            while self.since and len(steps) <= (0 if held else self._ahead):
                 steps.append(self._launch())
                 counts[f"held: {held}" if held else "ahead"] += 1
             yield steps.popleft()
@@ -245,11 +248,13 @@ class Ahead(Generic[V]):
         self.launched += 1
         return LaunchedStep(self, number, keys, entry)
 
-    def leave(self, keys: Keys) -> None:
+    def leave(self, keys: Keys, *, now: bool) -> None:
         """See `LaunchedStep.leave`."""
         keys, rows, news = self._known(keys), self._chain.order.rows, self._news
         for key in keys:
-            del self.since[key]
+            since = self.since.pop(key)
+            if not now:
+                self.last[key] = since
         news.leaving += [key for key in keys if key in rows]
         news.has_any = True
 

@@ -488,8 +488,8 @@ class DecodeRunner(RequestRunner[V]):
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
         Between two steps the host says only what is new: `step.leave`, `step.join`, `step.edit`. A step without news is
-        one replay, for which nothing is uploaded. The loop ends when no request is live. The slots belong to it
-        meanwhile: a call of the runner ends it with ReplayError.
+        one replay, for which nothing is uploaded. The loop ends when no request is live and all launched steps were
+        handed out. The slots belong to it meanwhile: a call of the runner ends it with ReplayError.
 
         Args:
             batch: The first step's batch, as a call takes it.

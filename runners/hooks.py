@@ -172,4 +172,4 @@ class Coordinator:
 
     def as_data(self) -> RanksData:
         """The books, as plain data."""
-        return {"rank": self.rank, "size": self.size, "quiet": self.quiet, "exchanges": 0, "forced": {}}
+        return {"rank": self.rank, "size": self.size, "quiet": self.quiet, "over": None, "exchanges": 0, "forced": {}}

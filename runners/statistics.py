@@ -238,12 +238,14 @@ def human_bytes(count: float) -> str:
 class RanksData(TypedDict):
     """Which rank this is, of how many; quiet: whether nothing is exchanged before a step.
 
-    exchanges: how many there were. forced: steps by the rank that forced them and the reason.
+    over: what carries exchanges, None for one rank. exchanges: how many there were. forced: steps by the rank that
+    forced them and the reason.
     """
 
     rank: int
     size: int
     quiet: bool
+    over: str | None
     exchanges: int
     forced: dict[int, dict[str, int]]
 

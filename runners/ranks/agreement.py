@@ -201,7 +201,7 @@ class Agreement(Coordinator):
     def as_data(self) -> RanksData:
         """The books, as plain data."""
         forced = {rank: dict[str, int](sorted(one.copy().items())) for rank, one in sorted(self.forced.copy().items())}
-        return {**super().as_data(), "exchanges": self.ranks.exchanges, "forced": forced}
+        return {**super().as_data(), "over": self.ranks.over, "exchanges": self.ranks.exchanges, "forced": forced}
 
 
 def agree(own: Decision, messages: Sequence[Message], leading: int) -> tuple[Decision, int]:

@@ -4,6 +4,7 @@ import contextlib
 import datetime as dt
 import functools
 import itertools
+import os
 import struct
 import threading
 import time
@@ -21,6 +22,7 @@ from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.guard import outside_inference
 from ..config import check_seconds, checked, refuse
 from ..running import Unique
+from .shared import SharedMemory
 
 Exchange = Callable[[float], "list[Message]"]
 """An exchange under way: called with a timeout in seconds, it returns every rank's message."""
@@ -41,9 +43,8 @@ AXES: Final = 8
 """Varying axes whose live sizes one message holds, at most."""
 _TEXT: Final = 256
 _LAYOUT: Final = struct.Struct(f"<{5 + AXES}q{_TEXT}s")
-_SPIN: Final = 0.01
-"""Seconds that a rank asks a device without a pause: as long as most steps take."""
-_PAUSE: Final = 0.0001
+_SPIN: Final = 0.001
+"""Seconds that a rank asks without a pause; then each pause is 1 % of what it has waited. An idle rank waits often."""
 _COUNT: Final = itertools.count()
 
 
@@ -65,6 +66,14 @@ class Message:
         if len(raw) > _TEXT:
             raw = raw[: _TEXT - 3].decode(errors="ignore").encode() + b"..."
         _LAYOUT.pack_into(memory, 0, self.place, self.answer, self.bucket, self.why, self.idle, *live, raw)
+
+
+def _unpacked(memory: Any) -> list[Message]:
+    """The messages in a buffer of bytes."""
+    return [
+        Message(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
+        for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
+    ]
 
 
 class HostWire:
@@ -96,11 +105,7 @@ class HostWire:
 
     def messages(self) -> list[Message]:
         """Every rank's message, once they have arrived."""
-        memory: Any = self._all.numpy()
-        return [
-            Message(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
-            for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
-        ]
+        return _unpacked(self._all.numpy())
 
 
 class DeviceWire(HostWire):
@@ -115,7 +120,7 @@ class DeviceWire(HostWire):
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, for so many seconds at most."""
-        return _passes(self._event, seconds)
+        return _passes(self._event.query, seconds)
 
     def send(self, message: Message) -> None:
         """Begin an exchange with this rank's message."""
@@ -127,14 +132,38 @@ class DeviceWire(HostWire):
             self._event.record(self._stream)
 
 
-def _passes(event: Any, seconds: float) -> bool:
-    """Wait until a device is past an event, for so many seconds at most; whether it is."""
+class SharedWire:
+    """Carries one exchange at a time through memory that all ranks of one host share."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory, self._number = memory, 0
+
+    def send(self, message: Message) -> None:
+        """Begin an exchange with this rank's message."""
+        data = bytearray(_LAYOUT.size)
+        message.pack_into(data)
+        self._number = self._memory.send(data)
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the messages, for so many seconds at most. RuntimeError if a process has ended."""
+        return _passes(functools.partial(self._memory.came, self._number), seconds)
+
+    def messages(self) -> list[Message]:
+        """Every rank's message, once they have arrived."""
+        return _unpacked(self._memory.take(self._number))
+
+
+def _passes(query: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a query says yes, for so many seconds at most; whether it does."""
     begin = time.monotonic()
-    while not event.query():
+    while not query():
         waited = time.monotonic() - begin
         if waited > seconds:
             return False
-        time.sleep(0 if waited < _SPIN else _PAUSE)
+        if waited < _SPIN:
+            os.sched_yield()
+        else:
+            time.sleep(min(waited / 100, _LOOK))
     return True
 
 
@@ -151,8 +180,9 @@ class Ranks(Unique):
 
     Args:
         group: The process group that the ranks form; the default group if None.
-        on: Where sizes are exchanged: in "host" memory, over a group of gloo, or by the name of a device's kind, such
-            as "cuda", over a group of that kind's own backend, on the current device.
+        on: Where sizes are exchanged: in "host" memory, which all ranks share if they are on one host, else over a
+            group of gloo; or by the name of a device's kind, such as "cuda", over a group of that kind's own backend,
+            on the current device.
         equal: Whether all ranks get the same batches, as those of tensor parallelism do. Nothing is exchanged then.
         shards: Over how many ranks a bucket's tokens are spread: every bucket must divide by it. If the group divides,
             too, each `shards` ranks in a row share a batch and must bring the same sizes.
@@ -162,8 +192,12 @@ class Ranks(Unique):
 
     Raises:
         ConfigError: There is no such group, or an argument makes no sense.
+        RankError: A rank did not come within `capture_timeout`.
     """
 
+    over: str | None = None
+    """What carries exchanges: "shared memory" if all ranks are on one host, else the backend; None for one rank."""
+    _memory: SharedMemory | None = None
     alone = False
     """Whether this is the only process, and the other ranks speak from a recording."""
     said: tuple[Message, ...] = ()
@@ -202,21 +236,34 @@ class Ranks(Unique):
         if self.size > 1:
             self._connect()
             self._free = [self._wire()]
+            if self.on == HOST:
+                self._share()
 
     def _connect(self) -> None:
         """Make the group that sizes are exchanged in, and a store that all ranks reach and nothing else uses."""
         members, number = dist.get_process_group_ranks(self.group), next(_COUNT)
         limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
-        backend = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
+        self.over = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
         made: Any = dist.new_group(
-            members, timeout=limit, backend=backend, use_local_synchronization=True, group_desc="slotgraph"
+            members, timeout=limit, backend=self.over, use_local_synchronization=True, group_desc="slotgraph"
         )
         from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store  # noqa: PLC0415 - some builds of torch have none of it
 
         self._connection, self._store = made, PrefixStore(f"slotgraph{number}", _get_process_group_store(made))
 
-    def _wire(self) -> HostWire:
-        """Memory for one more exchange at a time."""
+    def _share(self) -> None:
+        """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
+        told, memory = "the choice of what carries exchanges", SharedMemory(self.rank, self.size, _LAYOUT.size)
+        place = "" if self.rank else memory.open(self._connection)
+        first, *_ = self.begin(Message(0, text=place), told)(self.capture_timeout)
+        place = place or (first.text and memory.open(self._connection, first.text))
+        if all(one.text for one in self.begin(Message(0, text=place), told)(self.capture_timeout)):
+            self._memory, self._free, self.over = memory, [], "shared memory"
+
+    def _wire(self) -> HostWire | SharedWire:
+        """What carries one more exchange at a time."""
+        if self._memory:
+            return SharedWire(self._memory)
         if self.on == HOST:
             return HostWire(self._connection, self.size)
         device = torch.device(self.on, torch.get_device_module(self.on).current_device())
@@ -261,7 +308,7 @@ class Ranks(Unique):
         else:
             self._waits += 1
             told, seconds, at = "the end of a step on the device", self.timeout, (WAIT, self._waits)
-        if not self._came(functools.partial(_passes, event), at, seconds):
+        if not self._came(functools.partial(_passes, event.query), at, seconds):
             lost = self._lost(at, told, f"within {seconds:g} s")
             self._abort(event, device)
             raise lost
@@ -280,7 +327,7 @@ class Ranks(Unique):
         with contextlib.suppress(RuntimeError):  # which is how a group says that it has none on the device
             abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no other name for it
             threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
-            _passes(event, _ABORTED)
+            _passes(event.query, _ABORTED)
 
     def begin(self, message: Message, told: str) -> Exchange:
         """Tell all ranks a message. told: the place in the program. RankError if an exchange before failed."""
@@ -291,19 +338,19 @@ class Ranks(Unique):
         wire.send(message)
         return functools.partial(self._end, wire, self.exchanges, told)
 
-    def _end(self, wire: HostWire, number: int, told: str, timeout: float) -> list[Message]:
+    def _end(self, wire: HostWire | SharedWire, number: int, told: str, timeout: float) -> list[Message]:
         """Every rank's message. RankError, in time, names the ranks that did not come, and ends all exchanges."""
-        at, how, cause = (EXCHANGE, number), f"within {timeout:g} s", None
+        at = EXCHANGE, number
         try:
             came = self._came(wire.arrives, at, timeout)
         except RuntimeError as error:
             self._note(*at)
-            came, how, cause = False, "before its connection was lost", error
+            raise self._lost(at, told, "before its connection was lost") from error
         except BaseException:  # an interrupt leaves others with an answer that is not read
             self.broken = f"{told} was broken off"
             raise
         if not came:
-            raise self._lost(at, told, how) from cause
+            raise self._lost(at, told, f"within {timeout:g} s")
         messages = wire.messages()
         self._free.append(wire)
         return messages

@@ -1,9 +1,10 @@
-"""For declarations that go further: slots and specifiers of your own, sources, roles, adopted memory."""
+"""For declarations that go further: slots and specifiers of your own, sources, roles, adopted memory; and types."""
 
 from slotgraph.dataflow.buffers import Exclusive
 from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role
 from slotgraph.dataflow.slots import Slot, slot
 from slotgraph.dataflow.sources import side
 from slotgraph.dataflow.tails import once
+from slotgraph.runners.ahead import LaunchedStep
 
-__all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "Role", "Slot", "once", "side", "slot"]
+__all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "LaunchedStep", "Role", "Slot", "once", "side", "slot"]

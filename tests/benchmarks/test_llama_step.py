@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 LIVE, BUCKET = 7, 8
 BUCKETS = [8 * (1 + index) for index in range(20)]
 PAGE_SIZE, SETS = 16, 4
+PAGED = SimpleNamespace(page_size=PAGE_SIZE)
 CONTEXT = 256
 """Tokens that each request's attention reaches over."""
 REACH = CONTEXT // PAGE_SIZE
@@ -64,7 +65,7 @@ def runner_of(
     steps: Steps, backend: Backend, buckets: Sequence[int], lowering: str = AUTO, *, compiled: bool = False
 ) -> DecodeRunner[DecodeInputs]:
     """A captured runner of the decode step."""
-    given: dict[str, Any] = {"sizes": {PAGES: REACH}, "lowering": lowering, "progress": False}
+    given: dict[str, Any] = {"sizes": {PAGES: REACH}, "settings": PAGED, "lowering": lowering, "progress": False}
     step = steps.decoding(compiled=compiled)
     runner = DecodeRunner(DecodeInputs, step, buckets=list(buckets), backend=backend, **given)
     runner.capture()
@@ -85,7 +86,7 @@ def batches_of(live: int, device: torch.device) -> list[DecodeInputs]:
             pages=list(range(1 + row * REACH, 1 + (row + 1) * REACH)),
         )
 
-    return [decode_batch([request(number, row) for row in range(live)], PAGE_SIZE, device) for number in range(SETS)]
+    return [decode_batch([request(number, row) for row in range(live)], REACH, device) for number in range(SETS)]
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ def race_steps(title: str, steps: Steps, backend: Backend, rounds: int, each: in
     with served(steps):
         runner, other = runner_of(steps, backend, [BUCKET]), runner_of(steps, backend, [BUCKET], "foreach")
         other(batches[0])
-        torch.testing.assert_close(runner(batches[1]).clone(), other(batches[1]), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(runner(batches[1]).logits.clone(), other(batches[1]).logits, rtol=0.05, atol=0.05)
     captured = other.graphs.get(BUCKET, frozenset())
     assert captured is not None
     ways: dict[str, Any] = {"bare replay": lambda _: captured.graph.replay(), "runner(batch)": runner}
@@ -122,6 +123,7 @@ def capture_by_hand(steps: Steps, device: torch.device, buckets: Sequence[int]) 
             seq_lens=narrow + 1,
             block_tables=torch.zeros(rows, REACH, dtype=torch.int32, device=device),
             num_token_non_padded=narrow[:1],
+            numbers=wide.clone(),
         )
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -154,13 +156,13 @@ def test_compiled_step_beside_what_a_user_would_pick(shape: str, slotgraph_backe
             PLAIN: runner_of(steps, backend, [BUCKET]),
             COMPILED: runner_of(steps, backend, [BUCKET], compiled=True),
         }
-        plain, compiled = (runner(batches[0]).float() for runner in runners.values())
+        plain, compiled = (runner(batches[0]).logits.clone() for runner in runners.values())
     assert (plain - compiled).norm() < 0.05 * plain.norm()
     own: Any
     own, emptied = alone(steps.model, batches, CONTEXT)
 
     def through(runner: Callable[[Any], Any]) -> Run:
-        return Run(lambda batch: runner(batch).argmax(-1).tolist(), batches, around)
+        return Run(lambda batch: runner(batch).next_ids.tolist(), batches, around)
 
     runs = {name: through(runner) for name, runner in runners.items()}
     runs[ALONE] = Run(lambda number: own(number).argmax(-1).tolist(), range(SETS), emptied)

@@ -6,6 +6,7 @@ pytest tests/benchmarks/test_ranks.py -s
 import contextlib
 import math
 import pathlib
+import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from slotgraph.backends import choose
-from slotgraph.runners.ranks.group import HOST, Ranks
+from slotgraph.runners.ranks.group import HOST, Message, Ranks
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 from tests.ranks.processes import ranks
 from tests.ranks.staged import Tokens
+from tests.ranks.stepping import OVER, soon
 from tests.runners.models import decoder
 
 WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
@@ -97,3 +99,28 @@ def test_share_of_a_step(
     times = {way: [max(pair) for pair in zip(first[way], second[way], strict=True)] for way in first}
     show(f"{backend}: a decode step of {layers} layers over 2 ranks, {LIVE} of {BUCKET} rows", times)
     assert {len(one) for one in times.values()} == {rounds * steps}
+
+
+def exchanged(_: int, rounds: int, each: int) -> dict[str, list[float]]:
+    """Microseconds of exchanges through shared memory and over gloo, one after another, and after 1.5 ms of sleep."""
+    both, runs = [soon(over) for over in OVER], dict[str, list[float]]()
+    for pause, when in ((0.0, "busy"), (0.0015, "after 1.5 ms of sleep")):
+        for one in both:
+            runs[f"{one.over}, {when}"] = times = list[float]()
+            for _ in range(rounds):
+                dist.barrier()
+                for number in range(each):
+                    time.sleep(pause) if pause else None
+                    begin = time.perf_counter()
+                    one.begin(Message(number, live=(3, 4)), "a place")(60.0)
+                    times.append((time.perf_counter() - begin) * 1e6)
+    return runs
+
+
+def test_an_exchange(tmp_path: pathlib.Path) -> None:
+    """Of two ranks that do nothing else, in both ways that host memory has."""
+    with ranks(2, tmp_path) as made:
+        first, second = made.run(exchanged, 5, 100)
+    times = {way: [max(pair) for pair in zip(first[way], second[way], strict=True)] for way in first}
+    show("an exchange of 2 ranks of one host", times)
+    assert [way.split(",")[0] for way in times] == [*OVER, *OVER]

@@ -35,9 +35,9 @@ def shifted(batch: Any) -> Any:
     return attrs.evolve(batch, positions=batch.positions + 1)
 
 
-def stale(base: Any, dtype: Any, *names: str, axis: Any = TOKENS) -> Any:
+def stale(base: Any, dtype: Any, *names: str, axes: Any = (TOKENS,)) -> Any:
     """A declaration that someone wrote in good faith: padded rows of these slots are those of an earlier step."""
-    fields = {name: copied(axis, dtype=dtype, pad=keep("no one reads what padded rows write")) for name in names}
+    fields = {name: copied(*axes, dtype=dtype, pad=keep("no one reads what padded rows write")) for name in names}
     return type("Stale", (base,), {"__annotations__": dict.fromkeys(names, torch.Tensor), **fields})
 
 

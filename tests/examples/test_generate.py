@@ -1,5 +1,6 @@
 """The demo passes on every way to run it, says what it did, and finds each bug that graph inputs are known for."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import CACHE_LOC, TOKENS, computed
+from slotgraph import BATCH, CACHE_LOC, TOKENS, computed
 from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama, shifted, stale
 from tests.programs import python
 
@@ -159,30 +160,35 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
 def test_a_compiled_step(generate: Generate, prompts: str) -> None:
     """`--compile` captures torch.compile(step), tokens stay equal, and a backend that cannot hold it is refused."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    small = ("--prompts", prompts, "--buckets", "2", "--max-batch", "2", *QUICK)
+    drawn = ("--temperature", "0.9", "--top-p", "0.95")
+    small = ("--prompts", prompts, "--buckets", "2", "--max-batch", "2", *drawn, *QUICK)
     status, report, _ = generate("--compile", "--backend", "cpu", *small)
     assert (status, report["comparison"]["difference"], report["eager_steps"]) == (0, None, 0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     assert report["texts"] == generate("--backend", "cpu", *small)[1]["texts"]
+    ahead = generate("--compile", "--backend", "cpu", *small, "--ahead", "1")[1]
+    assert [text["tokens"] for text in ahead["texts"]] == [text["tokens"] for text in report["texts"]]
     with pytest.raises(module("serving.options").OptionsError, match="--backend cpu or cuda"):
         generate("--compile", *small)
 
 
 PREPARED: dict[str, Callable[[Any], Any]] = {
     "position one too far": shifted,
-    "places of another request": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc.roll(1)),
-    "places one row too far": lambda batch: attrs.evolve(batch, out_cache_loc=batch.out_cache_loc + 1),
+    "pages of another request": lambda batch: attrs.evolve(batch, block_tables=batch.block_tables.roll(1, 0)),
 }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("plant", [*PREPARED, "tail", "prompts"])
+@pytest.mark.parametrize("plant", [*PREPARED, "places", "tail", "prompts"])
 def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: str, plant: str, dtype: str) -> None:
     """Wrong batches and stale tails: exit status 1, with request, token, step and logits of the first difference."""
     argv: tuple[str, ...] = ("--backend", backend_name, "--dtype", dtype)
     inputs = module("serving.inputs")
     if plant == "tail":
-        seams = {"declaration": stale(inputs.DecodeInputs, CACHE_LOC, "out_cache_loc")}
+        seams = {"declaration": stale_tables(inputs)}
+    elif plant == "places":
+        argv += QUICK
+        seams = {"declaration": misplaced(inputs)}
     elif plant == "prompts":
         argv += ("--prompts", lines, *FEW)
         seams = {"prompts": stale(inputs.PrefillInputs, CACHE_LOC, "out_cache_loc")}
@@ -198,12 +204,97 @@ def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: 
     assert f"DIFFERENT from generate(): {where}:" in " ".join(out.split())
 
 
-def test_wrong_count_is_found(generate: Generate) -> None:
+def stale_tables(inputs: Any) -> Any:
+    """A declaration whose padded rows write to pages of an earlier step."""
+    return stale(inputs.DecodeInputs, torch.int32, "block_tables", axes=(BATCH, inputs.PAGES))
+
+
+def misplaced(inputs: Any) -> Any:
+    """A declaration whose new tokens go to the place of the token before."""
+
+    def early(block_tables: torch.Tensor, positions: torch.Tensor, settings: Any, out: torch.Tensor) -> None:
+        inputs.place(block_tables, (positions - 1).clamp(min=0), settings, out)
+
+    class Misplaced(inputs.DecodeInputs):  # type: ignore[misc] # no package that a checker finds
+        out_cache_loc: torch.Tensor = computed(early, shape=TOKENS, dtype=CACHE_LOC)
+
+    return Misplaced
+
+
+def test_without_a_comparison(generate: Generate, default: Result) -> None:
+    """`--no-verify` makes the same texts, and steps hand out tokens alone."""
+    status, report, out = generate("--no-verify")
+    assert (status, report["comparison"], report["texts"]) == (0, None, default[1]["texts"])
+    assert report["memory"]["outputs"] < default[1]["memory"]["outputs"] / 50
+    assert "not compared with generate(), by --no-verify" in out
+
+
+@pytest.mark.parametrize("argv", [(), ("--no-verify",)], ids=" ".join)
+def test_wrong_count_is_found(generate: Generate, argv: tuple[str, ...]) -> None:
     """A computed slot that counts padded rows fails the run, although every token is right."""
 
     class Miscounted(module("serving.inputs").DecodeInputs):  # type: ignore[misc] # no package that a checker finds
         num_token_non_padded: torch.Tensor = computed(lambda step: step.padded(TOKENS), shape=1, dtype=torch.int32)
 
-    status, report, out = generate(*QUICK, "--max-batch", "3", "--buckets", "2,4", declaration=Miscounted)
-    assert (status, report["comparison"]["difference"]) == (1, None)
+    status, report, out = generate(*QUICK, *argv, "--max-batch", "3", "--buckets", "2,4", declaration=Miscounted)
+    assert (status, (report["comparison"] or {"difference": None})["difference"]) == (1, None)
     assert "WRONG COUNT" in out
+
+
+DRAWN = ("--temperature", "0.9", "--top-p", "0.95", "--seed", "11")
+PAGES = ("--page-size", "3", "--max-batch", "5", "--max-new-tokens", "40", "--prefill", "eager")
+
+
+@pytest.fixture(scope="module")
+def synchronous(generate: Generate) -> Callable[..., Any]:
+    """The report of a run whose host reads each step's tokens first, which is compared with generate()."""
+    return functools.cache(lambda *argv: generate(*argv, "--sync")[1])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("argv", [PAGES, (*PAGES, *DRAWN)], ids=["greedy", "drawn"])
+def test_steps_ahead_make_the_same_tokens(
+    generate: Generate, synchronous: Callable[..., Any], argv: tuple[str, ...], ahead: int, backend: str
+) -> None:
+    """Requests join, take pages and end in the middle of their texts; buckets change; some wait for a row."""
+    status, report, _ = generate(*argv, "--backend", backend, "--ahead", str(ahead), "--no-verify")
+    expected = synchronous(*argv)
+    assert expected["passed"]
+    assert (status, [text["tokens"] for text in report["texts"]]) == (0, [one["tokens"] for one in expected["texts"]])
+    assert report["counted"] == report["decoded"] == sum(bucket["live"] for bucket in report["buckets"])
+    assert report["decode_steps"] == sum(bucket["steps"] for bucket in report["buckets"])
+    assert len({bucket["bucket"] for bucket in report["buckets"]}) == 4
+    surplus = report["decoded"] - expected["decoded"]
+    assert (surplus == 0) == (ahead == 0)
+    assert surplus <= ahead * report["requests"]
+    lengths = [len(text["tokens"]) for text in report["texts"]]
+    assert min(lengths) < max(lengths) == 40, "no text ended in the middle"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--dtype", "bfloat16"),
+        ("--max-new-tokens", "1", "--max-prefill-tokens", "64"),
+        ("--buckets", "1,3", "--max-new-tokens", "16"),
+        ("--arrival-gap", "9", "--max-new-tokens", "5", "--prefill", "piecewise"),
+    ],
+    ids=" ".join,
+)
+def test_steps_ahead_equal_generate(generate: Generate, argv: tuple[str, ...]) -> None:
+    """In low precision, where a prompt's token is the last, where no bucket holds all, and where pauses are long."""
+    status, report, _ = generate(*argv, "--ahead", "2")
+    assert (status, report["comparison"]["difference"], report["eager_steps"]) == (0, None, 0)
+
+
+@pytest.mark.parametrize("plant", [*PREPARED, "places", "tail"])
+def test_what_is_planted_ahead_is_found(generate: Generate, backend_name: str, plant: str) -> None:
+    """Wrong rows of requests that join are wrong in all steps to come."""
+    inputs = module("serving.inputs")
+    declarations = {"places": misplaced, "tail": stale_tables}
+    seams = {"prepare": PREPARED[plant]} if plant in PREPARED else {"declaration": declarations[plant](inputs)}
+    argv = ("--backend", backend_name, "--ahead", "1", *(QUICK if plant != "tail" else ()))
+    status, report, _ = generate(*argv, **seams)
+    assert (status, report["passed"]) == (1, False)
+    assert report["comparison"]["apart"] > 0

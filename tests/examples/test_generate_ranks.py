@@ -53,12 +53,14 @@ def several(tmp_path_factory: pytest.TempPathFactory, prompts: str, checkpoint: 
     cases = {
         "dp": (["--dp", "2", *SHORT], ""),
         "pp": (["--pp", "2", *SHORT], ""),
-        "replayed": (["--tp", "2", "--backend", "cpu"], ""),
+        "replayed": (["--tp", "2", "--backend", "cpu", "--no-verify"], ""),
         "checkpoint": (["--tp", "2", "--model", checkpoint, "--prefill", "breakable", "--rounds", "2"], ""),
         "bfloat16": (["--tp", "2", "--dtype", "bfloat16"], ""),
         "shifted": (["--tp", "2"], "shifted"),
         "forgotten": (["--tp", "2"], "forgotten"),
         "apart": (["--dp", "2"], "shifted"),
+        "ahead": (["--tp", "2", "--ahead", "2"], ""),
+        "idle": (["--dp", "2", "--arrival-gap", "2", "--temperature", "0.9", "--top-p", "0.9"], ""),
         "wrong rows": (["--pp", "2"], "shifted"),
         "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
@@ -117,8 +119,8 @@ def test_two_ranks_make_the_tokens_of_one(several: dict[str, Any], single: Resul
 def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, prompts: str) -> None:
     """Steps that run again, an odd vocabulary with tied embeddings, traced layers and low precision are right, too."""
     shorter = [text[:4] for text in texts_of(single[1])]
-    assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16"))
-    assert texts_of(several["replayed"]) == texts_of(several["traced"]) == shorter
+    assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16", "idle", "ahead"))
+    assert texts_of(several["replayed"]) == texts_of(several["traced"]) == texts_of(several["ahead"]) == shorter
     assert several["traced"]["prefill"]["paths"] == {"piecewise": 1}
     alone = generate("--model", checkpoint, "--prompts", prompts, *FEW)[1]
     assert texts_of(several["checkpoint"]) == texts_of(alone)
@@ -149,6 +151,8 @@ def test_bugs_are_found(several: dict[str, Any]) -> None:
         (["--tp", "2"], None, "torchrun --nproc-per-node 2 docs/examples/generate --tp 2"),
         (["--dp", "4"], None, "torchrun --nproc-per-node 4 docs/examples/generate --dp 4"),
         (["--tp", "2"], 3, "--tp 2 is for 2 processes, and here are 3"),
+        (["--dp", "2", "--ahead", "1"], 2, "leave out --sync, --dp and --pp"),
+        (["--sync", "--ahead", "0"], None, "leave out --sync, --dp and --pp"),
         (["--tp", "2", "--dp", "2"], 4, "--tp 2 --dp 2: one at a time"),
         ([], 2, "say --tp 2 or --dp 2 or --pp 2"),
         (["--pp", "5"], 5, "the model has 4 layers"),

@@ -163,7 +163,7 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
     **{
         f"stale rows of {family}": (
             *("states", "serve", ["--model", family, "--buckets", "8"], "declaration"),
-            lambda: stale(module("states.inputs").DecodeInputs, torch.int64, "req_pool_indices", axis=BATCH),
+            lambda: stale(module("states.inputs").DecodeInputs, torch.int64, "req_pool_indices", axes=(BATCH,)),
         )
         for family in ("bamba", "jamba", "falcon-h1")
     },

@@ -1,12 +1,15 @@
 """What tests of steps across ranks run in each rank: one runner on several ranks, and plain answers to hold it to."""
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
+from slotgraph.runners.ranks import shared
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.counts import DP
 from tests.runners.models import decoder
@@ -61,9 +64,15 @@ def runner_on(ranks: Ranks, step: Callable[[Any], Any], inputs: type[Any] = Coun
     return decoder(inputs, step, ranks=ranks, **{"buckets": BUCKETS, **options})
 
 
-def soon(**options: Any) -> Ranks:
-    """Ranks over the default group that do not wait for long."""
-    return Ranks(**{"timeout": 20.0, "capture_timeout": 20.0, **options})
+OVER: Final = ("shared memory", "gloo")
+"""What carries exchanges between host memories."""
+
+
+def soon(over: str = OVER[0], **options: Any) -> Ranks:
+    """Ranks over the default group that do not wait for long. over: gloo, as if each was on a host of its own."""
+    host = mock.patch.object(shared, "host_of", return_value=f"host-{dist.get_rank()}")
+    with host if over == "gloo" else contextlib.nullcontext():
+        return Ranks(**{"timeout": 20.0, "capture_timeout": 20.0, **options})
 
 
 class Kept:
@@ -72,9 +81,10 @@ class Kept:
     runner: DecodeRunner[Counted]
 
 
-def make(_: int, backend: str = "cpu", **options: Any) -> tuple[int, ...]:
+def make(_: int, backend: str = "cpu", over: str = OVER[0]) -> tuple[int, ...]:
     """A captured runner, kept for `run`."""
-    Kept.runner = runner_on(soon(), step, backend=backend, **options)
+    Kept.runner = runner_on(soon(over), step, backend=backend)
+    assert Kept.runner.stats()["ranks"]["over"] == over
     assert Kept.runner.report is not None
     return Kept.runner.report.captured
 

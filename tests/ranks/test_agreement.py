@@ -13,7 +13,7 @@ from slotgraph.backends import choose
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, all_gather, raised
-from tests.ranks.stepping import Counted, Kept, Numbered, runner_on, soon
+from tests.ranks.stepping import OVER, Counted, Kept, Numbered, runner_on, soon
 from tests.runners.models import decoder
 
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -30,12 +30,12 @@ def test_the_largest_bucket_is_everyones(two: Processes, backend: str) -> None:
     assert two.run(stepping.run, [2, 9], 3) == [(True, "eager", None, reason, 1)] * 2
 
 
-def many_steps(rank: int, steps: int, ahead: float) -> tuple[int, int, int]:
+def many_steps(rank: int, steps: int, ahead: float, over: str) -> tuple[int, int, int]:
     """Random sizes, the same for all who draw them, some told while the step before runs.
 
     How many steps were right, how many went eagerly, and how many exchanges there were.
     """
-    stepping.make(rank)
+    stepping.make(rank, over=over)
     draw, right, eager = random.Random(3), 0, 0  # noqa: S311 - sizes, no secrets
     before = Kept.runner.stats()["ranks"]["exchanges"]
     for seed in range(steps):
@@ -49,11 +49,11 @@ def many_steps(rank: int, steps: int, ahead: float) -> tuple[int, int, int]:
     return right, eager, Kept.runner.stats()["ranks"]["exchanges"] - before
 
 
-@pytest.mark.parametrize("ahead", [0, 0.4])
-def test_many_steps(four: Processes, ahead: float) -> None:
+@pytest.mark.parametrize(("ahead", "over"), [(0, OVER[0]), *((0.4, over) for over in OVER)])
+def test_many_steps(four: Processes, ahead: float, over: str) -> None:
     """No rank waits for another that does something else; each step is right everywhere, and one exchange."""
     steps = 600 if THOROUGH else 300
-    (right, eager, exchanges), *others = four.run(many_steps, steps, ahead)
+    (right, eager, exchanges), *others = four.run(many_steps, steps, ahead, over)
     assert right == exchanges == steps
     assert 0 < eager < steps // 2
     assert others == [(right, eager, exchanges)] * 3
@@ -99,9 +99,9 @@ def test_an_idle_ranks_batch(two: Processes) -> None:
     assert (first[2], second[2]) == ("", "")
 
 
-def another_batch(rank: int) -> str:
+def another_batch(rank: int, over: str) -> str:
     """Rank 1 brings another batch than it told; rank 0 steps with what it was told."""
-    runner = runner_on(soon(), lambda view: view.ids * 2)
+    runner = runner_on(soon(over), lambda view: view.ids * 2)
     runner.agree_ahead(stepping.batch_of(3, 1))
     with pytest.raises(RankError, match="has not been run"):
         runner.agree_ahead(stepping.batch_of(3, 1))
@@ -110,9 +110,10 @@ def another_batch(rank: int) -> str:
     return found
 
 
-def test_another_batch_than_was_agreed_on(two: Processes) -> None:
+@pytest.mark.parametrize("over", OVER)
+def test_another_batch_than_was_agreed_on(two: Processes, over: str) -> None:
     """It is told where it is noticed; the next step is right."""
-    first, second = two.run(another_batch)
+    first, second = two.run(another_batch, over)
     assert first == ""
     told = "RankError: this is not the batch that was agreed on ahead, with sizes (3, 3, 3); it has sizes (4, 4, 4)"
     assert second.startswith(told)
@@ -124,7 +125,7 @@ def test_alone_and_quiet() -> None:
     runner.agree_ahead(stepping.batch_of(2, 3))
     assert runner.idle() is None
     assert runner.agreed is None
-    assert runner.stats()["ranks"] == {"rank": 0, "size": 1, "quiet": True, "exchanges": 0, "forced": {}}
+    assert runner.stats()["ranks"] == {"rank": 0, "size": 1, "quiet": True, "over": None, "exchanges": 0, "forced": {}}
     assert runner(stepping.batch_of(2, 3)).shape[0] == 2
     runner.wait()
 

@@ -16,7 +16,7 @@ from slotgraph.runners.ranks.group import Ranks
 from tests.programs import python
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
-from tests.ranks.stepping import Counted, Kept, Numbered, runner_on, soon
+from tests.ranks.stepping import OVER, Counted, Kept, Numbered, runner_on, soon
 
 KINDS: Final = ("decode", "eager")
 CPU: Final = torch.device("cpu")
@@ -49,9 +49,9 @@ def batch_of(seed: int, factor: Any, rows: int = 3) -> dict[str, Any]:
     return {**stepping.batch_of(rows, seed), "factor": factor}
 
 
-def refuses(rank: int, kind: str) -> list[tuple[str, bool]]:
+def refuses(rank: int, kind: str, over: str) -> list[tuple[str, bool]]:
     """Steps of which rank 1 refuses every second one, in another way each; and whether slots are as they were."""
-    runner, found = runner_of(kind, soon()), []
+    runner, found = runner_of(kind, soon(over)), []
     buffers = [] if kind == "eager" else [buffer.tensor for buffer in runner.graphs.buffers]
     for number in range(9):
         batch = batch_of(number, number + 1)
@@ -63,10 +63,10 @@ def refuses(rank: int, kind: str) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_refused_batch(two: Processes, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "over"), [*((kind, OVER[0]) for kind in KINDS), ("decode", "gloo")])
+def test_a_refused_batch(two: Processes, kind: str, over: str) -> None:
     """Nobody runs the step, nothing is written anywhere, each is told, and the next step is right."""
-    first, second = two.run(refuses, kind)
+    first, second = two.run(refuses, kind, over)
     assert [error for error, _ in first[::2] + second[::2]] == [""] * 10
     for (other, unwritten), (own, also) in zip(first[1::2], second[1::2], strict=True):
         assert unwritten
@@ -124,9 +124,9 @@ def test_a_bucket_that_one_cannot_capture(two: Processes) -> None:
     assert "no room for this one" in second[1][4]
 
 
-def lost(rank: int, stalls: bool) -> list[str]:  # noqa: FBT001 - sent as it is
+def lost(rank: int, stalls: bool, over: str) -> list[str]:  # noqa: FBT001 - sent as it is
     """Rank 2 stops after some steps, for good or for long; what the others are told in two steps."""
-    stepping.make(rank)
+    stepping.make(rank, over=over)
     for number in range(5):
         stepping.run(rank, [1, 2, 3], number)
     Kept.runner.coordinator.timeout = 1.5
@@ -138,16 +138,17 @@ def lost(rank: int, stalls: bool) -> list[str]:  # noqa: FBT001 - sent as it is
     return [raised(stepping.run, rank, [1, 2, 3], number) for number in range(2)]
 
 
-@pytest.mark.parametrize("stalls", [False, True], ids=["killed", "stalled"])
-def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: FBT001 - a parameter
+@pytest.mark.parametrize(("stalls", "over"), [(False, OVER[0]), (True, OVER[0]), (False, "gloo")])
+def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool, over: str) -> None:  # noqa: FBT001 - a parameter
     """The others are told which, none waits for ever, and who tries again is told at once."""
     with ranks(3, tmp_path, timeout=20) as made:
-        outcomes = made.outcomes(lost, stalls)
+        outcomes = made.outcomes(lost, stalls, over)
+    how = {(True, OVER[0]): "within 1.5 s", (False, OVER[0]): "before its connection was lost"}.get((stalls, over), "")
     for one in outcomes[:2]:
         assert one is not None
         first, again = (told.removeprefix("RankError: ") for told in one.value)
         place = "a step of DecodeRunner with buckets 2, 4, 8"
-        assert first.startswith(f"{place}: rank 2 did not come ")
+        assert first.startswith(f"{place}: rank 2 did not come {how}")
         assert "rank 0" not in first
         assert "rank 1" not in first
         assert again == f"{place}: these ranks are lost to each other: {first}"

@@ -155,7 +155,7 @@ def _compare(
     others = chosen != torch.tensor(answer.tokens[:count])
     mine = torch.stack(request.logits[:count])
     apart = (mine - logits).abs().amax(dim=1).nan_to_num(nan=math.inf)
-    own = chosen == torch.tensor(sampler.choices(mine, request))
+    own = chosen == torch.tensor(sampler.choices(mine, request.number, len(request.prompt_ids)))
     beyond = others & ~(own & (apart <= bounds.logits)) if bounds.tie else others
     wrong = next(iter(beyond.nonzero().flatten().tolist()), count)
     ties, apart = gaps[:wrong][others[:wrong]], apart[: wrong + 1]
@@ -198,8 +198,7 @@ class Judge:
     @classmethod
     def asked(cls, options: Options, language: Language, requests: Sequence[Request], watch: Any) -> "Judge":
         """The reference comes first: whatever the engine might do to the weights does not reach it."""
-        sampler = Sampler(options.temperature, options.top_p, options.seed)
-        begin = time.perf_counter()
+        begin, sampler = time.perf_counter(), options.sampler
         answers = list(watch(reference_answers(language, requests, sampler)))
         seconds = time.perf_counter() - begin
         return cls(language, answers, bounds_for(options, language, requests, answers), seconds, sampler)

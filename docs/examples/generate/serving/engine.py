@@ -1,7 +1,7 @@
 """The engine: admit, prefill, decode and retire, until all requests are done."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -13,7 +13,6 @@ from serving.model import Language
 from serving.options import Options
 from serving.ranks import Crew, Outputs
 from serving.request import Request
-from serving.sampling import Sampler
 from serving.steps import Decode, Steps, prefill_runner
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.ranks import PipelineStage
@@ -69,20 +68,20 @@ class Engine:
     ) -> None:
         self._crew = crew = Crew() if crew is None else crew
         self._options, self._prepare, self._eos = options, prepare, language.eos
-        self._batch: Any = {"page_size": options.page_size, "device": language.model.device}
-        self._sampler = Sampler(options.temperature, options.top_p, options.seed)
+        self._device, self._rows = language.model.device, options.max_batch
         self.work = Work()
         self.running: list[Request] = []
         self._waiting = sorted(requests, key=lambda request: request.arrival)
 
-        needs = sorted((request.pages_needed(options.page_size) for request in requests), reverse=True)
-        pages = 1 + sum(needs[: options.max_batch])
+        needs = sorted((self._pages(request)[1] for request in requests), reverse=True)
+        pages, self.width = 1 + sum(needs[: options.max_batch]), needs[0]
         self._allocator = PageAllocator(pages)
         cache = PagedCache.empty(language.model, pages, options.page_size)
-        self.steps = Steps(language.model, cache, crew.world)
+        self.steps = Steps(language.model, cache, crew.world, options.sampler, logits=options.verify)
 
         self._declaration = crew.inputs(declaration)
-        self._given = {"backend": options.backend, **crew.given(self._declaration, {PAGES: needs[0]})}
+        given = crew.given(self._declaration, {PAGES: self.width})
+        self._given = {"backend": options.backend, "settings": options, **given}
         self.step = self.steps.decoding(compiled=options.compile)
         self.decode = self.decoder(self.step, options.ladder)
         self.prefill = prefill_runner(crew.inputs(prompts), self.steps, options, crew)
@@ -115,12 +114,12 @@ class Engine:
         """Prompts, then decoding, as far as there is any, here or in the rest of the crew; whether there was."""
         admitted = self._admit()
         if admitted:
-            self._run_prompts(admitted)
-            self._retire()
-        ran = bool(admitted) or self._crew.idle(self.prefill, prefill_batch([], **self._batch))
+            self._add(admitted, self._run_prompts(admitted))
+            self._free(self._retire())
+        ran = bool(admitted) or self._crew.idle(self.prefill, self._prompts([]))
         if self.running:
             self._decode_each(self.running)
-            self._retire()
+            self._free(self._retire())
             ran = True
         else:
             ran |= self._crew.idle(self.decode)
@@ -134,29 +133,39 @@ class Engine:
         while self._waiting and self._waiting[0].arrival <= self.work.steps:
             request = self._waiting[0]
             tokens += len(request.prompt_ids)
-            pages = request.pages_needed(self._options.page_size)
-            if len(self.running) == self._options.max_batch or pages > self._allocator.free:
+            first, most = self._pages(request)
+            promised = sum(self._pages(one)[1] - len(one.pages) for one in self.running)
+            if len(self.running) == self._rows or most + promised > self._allocator.free:
                 break
             if admitted and tokens > self._options.max_prefill_tokens:
                 break
-            request.pages = self._allocator.take(pages)
+            request.pages = self._allocator.take(first)
             admitted.append(self._waiting.pop(0))
             self.running.append(request)
         return admitted
 
-    def _run_prompts(self, requests: Sequence[Request]) -> None:
+    def _pages(self, request: Request) -> tuple[int, int]:
+        """Pages that a request gets when it is admitted, and the most that it needs: here all at once."""
+        most = request.pages_needed(self._options.page_size)
+        return most, most
+
+    def _run_prompts(self, requests: Sequence[Request]) -> Any:
         """Store the prompts' keys and values, and make the first token of each request."""
         begin = time.perf_counter()
-        batch, work = prefill_batch(requests, **self._batch), self.work
-        self._add(requests, self._run_prefill(batch))
+        batch, work = self._prompts(requests), self.work
+        chosen = self._run_prefill(batch)
         work.prefill_seconds += time.perf_counter() - begin
         work.prefills.append(self._crew.decision(self.prefill, batch))
         work.prompt_tokens += sum(batch.lengths)
         work.most = max(work.most, len(requests))
+        return chosen
+
+    def _prompts(self, requests: Sequence[Request]) -> PrefillInputs:
+        return prefill_batch(requests, self._options.page_size, self._device)
 
     def _decode_each(self, requests: Sequence[Request]) -> None:
         """Make one more token for each request: fill and replay, of which the first is timed, or a pipeline's stage."""
-        batch = self._prepare(decode_batch(requests, **self._batch))
+        batch = self._prepare(decode_batch(requests, self.width, self._device))
         runner = self._run_decode
         if isinstance(runner, PipelineStage):
             self._add(requests, runner(batch))
@@ -168,17 +177,22 @@ class Engine:
         self.work.decodes += 1
         self.work.decoded += len(requests)
 
-    def _add(self, requests: Sequence[Request], logits: Outputs) -> None:
-        """A token each, with the logits that chose it where they are known: the next replay overwrites them."""
-        tokens = self._crew.tokens(logits, requests, self._sampler)
+    def _add(self, requests: Sequence[Request], chosen: Outputs) -> None:
+        """A token for each request that goes on, with its logits where they are compared: a replay overwrites them."""
+        tokens, logits = self._crew.tokens(chosen, len(requests)), None if chosen is None else chosen.logits
         rows = [None] * len(requests) if logits is None else logits.to("cpu", copy=True)
         for request, token, row in zip(requests, tokens, rows, strict=True):
-            request.add(token, row, self.work.steps)
+            if not request.finished(self._eos):
+                request.add(token, row, self.work.steps)
 
-    def _retire(self) -> None:
-        """Requests that are done leave the batch, and their pages are free at once."""
-        for request in self.running:
-            if request.finished(self._eos):
-                self._allocator.give_back(request.pages)
-                self.work.done += 1
+    def _retire(self) -> list[Request]:
+        """Requests that are done leave the batch; which ones."""
+        done = [request for request in self.running if request.finished(self._eos)]
         self.running = [request for request in self.running if not request.finished(self._eos)]
+        self.work.done += len(done)
+        return done
+
+    def _free(self, requests: Iterable[Request]) -> None:
+        """Nothing reads or writes the pages of these requests any more."""
+        for request in requests:
+            self._allocator.give_back(request.pages)

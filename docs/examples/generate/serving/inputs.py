@@ -6,26 +6,44 @@ from typing import Any, TypeVar, cast
 import torch
 
 from serving.request import Request
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, standard
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, output, standard
 
-PAGES = Axis("PAGES")
+PAGES = Axis("PAGES", fixed=True)
 D = TypeVar("D", bound="TokenInputs")
 
 
+def place(block_tables: torch.Tensor, positions: torch.Tensor, settings: Any, out: torch.Tensor) -> None:
+    """Where the cache has each request's newest token: page * page size + offset; padded rows get the dummy page's."""
+    pages = block_tables.gather(1, (positions // settings.page_size)[:, None])[:, 0]
+    out.copy_(pages * settings.page_size + positions % settings.page_size)
+
+
 class TokenInputs(Inputs):
-    """What every step reads of each token; padded rows write their keys and values to the dummy page."""
+    """What every step reads of each token; padded rows write their keys and values to the dummy page.
+
+    numbers: of the requests, on which draws depend.
+    """
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    numbers: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 
 class DecodeInputs(TokenInputs):
-    """What one decode step reads: a token a request, and where that request's keys and values are."""
+    """What one decode step reads: a token a request, and where that request's keys and values are.
 
-    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
+    next_ids: what the step writes: the token after each request's newest. The runner's settings have the page_size.
+    then: what the next step reads, if the host says nothing.
+    """
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda next_ids: next_ids)
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda positions: positions + 1)
+    out_cache_loc: torch.Tensor = computed(place, shape=TOKENS, dtype=CACHE_LOC)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, then=lambda seq_lens: seq_lens + 1)
     block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
     num_token_non_padded: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
+    next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
 
 
 class PrefillInputs(TokenInputs):
@@ -55,23 +73,29 @@ def prefill_batch(requests: Sequence[Request], page_size: int, device: torch.dev
         input_ids=_int64([request.prompt_ids[position] for request, position in tokens], device),
         positions=_int64([position for _, position in tokens], device),
         out_cache_loc=_int64([request.location(position, page_size) for request, position in tokens], device),
+        numbers=_int64([request.number for request in requests], device),
         extend_seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         lengths=lengths,
     )
 
 
-def decode_batch(requests: Sequence[Request], page_size: int, device: torch.device) -> DecodeInputs:
-    """Each request's newest token; block tables are as wide as the longest of these requests needs."""
-    newest = [request.seq_len - 1 for request in requests]
-    width = max(len(request.pages) for request in requests)
-    tables = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+def decode_batch(
+    requests: Sequence[Request], width: int, device: torch.device, first: torch.Tensor | None = None
+) -> DecodeInputs:
+    """Each request's newest token, which is its first one if `first` has them; block tables are `width` pages wide."""
+    lens = [request.seq_len + (first is not None) for request in requests]
     return DecodeInputs(
-        input_ids=_int64([request.generated[-1] for request in requests], device),
-        positions=_int64(newest, device),
-        out_cache_loc=_int64([r.location(at, page_size) for r, at in zip(requests, newest, strict=True)], device),
-        seq_lens=torch.tensor([request.seq_len for request in requests], dtype=torch.int32, device=device),
-        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        input_ids=_int64([request.generated[-1] for request in requests], device) if first is None else first,
+        positions=_int64([seq_len - 1 for seq_len in lens], device),
+        numbers=_int64([request.number for request in requests], device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables(requests, width), dtype=torch.int32, device=device),
     )
+
+
+def tables(requests: Sequence[Request], width: int) -> list[list[int]]:
+    """The pages of each request, and behind them the dummy page."""
+    return [request.pages + [0] * (width - len(request.pages)) for request in requests]
 
 
 def _int64(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

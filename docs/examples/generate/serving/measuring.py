@@ -202,7 +202,7 @@ def _batches(engine: Engine, options: Options, requests: Sequence[Request]) -> l
         return attrs.evolve(request, generated=request.generated[: max(1, len(request.generated) // 2 - variant)])
 
     variants = ([earlier(request, variant) for request in again] for variant in range(VARIANTS))
-    return [decode_batch(requests, options.page_size, device) for requests in variants]
+    return [decode_batch(requests, engine.width, device) for requests in variants]
 
 
 def _placed(engine: Engine, options: Options, requests: Sequence[Request]) -> list[Request]:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from serving.sampling import Sampler
+
 FOLDER = Path(__file__).resolve().parents[1]
 PROMPTS = FOLDER / "prompts.txt"
 Number = TypeVar("Number", int, float)
@@ -94,6 +96,18 @@ class Options:
         type=counts,
         metavar="N,N,..",
     )
+    ahead: int | None = _option(
+        None,
+        "steps that are launched before the host has read the tokens of the one before (default: 1 on a device; on a "
+        "CPU and over several processes the host reads each step's tokens first, as with --sync)",
+        type=_rounds,
+        metavar="N",
+    )
+    sync: bool = _option(
+        False,  # noqa: FBT003 - a flag's default
+        "build each batch on the host, from the tokens of the step before",
+        action="store_true",
+    )
     temperature: float = _option(
         0.0, "draw tokens at this temperature, by --seed; 0 takes the likeliest", type=_amount, metavar="T"
     )
@@ -141,6 +155,11 @@ class Options:
         "capture torch.compile(step) as the decode step, on cuda, or on cpu with a C++ compiler",
         action="store_true",
     )
+    verify: bool = _option(
+        True,  # noqa: FBT003 - a flag's default
+        "compare all with generate(); without it no logits leave the device",
+        action=argparse.BooleanOptionalAction,
+    )
     compare: bool | None = _option(
         None,
         "time what transformers does, too: its continuous batching (default: unless --model random), its own step "
@@ -161,6 +180,11 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         """The model's dtype."""
         return DTYPES[self.dtype]
+
+    @property
+    def sampler(self) -> Sampler:
+        """What chooses tokens."""
+        return Sampler(self.temperature, self.top_p, self.seed)
 
     @property
     def ladder(self) -> tuple[int, ...]:

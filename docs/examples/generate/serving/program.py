@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
+from serving.ahead import AheadEngine
 from serving.attention import paged
 from serving.comparison import Judge
 from serving.engine import Engine, Prepare, unchanged
@@ -56,7 +57,7 @@ def generate(
     prompts: type[PrefillInputs] = PrefillInputs,
     prepare: Prepare = unchanged,
 ) -> int:
-    """Run the demo and print its report; 0 if all tokens and logits count as equal to the reference, else 1.
+    """Run the demo and print its report; 1 if a token or a logit differs from the reference, else 0.
 
     declaration, prompts, prepare: see Engine. Over several ranks each does its part, and the first one prints.
     """
@@ -66,6 +67,8 @@ def generate(
         check_compiles(backends.choose(options.backend).name)
         if options.tp * options.dp * options.pp > 1:
             raise OptionsError("--compile is for one process: leave out --tp, --dp and --pp")
+    if options.ahead is not None and (options.sync or options.dp * options.pp > 1):
+        raise OptionsError(f"--ahead {options.ahead} is for one process or --tp: leave out --sync, --dp and --pp")
     if options.tp > 1:
         check_even(config_of(options), options.tp)
     if options.pp > 1:
@@ -84,20 +87,24 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
     device = backends.choose(options.backend).device
     if options.prefill == "auto":
         options = attrs.evolve(options, prefill="eager" if device.type == "cpu" else "breakable")
+    if options.ahead is None and not options.sync and device.type != "cpu" and world.size == 1:
+        options = attrs.evolve(options, ahead=1)
     whole = load_language(options, device)
     every = read_requests(options, whole)
     requests = world.share(every)
-    language, judged, alone = whole, whole, None
+    language, judged, judge, alone = whole, whole, None, None
     if world.way == "pp":
         language = staged(whole, world)
     if world.way == "tp":
         language = judged = sharded(whole, world)
-        alone = _ask(options, world, whole, requests)
-    judge = _ask(options, world, judged, requests)
-    judge = attrs.evolve(judge, bounds=max(world.gathered(judge.bounds), key=lambda bounds: bounds.logits))
+    if options.verify:
+        alone = _ask(options, world, whole, requests) if world.way == "tp" else None
+        judge = _ask(options, world, judged, requests)
+        judge = attrs.evolve(judge, bounds=max(world.gathered(judge.bounds), key=lambda bounds: bounds.logits))
     batched = continuous_batching(whole, requests, options, world.size)
 
-    engine = Engine(language, requests, options, crew=crew_of(world, language, every), **seams)
+    kind = Engine if options.ahead is None else AheadEngine
+    engine = kind(language, requests, options, crew=crew_of(world, language, every), **seams)
     with paged(language.model), _bar(world) as progress:
         captured = engine.capture()
         task = progress.add_task("serving, in batches", total=len(requests))
@@ -108,9 +115,9 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         engine,
         captured,
         requests,
-        comparison=judge.compare(requests) if world.ends else None,
-        alone=None if alone is None else alone.beside(judge).compare(requests),
-        reference_seconds=judge.seconds,
+        comparison=judge.compare(requests) if judge is not None and world.ends else None,
+        alone=alone.beside(judge).compare(requests) if judge is not None and alone is not None else None,
+        reference_seconds=0.0 if judge is None else judge.seconds,
     )
     report = summarise(options, world, whole, world.gathered(part), batched)
     # What a wrong step takes is of no interest; and a step can be timed by itself where each rank runs all that it is.

@@ -14,14 +14,14 @@ from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, after_other
 from serving.model import Language
 from serving.options import Options, OptionsError
 from serving.request import Request
-from serving.sampling import Sampler
+from serving.sampling import Chosen
 from slotgraph import Axis, backends, standard
 from slotgraph.ranks import PipelineStage, Ranks
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Decision
 
-Outputs: TypeAlias = "torch.Tensor | None"
-"""Logits, or None where the rank has none of them."""
+Outputs: TypeAlias = "Chosen | None"
+"""Tokens, or None where another rank chooses them."""
 D = TypeVar("D", bound=TokenInputs)
 T = TypeVar("T")
 WAYS = {"tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline parallel"}
@@ -140,11 +140,11 @@ class Crew:
         """What runs a batch through what this process has of the model."""
         return runner
 
-    def tokens(self, logits: Outputs, requests: Sequence[Request], sampler: Sampler) -> list[int]:
-        """The next token of each request."""
-        if logits is None:
-            raise RuntimeError(f"there are no logits for {len(requests)} requests")
-        return sampler.choose(logits, requests)
+    def tokens(self, chosen: Outputs, count: int) -> list[int]:
+        """The next token of each of so many requests."""
+        if chosen is None:
+            raise RuntimeError(f"no rank has chosen the tokens of {count} requests")
+        return chosen.next_ids.tolist()
 
     def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:
         """The path that a batch has just taken, and why: with data parallelism what all ranks have agreed on."""
@@ -196,9 +196,9 @@ class Pipeline(Crew):
         """Hidden states come from the rank before, and go to the one after."""
         return PipelineStage(runner)
 
-    def tokens(self, logits: Outputs, requests: Sequence[Request], sampler: Sampler) -> list[int]:
+    def tokens(self, chosen: Outputs, count: int) -> list[int]:
         """The last rank chooses, and tells the others."""
-        tokens = torch.tensor([0] * len(requests) if logits is None else sampler.choose(logits, requests))
+        tokens = torch.zeros(count, dtype=torch.int64) if chosen is None else chosen.next_ids.cpu()
         dist.broadcast(tokens, self.world.size - 1)
         return tokens.tolist()
 

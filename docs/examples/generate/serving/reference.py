@@ -35,8 +35,8 @@ def reference_answers(language: Language, requests: Sequence[Request], sampler: 
         ids = torch.tensor([request.prompt_ids], device=language.model.device)
 
         def scores(so_far: torch.Tensor, logits: torch.Tensor, request: Request = request) -> torch.Tensor:
-            place = so_far.shape[1] - len(request.prompt_ids)
-            return sampler.scores(logits[0].float().cpu(), request, place)[None].to(logits.device)
+            number, position = torch.tensor([request.number]), torch.tensor([so_far.shape[1]])
+            return sampler.scores(logits.float().cpu(), number, position).to(logits.device)
 
         output = generate(
             ids,
@@ -82,7 +82,7 @@ def answer_to(language: Language, request: Request, alone: Answer, sampler: Samp
     due = [*request.generated, 0][: next(ends, request.limit)]
     [forced] = forced_logits(language, [(request.prompt_ids, due)])
     logits = torch.cat([alone.logits[: parted + 1], forced[parted + 1 :]])
-    return Answer(sampler.choices(logits, request), logits)
+    return Answer(sampler.choices(logits, request.number, len(request.prompt_ids)), logits)
 
 
 def continuous_batching(

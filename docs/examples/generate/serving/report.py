@@ -53,7 +53,8 @@ def summarise(
     shown = parts if world.way == "dp" else parts[-1:] if world.way == "pp" else parts[:1]
     works = [part.work for part in shown]
     requests = sorted((request for part in shown for request in part.requests), key=lambda one: one.number)
-    comparison = Comparison.together([part.comparison for part in shown if part.comparison is not None])
+    compared = [part.comparison for part in shown if part.comparison is not None]
+    comparison = Comparison.together(compared) if compared else None
     tokens = sum(len(request.generated) for request in requests)
     memories = [part.captured.memory for part in shown]
     buckets = _buckets([part.decode for part in shown])
@@ -66,12 +67,13 @@ def summarise(
         "steps": max(work.steps for work in works),
         "prefill": _prefill(options, shown),
         "decode_steps": sum(work.decodes for work in works),
+        "ahead": dict(shown[0].decode["ahead"]),  # steps by how they were launched; empty with --sync
         "eager_steps": sum(part.decode["steps"]["eager"] for part in shown),
         "decoded": sum(work.decoded for work in works),  # by the host; counted: by the device, inside the step
         "counted": sum(part.counts[0] for part in shown),
         "tokens": tokens,
         "tokens_per_second": tokens / max(work.seconds for work in works),
-        "reference_tokens_per_second": comparison.tokens / max(part.reference_seconds for part in shown),
+        "reference_tokens_per_second": comparison and comparison.tokens / max(part.reference_seconds for part in shown),
         "batched": dict(zip(("tokens_per_second", "note"), batched, strict=True)),
         "capture_seconds": max(part.captured.seconds for part in shown),
         "padding_waste": _waste(buckets),
@@ -90,10 +92,10 @@ def summarise(
 
 
 def passed(report: Report) -> bool:
-    """Whether ranks agree, all is equal to the reference (both, with --tp), and devices counted as the host did."""
-    ranks, comparisons = report["ranks"] or {"differing": [], "alone": None}, [report["comparison"]]
-    comparisons += [ranks["alone"]] if ranks["alone"] is not None else []
-    equal = all(comparison.difference is None for comparison in comparisons)
+    """Whether ranks agree, all that was compared is equal to the reference, and devices counted as the host did."""
+    ranks = report["ranks"] or {"differing": [], "alone": None}
+    comparisons = report["comparison"], ranks["alone"]
+    equal = all(comparison is None or comparison.difference is None for comparison in comparisons)
     return equal and not ranks["differing"] and miscounted(report) is None
 
 

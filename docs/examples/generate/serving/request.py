@@ -41,9 +41,9 @@ class Request:
         """The most tokens whose keys and values the cache must hold: the last one generated needs none."""
         return len(self.prompt_ids) + self.limit - 1
 
-    def pages_needed(self, page_size: int) -> int:
-        """Pages for the request at its longest."""
-        return math.ceil(self.longest / page_size)
+    def pages_needed(self, page_size: int, more: int = 0) -> int:
+        """Pages for the request at its longest, and for so many tokens more."""
+        return math.ceil((self.longest + more) / page_size)
 
     def location(self, position: int, page_size: int) -> int:
         """Where in the cache the keys and values of the token at `position` go."""

@@ -11,10 +11,11 @@ from serving.attention import ATTEND, Attend, DecodeAttention, PagedCache, Prefi
 from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
 from serving.options import Options, OptionsError
 from serving.ranks import ALONE, Crew, World
+from serving.sampling import GREEDY, Chosen, Sampler
 from slotgraph import BATCH, TOKENS, BreakableRunner, EagerRunner, PrefillRunner
 
-Made: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
-"""Logits, float32; or hidden states, [tokens, elements], where the model goes on in another process."""
+Made: TypeAlias = "Chosen | dict[str, torch.Tensor]"
+"""Tokens; or hidden states, [tokens, elements], where the model goes on in another process."""
 Decode: TypeAlias = Callable[[DecodeInputs], Made]
 Prefill: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs] | PrefillRunner[PrefillInputs]"
 
@@ -23,12 +24,15 @@ Prefill: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs
 class Steps:
     """A model over a paged cache, or its layers of one rank of a pipeline.
 
+    sampler: chooses tokens, within the step. logits: whether steps hand out their logits, too.
     counts: live tokens decoded so far, [2, 1] int32 on the device: here, and by all ranks where they know of others.
     """
 
     model: PreTrainedModel
     cache: PagedCache
     world: World = ALONE
+    sampler: Sampler = GREEDY
+    logits: bool = True
     counts: torch.Tensor = attrs.field(init=False)
 
     @counts.default
@@ -42,39 +46,55 @@ class Steps:
         return layers
 
     def decode(self, view: DecodeInputs) -> Made:
-        """Logits for the token after each request's newest, [tokens, vocabulary]; or hidden states."""
+        """The token after each request's newest, or hidden states."""
         self.counts[0].add_(view.num_token_non_padded)
         if self.world.way == "dp":
             everyones: Any = view
             self.counts[1].add_(everyones.global_num_tokens.sum())
         hidden = self._hidden(view, DecodeAttention(self.cache, view))
-        return self._logits(hidden) if self.world.ends else {"hidden_states": hidden}
+        if not self.world.ends:
+            return {"hidden_states": hidden}
+        return self._choose(hidden, view.numbers, view.positions)
 
     def prefill(self, attend: Attend) -> Callable[[PrefillInputs], Made]:
-        """The prefill step: logits for the first token after each prompt, [requests, vocabulary]; or hidden states."""
+        """The prefill step: the first token after each prompt, or hidden states."""
         attention = PrefillAttention(self.cache, attend)
 
         def step(view: PrefillInputs) -> Made:
             hidden = self._hidden(view, attention)
-            return self._logits(hidden[view.last_rows]) if self.world.ends else {"hidden_states": hidden}
+            if not self.world.ends:
+                return {"hidden_states": hidden}
+            return self._choose(hidden[view.last_rows], view.numbers, view.positions[view.last_rows])
 
         return step
 
     def decoding(self, *, compiled: bool) -> Decode:
         """The decode step as a runner gets it; compiled: by torch.compile, which a runner's warm-ups call.
 
-        torch compiles for the largest bucket, then once for all others, and once more for a single row.
+        torch compiles for the largest bucket, then once for all others, and once more for a single row. It compiles no
+        write to one of several inputs of one storage, as slots are: what was chosen is written after it.
         """
-        return torch.compile(self.decode, fullgraph=True) if compiled else self.decode
+        decode = torch.compile(self.decode, fullgraph=True) if compiled else self.decode
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        def step(view: DecodeInputs) -> Made:
+            made = decode(view)
+            if isinstance(made, Chosen):
+                view.next_ids.copy_(made.next_ids)
+            return made
+
+        return step
+
+    def _choose(self, hidden: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor) -> Chosen:
+        """The token after the one of each row, which has a request's number and a position."""
         head: Any = self.model.get_output_embeddings()
-        logits: torch.Tensor = head(hidden)
-        return logits.float()
+        logits: torch.Tensor = head(hidden).float()
+        return Chosen(self.sampler.choose(logits, numbers, positions + 1), logits if self.logits else None)
 
     def _hidden(self, view: TokenInputs, attention: StepAttention) -> torch.Tensor:
         """Without transformers' own cache and masks: positions are given, and attention knows what it may see."""
         of: Any = view
+        if not len(view.positions):  # of an idle rank that runs eagerly; transformers cannot reshape these
+            return torch.empty(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
         begin = {"input_ids": of.input_ids} if self.world.begins else {"inputs_embeds": of.pp_hidden_states}
         output = self.layers(
             **{name: tensor[None] for name, tensor in begin.items()},

@@ -45,7 +45,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
     speed, prefill, memory, ranks = (report[name] for name in ("batched", "prefill", "memory", "ranks"))
     batched = speed["tokens_per_second"]
     yield "tokens/s, this program", f"{report['tokens_per_second']:.1f}"
-    yield "tokens/s, generate() one at a time", f"{report['reference_tokens_per_second']:.1f}"
+    alone = report["reference_tokens_per_second"]
+    yield "tokens/s, generate() one at a time", "not asked, by --no-verify" if alone is None else f"{alone:.1f}"
     told = f"not measured: {speed['note']}" if batched is None else f"{batched:.1f}"
     yield "tokens/s, transformers' continuous batching", told
     if ranks is not None:
@@ -55,6 +56,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
     yield "requests, tokens generated", f"{report['requests']}, {report['tokens']}"
     eagerly = f", {report['eager_steps']} of them eagerly" if report["eager_steps"] else ""
     yield "decode steps", f"{report['decode_steps']}{eagerly}"
+    if report["ahead"]:
+        yield "decode steps by how they were launched", ", ".join(f"{n} {how}" for how, n in report["ahead"].items())
     yield "decode steps by bucket", ", ".join(f"{use['bucket']}: {use['steps']}" for use in report["buckets"])
     why = "".join(f", {word}" for word in prefill["reasons"]) if prefill["asked"] != "eager" else ""
     paths = (f"{steps} {path}{why if path == 'eager' else ''}" for path, steps in prefill["paths"].items())
@@ -80,9 +83,11 @@ def _verdict(report: Report) -> Text:
     if ranks is not None and ranks["differing"]:
         others = ", ".join(map(str, ranks["differing"]))
         return Text(f"DIFFERENT texts in rank {others} and rank 0, of the same requests", style="bold red")
-    if comparison.difference is None and (wrong := miscounted(report)) is not None:
+    if (comparison is None or comparison.difference is None) and (wrong := miscounted(report)) is not None:
         counts = f"{report['decoded']} rows were decoded, the graphs counted {wrong}"
         return Text(f"WRONG COUNT of live rows: {counts}", style="bold red")
+    if comparison is None:
+        return Text("not compared with generate(), by --no-verify", style="yellow")
     if ranks is None or ranks["alone"] is None:
         return _compared(comparison, requests)
     eager = Text("beside the same ranks, eagerly: ").append_text(_compared(comparison, requests))
