@@ -108,7 +108,7 @@ class RowBucket(Bucket):
     ) -> Brought:
         """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
         absent, apart = self._asked(names)
-        slots, taken, kept = dict[str, torch.Tensor](), b"", None
+        slots, taken, kept = dict[str, torch.Tensor](), self._left_alone, None
         if len(apart) < len(names):
             taken, kept = self._take(sources, self.live_of(len(keys)), absent)
         if apart:
