@@ -135,9 +135,13 @@ class CudaBackend(StreamBackend):
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         with outside_inference():
-            bare = _C._construct_storage_from_data_pointer(address, tensor.device, nbytes)  # noqa: SLF001
-            fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            bare = _C._construct_storage_from_data_pointer(address, self.device, nbytes)  # noqa: SLF001
+            fresh = torch.empty(0, dtype=tensor.dtype, device=self.device)
             return fresh.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pinned memory has one address for the host and for kernels. The host's tensor must outlive this one."""
+        return self.alias_of(tensor) if tensor.is_pinned() else tensor
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's handle."""

@@ -49,43 +49,41 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
     ADVANCE: only that, of the requests of the step before, and no tails: what comes before an edit.
     """
     row = table + tl.program_id(0) * _COLUMNS
-    places = tl.load(row + 1)
     armed = tl.load(packet)
     number = tl.load(packet + 1)
     requests = tl.load(packet + (3 if ADVANCE else 2))
-    lane = packet + (places & _PLACE)
-    lanes = places >> 32
-    meta = tl.load(lane)
-    pace = tl.load(lane + lanes)
-    source = tl.load(lane + 2 * lanes)
     target = tl.load(row)
+    places = tl.load(row + 1)
     outer = tl.load(row + 2)
     start = tl.load(row + 3)
     padded = tl.load(row + 4)
     stride = tl.load(row + 5)
     pad = tl.load(row + 6)
     flags = tl.load(row + 7)
-    rule = tl.load(row + 8)
+    source = tl.load(row + 8)
     add = tl.load(row + 9)
     each = tl.load(row + 10)
     taken = tl.load(row + 11)
-    is_mine = armed == (flags >> _OWNER)
-    advances = (armed != 0) & (number != 0)
-    is_new = (number == 0) | (number != taken)
-    if ADVANCE:
-        is_mine = armed == 0
-        is_new = armed == 0
-    else:
+    is_active = (armed != 0) & (number != 0)
+    code = add * 0
+    pace = stride
+    length = tl.where(each == 0, tl.where(requests == 0, 0, padded), requests * each)
+    if not ADVANCE:
+        is_new = (number == 0) | (number != taken)
         tl.debug_barrier()  # all threads have loaded the number before one stores the next
-        tl.store(row + 11, number, mask=is_new & advances)
-    fills = is_mine & is_new & (meta >= 0)
-    if fills | (advances & ~(is_mine & is_new)):
-        moving = tl.where(each == 0, tl.where(requests == 0, 0, padded), requests * each)
-        length = tl.where(fills, meta & _LENGTH, moving)
-        code = tl.where(fills, meta >> _SHIFT, 0)
-        source = tl.where(fills, source, tl.where(is_new, 0, rule))
-        pace = tl.where(fills, pace, stride)
-        add = tl.where(fills, 0, add)
+        tl.store(row + 11, number, mask=is_new & is_active)
+        source = tl.where(is_new, 0, source)
+        if is_new & (armed == (flags >> _OWNER)):
+            lane = packet + (places & _PLACE)
+            lanes = places >> 32
+            meta = tl.load(lane)
+            pace = tl.load(lane + lanes)
+            source = tl.load(lane + 2 * lanes)
+            length = meta & _LENGTH
+            code = meta >> _SHIFT
+            add = code * 0
+            is_active = meta >= 0
+    if is_active:
         size = (flags & _SIZE).to(tl.int32)
         width = _width(code, size)
         since = source + (outer * pace + start) * width

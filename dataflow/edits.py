@@ -20,7 +20,14 @@ from .sources import Sources
 from .specialization import Taken
 from .transition import rows_of_requests
 
-_HEAD: Final = struct.Struct(f"<{HEAD}q").pack
+
+@functools.cache
+def _words(count: int) -> Callable[..., bytes]:
+    """What packs so many words."""
+    return struct.Struct(f"<{count}q").pack
+
+
+_HEAD: Final = _words(HEAD)
 Moves = Sequence[tuple[int, int]]
 """Rows that move, and where to."""
 NOWHERE: Final = -1
@@ -59,7 +66,7 @@ class Order:
         return moves
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Brought:
     """What an edit brings for some requests, admitted.
 
@@ -136,9 +143,9 @@ class RowBucket(Bucket):
     ) -> tuple[bytes, object]:
         """An edit's bytes, and what they point to. rows: of what is brought."""
         data = self._left_alone if brought is None else brought.taken
-        words = [start | to << 32 for start, to in moves] + list(rows)
+        words = [*[start | to << 32 for start, to in moves], *rows]
         head = _HEAD(EDIT, 0, requests, before, len(data) // WORD, len(moves) | len(rows) << 32)
-        return head + data[HEAD * WORD :] + struct.pack(f"<{len(words)}q", *words), brought and brought.kept
+        return b"".join((head, data[HEAD * WORD :], _words(len(words))(*words))), brought and brought.kept
 
     @functools.cached_property
     def _left_alone(self) -> bytes:

@@ -153,7 +153,8 @@ class Planned:
             self._ask(step)
         sizes, plan = step.live_sizes, self.plan
         views = self._views(sizes) if self.exact else self._bucket_views
-        early = [group for group in plan.copies if not self.uploads or group.placement == HOST]
+        groups = () if self._partial else plan.copies
+        early = [group for group in groups if not self.uploads or group.placement == HOST]
         packed = [self.computation(one, step, views) for one in plan.computed if one.packed and not self._partial]
         others = [(one.on, self.computation(one, step, views)) for one in plan.computed if not one.packed]
         return Ready(
@@ -162,7 +163,7 @@ class Planned:
             live=live,
             always=[] if self.exact else [*self.tails(sizes, always=True)],
             early=self._copies(early, sizes),
-            late=self._copies((group for group in plan.copies if group not in early), sizes),
+            late=self._copies((group for group in groups if group not in early), sizes),
             host=[computation for on, computation in others if on == HOST],
             device=[computation for on, computation in others if on == DEVICE],
             packed=[*map(PackedValue.of, packed)],

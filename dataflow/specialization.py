@@ -271,7 +271,8 @@ class Specializations:
         for one in known:
             taken = below_modes(one.take, sources) if one.made_for == made_for else None
             if taken is not None:
-                _put_first(known, one)
+                if one is not known[0]:
+                    _put_first(known, one)
                 return one, taken
         return None
 

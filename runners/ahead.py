@@ -25,8 +25,9 @@ from .stage import V
 
 Keys = Iterable[Hashable]
 Read = Callable[[Any], Any]
-Copies = tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]
-"""What is handed out of a step's outputs, and the pairs of host memory and device memory behind it."""
+Copies = tuple[Any, tuple[list[torch.Tensor], list[torch.Tensor]], bool]
+"""What is handed out of a step's outputs, the memory behind it, what is copied there, and whether a kernel does it."""
+_FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _GONE: Final = 1 << 62
 """No step has this number."""
 
@@ -157,11 +158,19 @@ class Entry:
             found = self._copies(outputs())
             if key is not None:
                 self._known[key] = found
-        self._made, pairs = found
+        self._made, (targets, sources), by_kernel = found
         with torch.no_grad():
-            for host, device in pairs:
-                host.copy_(device, non_blocking=True)
+            if by_kernel:
+                _FOREACH_COPY(targets, sources)
+            else:
+                for host, device in zip(targets, sources, strict=True):
+                    host.copy_(device, non_blocking=True)
         self._event = self.backend.event()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the device has not yet written all of it."""
+        return self._event is not None and not self._event.query()
 
     def wait(self) -> Any:
         """The outputs, once they are there."""
@@ -171,14 +180,24 @@ class Entry:
         return self._made
 
     def _copies(self, outputs: Any) -> Copies:
-        pairs = list[tuple[torch.Tensor, torch.Tensor]]()
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
 
         def host(tensor: torch.Tensor) -> torch.Tensor:
             with outside_inference():
-                pairs.append((self.backend.empty(tuple(tensor.shape), tensor.dtype, HOST), tensor.detach()))
-            return pairs[-1][0]
+                made: torch.Tensor = self.backend.empty(tuple(tensor.shape), tensor.dtype, HOST)
+                targets.append(self.backend.mapped(made))
+                sources.append(tensor.detach())
+            return made
 
-        return map_tensors(outputs, host), pairs
+        all_made = map_tensors(outputs, host)
+        by_kernel = bool(targets) and all(
+            one.device == other.device for one, other in zip(targets, sources, strict=True)
+        )
+        return all_made, (targets, sources), by_kernel
+
+
+_IN_FLIGHT: Final[list[Entry]] = []
+"""Memory of loops that ended, which the device may still write: to torch it would be free."""
 
 
 @attrs.define(eq=False)
@@ -227,13 +246,16 @@ class Ahead(Generic[V]):
     def __iter__(self) -> Iterator[LaunchedStep]:
         """Hand out the steps in turn; others are launched meanwhile."""
         steps, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
-        while self.since or steps:
-            held = self.held or self._chain.why
-            self.held = ""
-            while self.since and len(steps) <= (0 if held else self._ahead):
-                steps.append(self._launch())
-                counts[f"held: {held}" if held else "ahead"] += 1
-            yield steps.popleft()
+        try:
+            while self.since or steps:
+                held = self.held or self._chain.why
+                self.held = ""
+                while self.since and len(steps) <= (0 if held else self._ahead):
+                    steps.append(self._launch())
+                    counts[f"held: {held}" if held else "ahead"] += 1
+                yield steps.popleft()
+        finally:  # a kernel may still write there
+            _IN_FLIGHT[:] = [entry for entry in (*_IN_FLIGHT, *self._ring) if entry.is_open]
 
     def _launch(self) -> LaunchedStep:
         """Launch the next step, with all that the host has said."""
@@ -288,7 +310,7 @@ class Ahead(Generic[V]):
         if not self._limited.isdisjoint(slots):
             one = rebuilt(self._runner.stage.declaration, slots, {})
             self._runner.check_limits(one.batch, one.side, slots)
-        brought = chain.edits.bring(keys, tuple([slots.get(name) for name in sources]), tuple(slots))
+        brought = chain.edits.bring(keys, tuple(map(slots.get, sources)), tuple(slots))
         self._news.changing.append(brought)
         self._news.has_any = True
         for name in slots.keys() & self._foretold.keys():
@@ -303,11 +325,12 @@ class Ahead(Generic[V]):
     def _known(self, keys: Keys) -> tuple[Hashable, ...]:
         """Keys of live requests. BatchError where one is none, or comes twice."""
         keys = tuple(keys)
-        for key in keys:
-            if key not in self.since:
-                raise BatchError(f"there is no request {key!r}: it has left, or never joined")
-        if len({*keys}) != len(keys):
+        different = {*keys}
+        if len(different) != len(keys):
             raise BatchError("one request is named twice: name each once")
+        if not different <= self.since.keys():
+            key = next(key for key in keys if key not in self.since)
+            raise BatchError(f"there is no request {key!r}: it has left, or never joined")
         return keys
 
     def _foretells(self, name: str) -> Foretold:

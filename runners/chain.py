@@ -188,13 +188,13 @@ class Chain(Generic[V]):
         _run(self._here.advances)
         if news.has_any:
             before, (moves, brought) = self.order.keys, self._arrange(news, live)
+            if before is not self.order.keys:
+                self._arrive()  # before a packet is sent: a graph may be captured now
             names = self.edits.rows if self._editing is None else self.edits.apart
             if names:
                 self.edits.write(moves, brought, names)
             if self._editing is not None:
                 self._send(len(before), moves, brought)
-            if before is not self.order.keys:
-                self._arrive()
         here = self._here
         if here.tails or here.values:
             with torch.no_grad():
@@ -209,7 +209,7 @@ class Chain(Generic[V]):
         if news.leaving or news.joining:
             moves = order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in live])
         find = order.rows.get
-        return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in (*news.joining, *news.changing)]
+        return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in [*news.joining, *news.changing]]
 
     def _send(self, before: int, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]]) -> None:
         """Have the kernel write what the host says: a packet for each set of slots, most often one."""

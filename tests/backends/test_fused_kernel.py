@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -17,11 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph.backends.cpu import HOST_FUSION
+from slotgraph import BATCH, DecodeRunner
+from slotgraph.backends import Fusion, Graph
+from slotgraph.backends.cpu import HOST_FUSION, CallableGraph, HostBackend
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.packet import CODES, HEAD, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
 from slotgraph.dataflow.tails import Number
+from tests.life import test_ahead as ahead
 
 KERNEL = "slotgraph.backends.cuda_kernel"
 DTYPES = (*CODES, torch.uint16, torch.float64, torch.complex64)
@@ -354,3 +357,42 @@ def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     made = compiler.compile(source, target=target, options=options)
     assert made.metadata.shared == 0
     assert [one in made.asm["ptx"] for one in ("ld.global.b64", "st.global.b64", "ld.local")] == [True, True, False]
+
+
+@final
+class Interpreting(HostBackend):
+    """The CPU, whose fused fills and edits are Triton's interpreter's."""
+
+    name = "interpreting"
+    module: ModuleType
+
+    def capture(self, step: Callable[[], Any], **_: Any) -> Graph:
+        return CallableGraph(step)
+
+    def fusion(self) -> Fusion:
+        module = self.module
+
+        def filling(table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
+            return lambda: by_triton(module, table, packet.view(torch.int64), module.BLOCK)
+
+        def editing(table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
+            words, grid = packet.view(torch.int64), (len(table), module.PARTS)
+
+            def launch() -> None:
+                module.fill_lanes[grid[:1]](table, words, ADVANCE=True, BLOCK=module.BLOCK)
+                module.edit_lanes[grid](table, words, PARTS=module.PARTS, BLOCK=module.PIECE)
+
+            return launch
+
+        return Fusion(module.BLOCK, filling, editing)
+
+
+def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that follow one another, with requests that leave, join and change: no output and no byte differs."""
+    backend = Interpreting()
+    backend.module = interpreted()
+    options: Any = {"sizes": {ahead.PAGES: ahead.WIDE}, "buckets": (4, 8, ahead.MOST), "lowering": "in_graph"}
+    runner = DecodeRunner(ahead.AheadInputs, ahead.step, backend=backend, output_rows=BATCH, **options)
+    runner.capture()
+    monkeypatch.setattr(ahead, "runner_on", lambda *_: runner)
+    ahead.play([("interpreting", "in_graph")], examples=2, count=8)

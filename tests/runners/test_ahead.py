@@ -1,0 +1,356 @@
+"""Steps that need no host: rules, edits, reading ahead, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, output, record
+from slotgraph.errors import (
+    BatchError,
+    ConfigError,
+    CycleError,
+    DeclarationErrors,
+    ReplayError,
+    StaleOutputError,
+)
+from slotgraph.extend import LaunchedStep
+from slotgraph.pool import InputPool
+
+WIDE = 2
+LOWERINGS = ["foreach", "in_graph", "fused"]
+
+
+class Counting(Inputs):  # the plainest: a number that grows, and what the step made of it before
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1, then=lambda made: made)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, then=lambda lens: lens + 1, limit=50)
+    tag: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    made: torch.Tensor = output(BATCH, dtype=torch.int64)
+
+
+def count(view: Counting) -> torch.Tensor:
+    """[BATCH]: the last number, plus the length, plus the tag."""
+    view.made.copy_(view.ids + view.lens + view.tag)
+    return view.made
+
+
+def counting(backend: str, step: Callable[[Counting], Any] = count, **options: Any) -> DecodeRunner[Counting]:
+    """A captured runner for up to eight requests."""
+    runner = DecodeRunner(Counting, step, backend=backend, buckets=(2, 4, 8), output_rows=BATCH, **options)
+    runner.capture()
+    return runner
+
+
+def batch(*tags: int) -> dict[str, Any]:
+    """Requests that begin at 0, of length 1."""
+    return {"ids": [0] * len(tags), "lens": [1] * len(tags), "tag": torch.tensor(tags)}
+
+
+def made(tag: int, step: int) -> int:
+    """What a request has made in a step, counted from its own first one."""
+    return sum(1 + tag + number for number in range(step + 1))
+
+
+@pytest.fixture(params=LOWERINGS)
+def runner(cpu: str, request: pytest.FixtureRequest) -> DecodeRunner[Counting]:
+    """A runner by each lowering."""
+    return counting(cpu, lowering=request.param)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_step_without_news_is_the_one_before_advanced(runner: DecodeRunner[Counting], ahead: int) -> None:
+    """Slots advance by their rules, whatever number of steps is launched ahead."""
+    for step in runner.steps(batch(10, 20, 30), ahead=ahead):
+        assert step.tokens() == [(key, made(10 * key + 10, step.number)) for key in range(3)]
+        assert step.keys == (0, 1, 2)
+        if step.number == 12:
+            assert step.lands == step.number + 1 + (0 if runner.lowering == "fused" else ahead)
+            break
+    assert "fused" in str(runner.stats()["ahead"]) if runner.lowering == "fused" else runner.stats()["ahead"]["ahead"]
+
+
+def test_requests_leave_join_and_change(runner: DecodeRunner[Counting]) -> None:
+    """A request that joins begins anew; one that leaves is dropped at once; rows are closed up."""
+    seen = dict[str, list[int]]()
+    for step in runner.steps(batch(10, 20, 30), keys=["a", "b", "c"], ahead=1):
+        for key, one in step.tokens():
+            seen.setdefault(key, []).append(one)
+        if step.number == 2:
+            step.leave(["b"])
+            step.join(batch(40, 50), ["d", "e"])
+            assert set(dict(step.tokens())) == {"a", "c"}
+        if step.number == 5:
+            step.edit(["a"], tag=[100])
+            step.leave(["c", "e"])
+        if step.number == 8:
+            step.leave(["a", "d"], now=False)
+    held = runner.lowering == "fused"  # each step is a whole call: an edit lands in the next one
+    ahead = 0 if held else 1
+    assert seen["b"] == [made(20, number) for number in range(3)]
+    assert seen["c"] == [made(30, number) for number in range(6)]
+    assert seen["d"][:3] == [made(40, number) for number in range(3)]
+    assert len(seen["a"]) == 9 + ahead
+    assert seen["a"][: 6 + ahead] == [made(10, number) for number in range(6 + ahead)]
+    assert seen["a"][6 + ahead] - seen["a"][5 + ahead] == 100 + 1 + 6 + ahead
+
+
+def test_refused_edits_change_nothing(runner: DecodeRunner[Counting]) -> None:
+    """Each error names what to do, and the next step is as if nobody had asked."""
+    for step in runner.steps(batch(1, 2), ahead=1):
+        if step.number == 1:
+            with pytest.raises(BatchError, match="no request 7: it has left, or never joined"):
+                step.leave([0, 7])
+            with pytest.raises(BatchError, match="request 0 is live"):
+                step.join(batch(3), [0])
+            with pytest.raises(BatchError, match="2 keys for 1 requests"):
+                step.join(batch(3), [3, 4])
+            with pytest.raises(BatchError, match="the largest bucket holds 8; let others leave first"):
+                step.join(batch(*range(7)), range(10, 17))
+            with pytest.raises(BatchError, match="over the limit of 50"):
+                step.join({**batch(3), "lens": [51]}, [3])
+            with pytest.raises(BatchError, match="over the limit of 50"):
+                step.edit([0], lens=[51])
+            with pytest.raises(BatchError, match=r"edit names 'tags', which is not a slot .* did you mean 'tag'"):
+                step.edit([0], tags=[1])
+            with pytest.raises(BatchError, match="named twice"):
+                step.edit([0, 0], tag=[1, 2])
+            with pytest.raises(BatchError, match="slot 'tag': expected int64 of shape \\[1\\]"):
+                step.edit([0], tag=torch.zeros(1))
+        assert step.tokens() == [(key, made(1 + key, step.number)) for key in range(2)]
+        if step.number == 6:
+            break
+
+
+def test_a_request_may_leave_before_it_ran(runner: DecodeRunner[Counting]) -> None:
+    """What was brought for it is written nowhere."""
+    for step in runner.steps(batch(1), ahead=1):
+        if step.number == 0:
+            step.join(batch(2, 3, 4), "abc")
+            step.edit(["a", "c"], tag=[5, 6])
+            step.leave(["a", "b"])
+        if step.number == 4:
+            tokens = dict(step.tokens())
+            assert set(tokens) == {0, "c"}
+            assert tokens[0] == made(1, 4)
+            break
+
+
+def test_what_the_host_foretells(cpu: str) -> None:
+    """Lengths of the step that is launched next: of requests of the first batch, of new ones, of changed ones."""
+    for step in counting(cpu).steps(batch(1, 2), keys="ab", ahead=2, needs=["lens"]):
+        if step.number == 0:
+            assert step.needs("lens") == {"a": 4, "b": 4}
+            step.join({**batch(3), "lens": torch.tensor([7], dtype=torch.int32)}, ["c"])
+            step.edit(["b"], lens=[20])
+            assert step.needs("lens") == {"a": 4, "b": 20, "c": 7}
+        if step.number == 2:
+            assert step.needs("lens") == {"a": 6, "b": 22, "c": 9}
+            with pytest.raises(ConfigError, match="name it when steps\\(\\) begins, needs=\\['tag'\\]"):
+                step.needs("tag")
+            break
+
+
+def test_a_held_step_waits_for_the_host(cpu: str) -> None:
+    """It is launched once all others were handed out, and the statistics say why."""
+    runner, lands = counting(cpu), list[int]()
+    for step in runner.steps(batch(1), ahead=2):
+        lands.append(step.lands)
+        if step.number in {1, 2, 3, 4}:
+            step.hold("grammar")
+        if step.number == 6:
+            break
+    assert lands == [3, 4, 4, 4, 5, 6, 9]
+    assert runner.stats()["ahead"] == {"ahead": 7, "held: grammar": 2}
+
+
+def test_outputs_last_until_the_ring_is_round(cpu: str) -> None:
+    """A step's host memory is used again `ahead` + 2 steps later."""
+    steps = counting(cpu).steps(batch(1, 2), ahead=1)
+    first = next(steps)
+    kept = first.outputs
+    next(steps)
+    assert kept.tolist() == [made(1, 0), made(2, 0)] == first.outputs.tolist()
+    next(steps)
+    with pytest.raises(StaleOutputError, match="outputs of step 0 were overwritten"):
+        _ = first.outputs
+
+
+def test_what_is_read(cpu: str) -> None:
+    """`read` chooses what is copied; tokens need one tensor."""
+    step = next(counting(cpu, lambda view: {"made": count(view), "twice": view.made * 2}).steps(batch(3, 4)))
+    assert {name: one.tolist() for name, one in step.outputs.items()} == {"made": [4, 5], "twice": [8, 10]}
+    with pytest.raises(ConfigError, match="one tensor, got dict: use outputs"):
+        step.tokens()
+    chosen = counting(cpu, lambda view: {"made": count(view), "twice": view.made * 2})
+    assert next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"])).tokens() == [(0, 8), (1, 10)]
+
+
+def test_buckets_are_captured_when_an_edit_needs_them(cpu: str) -> None:
+    """A late capture in the middle of steps leaves slots as they were."""
+    runner = counting(cpu, lazy=True, lowering="in_graph")
+    for step in runner.steps(batch(1), keys="a", ahead=1):
+        if step.number == 1:
+            step.join(batch(2, 3, 4, 5), "bcde")
+        if step.number == 4:
+            assert dict(step.tokens()) == {"a": made(1, 4), **{key: made(2 + at, 1) for at, key in enumerate("bcde")}}
+            break
+    assert sorted(runner.graphs.captured) == [(2, frozenset()), (8, frozenset())]
+
+
+def test_another_batch_ends_the_loop(runner: DecodeRunner[Counting]) -> None:
+    """A call of the runner takes the slots; steps may begin again."""
+    steps = runner.steps(batch(1, 2))
+    next(steps)
+    assert runner(batch(5)).tolist() == [made(5, 0)]
+    with pytest.raises(ReplayError, match="another batch was filled in the middle of steps"):
+        next(steps)
+    assert next(runner.steps(batch(6))).tokens() == [(0, made(6, 0))]
+    assert runner(batch(5, 6, 7)).tolist() == [made(tag, 0) for tag in (5, 6, 7)]
+
+
+def test_calls_between_loops_fill_as_ever(cpu: str) -> None:
+    """A runner whose slots advance fills each batch that it is called with, also the very same one twice."""
+    runner, same = counting(cpu, lowering="in_graph"), batch(3, 4)
+    for _ in range(3):
+        assert runner(same).tolist() == [made(3, 0), made(4, 0)]
+
+
+class Wide(Inputs):  # two tokens a request, a slot on the host, and one of all requests
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda ids: ids + 10)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host", then=lambda lens: lens + 1)
+    turn: torch.Tensor = copied(1, dtype=torch.int64, then=lambda turn: turn + 1)
+    live: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int64)
+    most: torch.Tensor = computed(lambda lens: lens.amax().view(1), shape=1, dtype=torch.int64, placement="host")
+
+
+def wide_step(view: Wide) -> torch.Tensor:
+    """[TOKENS] numbers of everything."""
+    return view.ids + 1000 * view.turn + 100000 * view.live + 1000000 * view.most
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_several_tokens_a_request_and_host_slots(lowering: str) -> None:
+    """Rows of a request stay together, and a slot on the host that advances has the host see each step."""
+    runner = DecodeRunner(Wide, wide_step, backend="cpu", width=WIDE, buckets=(2, 4), lowering=lowering)
+    runner.capture()
+    first = {"ids": [1, 2, 3, 4], "lens": [5, 6], "turn": [7]}
+    for step in runner.steps(first, keys="ab", ahead=2):
+        number, rows = step.number, dict(step.tokens())
+        if number < 3:
+            base = 1000 * (7 + number) + 100000 * 4 + 1000000 * (6 + number)
+            assert rows == {
+                "a": [base + 1 + 10 * number, base + 2 + 10 * number],
+                "b": [base + 3 + 10 * number, base + 4 + 10 * number],
+            }
+        if number == 2:
+            step.join({"ids": [50, 60], "lens": [40], "turn": [0]}, "c")
+            step.leave("a")
+            step.edit(turn=[3])
+        if number == 3:
+            base = 1000 * 3 + 100000 * 4 + 1000000 * 40
+            assert rows == {"c": [base + 50, base + 60], "b": [base + 33, base + 34]}
+            break
+    assert all("held" in why for why in runner.stats()["ahead"])
+
+
+def test_a_watched_runner_steps_by_whole_calls(cpu: str, tmp_path: Path) -> None:
+    """A recording has each step as an ordinary one."""
+    runner = counting(cpu)
+    with record(runner, tmp_path / "steps.safetensors"):
+        for step in runner.steps(batch(1, 2), keys="ab", ahead=2):
+            if step.number == 1:
+                step.join(batch(3), "c")
+            assert dict(step.tokens())["a"] == made(1, step.number)
+            if step.number == 3:
+                step.leave("abc")
+    assert (tmp_path / "steps.safetensors").is_file()
+    assert runner.stats()["ahead"] == {"held: each step is watched": 4}
+
+
+def test_plans_say_how_slots_advance() -> None:
+    """Sums go together, in the kernel where there is one; other functions are operators before them."""
+
+    class Chained(Counting):
+        seen: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, then=lambda lens, seen: seen.maximum(lens))
+
+    runner = DecodeRunner(Chained, lambda view: view.seen, backend="cpu", buckets=(2,), lowering="in_graph")
+    told = [str(one) for one in runner.plan(2).advances]
+    assert told[0].startswith("advance lens = ")  # another rule reads it
+    assert "operators" in told[1]
+    assert told[2:] == ["advance ids = made"]
+    assert "advance ids = made" in str(runner.plan(2))
+
+
+def test_wrong_rules_are_refused_with_the_class() -> None:
+    """All at once, each with what to do."""
+    with pytest.raises(DeclarationErrors) as caught:
+
+        class _Wrong(Inputs):
+            a: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda nothing: nothing)
+            b: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda c: c)
+            c: torch.Tensor = computed(lambda a: a + 1, shape=BATCH, dtype=torch.int64)
+            d: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host", then=lambda a: a)
+            e: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None)
+            f: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda e: e)
+            g: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda h: h + 1)
+            h: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda g: g + 1)
+            i: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda out: out)
+
+    told = str([str(one) for one in caught.value.exceptions])
+    for part in (
+        "needs 'nothing': name slots of the declaration",
+        "needs 'c', which is computed from the new values",
+        "needs 'a', which is on the device",
+        "needs 'e', which may be absent",
+        "g -> h -> g",
+    ):
+        assert part in told
+    assert any(isinstance(one, CycleError) for one in caught.value.exceptions)
+
+
+PAGES = Axis("PAGES")
+
+
+def test_what_steps_refuse() -> None:
+    """Before anything is run, with the way out."""
+
+    class Still(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+    class Tables(Counting):
+        tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
+
+    still = DecodeRunner(Still, lambda view: view.ids, backend="cpu", buckets=(2,), output_rows=BATCH)
+    with pytest.raises(ReplayError, match="call capture"):
+        still.steps({"ids": [1]})
+    still.capture()
+    with pytest.raises(ConfigError, match="no slot of Still advances"):
+        still.steps({"ids": [1]})
+    tables = DecodeRunner(
+        Tables, lambda view: view.lens, backend="cpu", buckets=(2,), sizes={PAGES: 3}, output_rows=BATCH
+    )
+    tables.capture()
+    with pytest.raises(ConfigError, match=r"slot 'tables' varies on PAGES: .*make it a fixed axis"):
+        tables.steps({**batch(1), "tables": torch.ones(1, 2, dtype=torch.int32)})
+    runner = counting("cpu")
+    with pytest.raises(ConfigError, match="ahead"):
+        runner.steps(batch(1), ahead=-1)
+    with pytest.raises(BatchError, match="needs a graph, and this batch has none"):
+        runner.steps(batch(*range(9)))
+    with pytest.raises(BatchError, match="1 keys for a batch of 2"):
+        runner.steps(batch(1, 2), keys=["a"])
+    with pytest.raises(BatchError, match="two requests have one key"):
+        runner.steps(batch(1, 2), keys=["a", "a"])
+    with pytest.raises(ConfigError, match="needs names 'tag'"):
+        runner.steps(batch(1), needs=["tag"])
+    pool = InputPool("decode", "other")
+    pooled = DecodeRunner(Counting, count, backend="cpu", buckets=(2,), output_rows=BATCH, phase=pool["decode"])
+    others = EagerRunner(Counting, count, backend="cpu")
+    assert others(batch(1)).tolist() == [2]
+    pooled.capture()
+    step: LaunchedStep | None = None
+    with pytest.raises(ConfigError, match="which other runners overwrite"):
+        step = next(pooled.steps(batch(1)))
+    assert step is None
