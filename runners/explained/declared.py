@@ -174,7 +174,7 @@ def explain_declaration(
             function=compute.name if compute else None,
             needs=slot.needs,
             runs_on=declaration.side(name) if compute else None,
-            then=Advance(name, then.name, then.needs, *(linear(then) or ())) if then else None,
+            then=Advance(name, then.name, then.needs, *(linear(then) or ("", 0))) if then else None,
             when=None if slot.when is None else _named(slot.when),
             optional=slot.optional,
             padded=extent(slot.shape, padded) if padded else None,

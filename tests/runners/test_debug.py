@@ -70,7 +70,7 @@ def test_steps_that_follow_one_another(cpu: str, mode: str, lowering: str) -> No
         advancing.batch_of([{**advancing.ROW, "ids": one} for one in ids], torch.device("cpu"), lists=True)
         for ids in ((3, 5, 9), [7])
     )
-    found = []
+    found = list[list[Any]]()
     for debug in (mode, None):
         runner = decoder(
             advancing.AheadInputs,

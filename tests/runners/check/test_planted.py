@@ -226,7 +226,7 @@ class AdvancingFromOne(Advancing):  # which no initial value is
 
 def advancing(view: Any) -> torch.Tensor:
     """The step of slots that advance."""
-    return sound(view) + view.scores
+    return torch.add(sound(view), view.scores)
 
 
 def _padding_in_a_rule() -> CheckReport:
@@ -360,7 +360,7 @@ def test_sound_rules_have_no_findings(backend: "Backend", lowering: str) -> None
         pytest.skip(f"{backend.name} has no {lowering}")
     runner = runner_of(advancing, backend, Advancing, lowering=lowering)
     shapes = {name: slot.shape[1:] for name, slot in Advancing.slotgraph.slots.items() if slot.reads(name) is not None}
-    batch = {name: [[1] * 4] * 3 if shape else [1, 2, 3] for name, shape in shapes.items()}
+    batch: dict[str, Any] = {name: [[1] * 4] * 3 if shape else [1, 2, 3] for name, shape in shapes.items()}
     batch["flags"] = [True, False, True]
 
     def steps() -> list[Any]:
