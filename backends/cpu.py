@@ -68,7 +68,7 @@ _DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch
 
 # Not torch.library.custom_op, which imports the compiler: seconds.
 _LIBRARY: Final[Any] = torch.library.Library("slotgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("fill_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
+_LIBRARY.define("fill_lanes(Tensor(b!) table, Tensor packet, Tensor(a!)[] targets) -> ()")
 _LIBRARY.define("edit_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
 
 

@@ -49,3 +49,15 @@ def fill_slot_by_slot(
         known, target = {**declaration.given(step), **views}, buffers[name].view(step.padded_sizes)
         Computation.bind(name, declaration, known, target).run(batch)
     return views
+
+
+@torch.no_grad()
+def advance_slot_by_slot(declaration: Declaration, buffers: Buffers, step: Step) -> Mapping[str, torch.Tensor]:
+    """Have slots hold what their rules say, each run by itself after those that it reads; live rows of copied slots."""
+    views = {name: buffers[name].view(step.padded_sizes) for name in declaration.slots}
+    live = {name: buffers[name].view(step.live_sizes) for name in declaration.sources}
+    for name, rule in declaration.rules.items():
+        made = views[name].clone()
+        Computation.bind(name, declaration, {**declaration.given(step), **views}, made, rule).run(None)
+        live[name].copy_(made[tuple(map(slice, live[name].shape))])
+    return live

@@ -34,12 +34,15 @@ class Advance:
     source: str = ""
     add: int = 0
 
+    @property
+    def value(self) -> str:
+        """What it advances to, in words."""
+        number = f" {'-' if self.add < 0 else '+'} {abs(self.add)}" if self.add else ""
+        return f"{self.source}{number}" if self.source else f"{self.function}({', '.join(self.needs)})"
+
     def __str__(self) -> str:
         """One line of the plan."""
-        if not self.source:
-            return f"advance {self.slot} = {self.function}({', '.join(self.needs)}), operators"
-        number = f" {'-' if self.add < 0 else '+'} {abs(self.add)}" if self.add else ""
-        return f"advance {self.slot} = {self.source}{number}"
+        return f"advance {self.slot} = {self.value}{'' if self.source else ', operators'}"
 
 
 @attrs.frozen

@@ -18,12 +18,13 @@ from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ..capture import progress_over
 from ..comparison import state_on
 from ..config import checked
+from ..decode import DecodeRunner
 from ..runner import Runner
 from ..sampling import NO_VALUES, Sample, Values, sample_batch
 from ..state import State
 from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races
-from .replays import check_parity, check_poison
+from .replays import TRANSITION, check_parity, check_poison, check_transition
 from .trial import Finding, Subject, unwatched
 
 CHECKS: Final = {
@@ -32,6 +33,7 @@ CHECKS: Final = {
     "addresses": check_moves,
     "coverage": check_coverage,
     "races": check_races,
+    TRANSITION: check_transition,
 }
 """Every check, in the order in which they are run."""
 Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
@@ -112,11 +114,13 @@ def check(
         RankError: Other ranks do not come, or check something else. The error names them.
     """
     start, graphs = time.perf_counter(), runner.graphs
+    advances = isinstance(runner, DecodeRunner) and runner.stage.declaration.rules and runner.coordinator.size == 1
+    known = [name for name in CHECKS if advances or name != TRANSITION]
     for name in only:
-        if name not in CHECKS:
-            raise ConfigError(f"there is no check {name!r}: checks are {', '.join(CHECKS)}")
+        if name not in known:
+            raise ConfigError(f"there is no check {name!r}: checks are {', '.join(known)}")
     checked("rounds", "a whole number, at least 1", rounds, int, 1)
-    wanted = [name for name in CHECKS if name in only or not only]
+    wanted = [name for name in known if name in only or not only]
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))

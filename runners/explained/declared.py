@@ -12,6 +12,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
 from ...dataflow.slots import Constant
+from ...dataflow.transition import Advance, linear
 from .pages import Row, Shown, Table, pairs
 
 Extents = Mapping[Axis, tuple[int, int]]
@@ -38,8 +39,8 @@ class SlotFacts:
     tail, source, value: the rule, where a copy comes from, and what a constant holds, as one writes them.
     limit: the largest value that host data may hold. parameter: the operator's argument that takes the value at each
     replay.
-    function, needs, runs_on: of a computed slot. padded: the size of its view, nbytes: its bytes, copied: bytes that
-    the live rows' copy moves; None without sizes.
+    function, needs, runs_on: of a computed slot. then: what it advances to in the next step of `steps()`.
+    padded: the size of its view, nbytes: its bytes, copied: bytes that the live rows' copy moves; None without sizes.
     """
 
     name: str
@@ -56,6 +57,7 @@ class SlotFacts:
     function: str | None
     needs: tuple[str, ...]
     runs_on: Placement | None
+    then: Advance | None
     when: str | None
     optional: bool
     padded: tuple[int, ...] | None
@@ -129,6 +131,8 @@ def _slot(slot: SlotFacts) -> Row:
         "tail": slot.tail,
         "comes from": origin,
     }
+    if slot.then is not None:
+        row["then"] = slot.then.value
     return row if slot.padded is None else {**row, "padded to": str([*slot.padded]), "bytes": slot.nbytes}
 
 
@@ -153,7 +157,7 @@ def explain_declaration(
 
     def facts(name: str) -> SlotFacts:
         slot = declaration.slots[name]
-        source, compute, limit = slot.reads(name), slot.computes(), slot.limit
+        source, compute, limit, then = slot.reads(name), slot.computes(), slot.limit, slot.advances()
         dtype, rule = resolve_dtype(slot.dtype, capabilities), slot.rule() if slot.varying else None
         return SlotFacts(
             name=name,
@@ -170,6 +174,7 @@ def explain_declaration(
             function=compute.name if compute else None,
             needs=slot.needs,
             runs_on=declaration.side(name) if compute else None,
+            then=Advance(name, then.name, then.needs, *(linear(then) or ("", 0))) if then else None,
             when=None if slot.when is None else _named(slot.when),
             optional=slot.optional,
             padded=extent(slot.shape, padded) if padded else None,
@@ -233,6 +238,9 @@ def mermaid(explanation: Explanation) -> str:
         if slot.kind == "staged":
             lines.append(f"producer --> {here}")
         lines += [f"{'slot' if need in names else 'given'}_{need} --> {here}" for need in slot.needs]
+        if slot.then is not None:
+            told = _quoted(f"then {slot.then.value}")
+            lines += [f"{'slot' if need in names else 'given'}_{need} -.->|{told}| {here}" for need in slot.then.needs]
         if slot.kind == "output":
             lines.append(f"captured --> {here}")
         else:

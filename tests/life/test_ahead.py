@@ -27,6 +27,15 @@ Row = dict[str, Any]
 Act = Callable[[dict[Hashable, Row]], object]
 PADS: Final = {"ids": 0, "positions": -1, "lens": 1, "pages": 7, "done": True, "rope": 3, "bias": -0.5}
 SHOULD_RAISE: Final = [False]
+ROW: Final[Row] = {
+    "ids": 3,
+    "positions": 8,
+    "lens": 9,
+    "pages": [4, 2, 9, 1, 7],
+    "done": False,
+    "rope": [1, 2, 3],
+    "bias": 1.0,
+}
 
 
 def place(pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

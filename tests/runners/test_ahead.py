@@ -389,3 +389,29 @@ def test_what_steps_refuse() -> None:
     with pytest.raises(ConfigError, match="which other runners overwrite"):
         step = next(pooled.steps(batch(1)))
     assert step is None
+
+
+class Laneless(Counting):  # a slot that the kernel does not take, and one of all requests
+    waves: torch.Tensor = copied(BATCH, dtype=torch.complex128, pad=0)
+    turn: torch.Tensor = copied(1, dtype=torch.int64, then=lambda turn: turn + 1)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_edits_that_bring_the_kernel_nothing(cpu: str, lowering: str) -> None:
+    """They leave all other slots alone, whatever became of the tensors of the batch before."""
+
+    def step(view: Laneless) -> torch.Tensor:
+        return torch.stack([view.turn.expand(len(view.tag)), view.waves.real.to(torch.int64)], 1)
+
+    runner = DecodeRunner(Laneless, step, backend=cpu, buckets=(4,), output_rows=BATCH, lowering=lowering)
+    runner.capture()
+    turn = torch.tensor([5])
+    for one in runner.steps({**batch(1, 2), "waves": torch.zeros(2, dtype=torch.complex128), "turn": turn}, keys="ab"):
+        turn.fill_(99)
+        assert one.tokens() == [("a", [5 + one.number, 0]), ("b", [5 + one.number, 7 * (one.number > 1)])]
+        if one.number == 1:
+            one.edit("b", waves=torch.tensor([7], dtype=torch.complex128))
+        if one.number == 3:
+            one.edit()
+        if one.number == 5:
+            break

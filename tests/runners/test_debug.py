@@ -21,6 +21,7 @@ from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.hooks import Watcher
+from tests.life import test_ahead as advancing
 from tests.runners import prefilled, test_draft, test_draft_extend
 from tests.runners.check.test_sound import KINDS, Found
 from tests.runners.models import (
@@ -59,6 +60,40 @@ def test_sound_steps(cpu: str, mode: Any, lowering: str) -> None:
         view = runner.fill(batch)
         assert_right(runner.replay(view).clone(), batch)
         assert_right(runner.replay(view).clone(), batch)
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_that_follow_one_another(cpu: str, mode: str, lowering: str) -> None:
+    """Each is a call that the mode looks at, and they give what they give without it."""
+    batch, joins = (
+        advancing.batch_of([{**advancing.ROW, "ids": one} for one in ids], torch.device("cpu"), lists=True)
+        for ids in ((3, 5, 9), [7])
+    )
+    found = list[list[Any]]()
+    for debug in (mode, None):
+        runner = decoder(
+            advancing.AheadInputs,
+            advancing.step,
+            sizes={advancing.PAGES: advancing.WIDE},
+            buckets=[2, 4],
+            output_rows=BATCH,
+            backend=cpu,
+            lowering=lowering,
+            debug=debug,
+        )
+        found.append([])
+        for step in runner.steps(batch, keys="abc", ahead=0):
+            found[-1].append(step.tokens())
+            if step.number == 1:
+                step.leave("b")
+            if step.number == 2:
+                step.join(joins, "d")
+            if step.number == 4:
+                step.leave("acd")
+        held = {"held: each step is watched": 5}
+        assert debug is None or runner.stats()["ahead"] == held
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

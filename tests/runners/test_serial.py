@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, Pattern, TailReset, plan_fill
+from slotgraph.dataflow.transition import Advance
 from slotgraph.runners.explained.declared import Explanation, explain_declaration
 from slotgraph.runners.serial import from_data, to_data
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, declarations
@@ -42,6 +43,10 @@ FUSED = attrs.evolve(
     ),
     computed=(ComputeStep("count", "live_tokens", ("step",), "host", packed=True),),
     lowering="in_graph",
+    advances=(
+        Advance("seen", "largest", ("seen", "seq_lens")),
+        Advance("seq_lens", "next", ("seq_lens",), "seq_lens", -1),
+    ),
 )
 
 
@@ -82,6 +87,8 @@ def test_round_trip_by_hand() -> None:
         "copy    input_ids, seq_lens  (int64, device, fused)",
         "copy    positions  (int64, device, in place)",
         "compute count = live_tokens(step) on the host, rides in the upload",
+        "advance seen = largest(seen, seq_lens), operators",
+        "advance seq_lens = seq_lens - 1",
     ]
 
 

@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import attrs
 import pytest
 import torch
 
 import slotgraph
-from slotgraph import BATCH, CACHE_LOC, TOKENS, Inputs, computed, copied, keep, output
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, computed, copied, errors, keep, output
+from slotgraph.backends import cpu
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.slots import Copied
 from slotgraph.extend import once, slot
 from slotgraph.runners.check.checks import CheckReport
@@ -203,6 +206,47 @@ class Hosted(Inputs):  # lengths in the host's memory, which the graph copies to
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
 
 
+class Advancing(Sound):  # slots that advance: by operators, by a number, to what the step wrote, not at all
+    positions: torch.Tensor = copied(
+        TOKENS, dtype=torch.int64, pad=0, limit=9, then=lambda positions, flags: torch.where(flags, 0, positions + 1)
+    )
+    lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=keep("only live rows are counted"), then=lambda lens: lens + 1
+    )
+    scores: torch.Tensor = copied(TOKENS, TABLE.shape[1], dtype=torch.float32, pad=-1, then=lambda logits: logits)
+
+
+class AdvancingByPadding(Advancing):  # to the largest of the bucket
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, then=lambda lens: lens + lens.amax())
+
+
+class AdvancingFromOne(Advancing):  # which no initial value is
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, then=lambda lens: 60 // lens)
+
+
+def advancing(view: Any) -> torch.Tensor:
+    """The step of slots that advance."""
+    return torch.add(sound(view), view.scores)
+
+
+def _padding_in_a_rule() -> CheckReport:
+    return report_of("transition", runner_of(advancing, CAPTURES, AdvancingByPadding))
+
+
+def _rule_that_raises() -> CheckReport:
+    return report_of("transition", runner_of(advancing, CAPTURES, AdvancingFromOne, lowering="foreach"))
+
+
+def _advanced_tail() -> CheckReport:
+    advance = cpu._advance
+
+    def whole(row: list[int], requests: int, *, moves: bool, tail: bool) -> None:
+        advance(row, requests and 1 << 20, moves=moves, tail=tail)
+
+    with mock.patch.object(cpu, "_advance", whole):
+        return report_of("transition", runner_of(advancing, CAPTURES, Advancing, lowering="in_graph"))
+
+
 def _frozen_number() -> CheckReport:
     host = {"scale": 2.0}
     runner = runner_of(lambda view: sound(view) * host["scale"], CAPTURES)
@@ -252,6 +296,9 @@ OTHERS: Final[dict[str, Callable[[], CheckReport]]] = {
     "the buffer of a slot is another one than at capture": _moved_slot,
     "host memory is written again while its upload is in flight": _broken_ring,
     "a fill overtakes a copy out of a slot in host memory": _overtaken_copy,
+    "a rule makes live rows of padded ones": _padding_in_a_rule,
+    "a rule raises on a slot's initial value": _rule_that_raises,
+    "the kernel advances rows behind the live ones": _advanced_tail,
 }
 """Bugs that the other checks find."""
 
@@ -304,3 +351,40 @@ def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     report = passed(runner_of(sound, backend))
     assert report.notes == ("slot 'places' was checked against its pad=0: it says where the step writes",)
     assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races"), 13)
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_sound_rules_have_no_findings(backend: "Backend", lowering: str) -> None:
+    """Slots that advance pass all checks, however that is done, and steps and calls go on as before."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no {lowering}")
+    runner = runner_of(advancing, backend, Advancing, lowering=lowering)
+    shapes = {name: slot.shape[1:] for name, slot in Advancing.slotgraph.slots.items() if slot.reads(name) is not None}
+    batch: dict[str, Any] = {name: [[1] * 4] * 3 if shape else [1, 2, 3] for name, shape in shapes.items()}
+    batch["flags"] = [True, False, True]
+
+    def steps() -> list[Any]:
+        found = []
+        for step in runner.steps(batch, ahead=1):
+            found.append(step.outputs.tolist())
+            if len(found) > 3:
+                break
+        return found
+
+    before = steps()
+    report = passed(runner)
+    assert report.steps["transition"] == report.steps["poison"] == 13
+    assert steps() == before
+
+
+def test_transitions_that_no_one_runs(cpu: str) -> None:
+    """A runner of which no slot advances has no such check; one that steps() refuses is noted."""
+    with pytest.raises(errors.ConfigError, match="there is no check 'transition': checks are poison"):
+        report_of("transition", runner_of(sound, cpu))
+
+    class Varied(Advancing):
+        extra: torch.Tensor = copied(BATCH, Axis("PAGES"), dtype=torch.int32, pad=0)
+
+    report = report_of("transition", runner_of(advancing, cpu, Varied, sizes={Axis("PAGES"): 3}))
+    assert report.ok
+    assert "no transition was checked: slot 'extra' varies on PAGES" in report.notes[0]

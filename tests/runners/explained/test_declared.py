@@ -38,6 +38,10 @@ def _windowed(settings: object) -> bool:
     return bool(settings)
 
 
+def _redrawn(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    return drawn + logits[:, None]
+
+
 class Explained(Inputs):
     """Each kind of slot."""
 
@@ -59,6 +63,8 @@ class Explained(Inputs):
         lambda kv_lens: kv_lens, shape=BATCH, dtype=torch.int64, placement="host", argument="actual_seq_lengths"
     )
     rank: torch.Tensor = computed(lambda settings: settings.rank, shape=1, dtype=torch.int32)
+    turns: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, then=lambda turns: turns - 2)
+    drawn: torch.Tensor = copied(TOKENS, 9, dtype=torch.float32, pad=0, then=_redrawn)
     mode: str = "decode"
 
 
@@ -99,7 +105,7 @@ def test_sizes_give_bytes_and_the_plan() -> None:
     assert (facts("input_ids").padded, facts("input_ids").nbytes, facts("input_ids").copied) == ((48,), 384, 37 * 8)
     assert (facts("hidden").padded, facts("hidden").nbytes, facts("hidden").copied) == ((48, 64), 48 * 64 * 2, 0)
     assert found.nbytes == sum(slot.nbytes or 0 for slot in found.slots)
-    assert found.copied == 37 * (8 + 4 + 4 + 4 * 4 + 3 * 8 + 4 + 4)
+    assert found.copied == 37 * (8 + 4 + 4 + 4 * 4 + 3 * 8 + 4 + 4 + 4 + 9 * 4)
     assert found.plan == plan_fill(Explained.slotgraph, {axis: padded for axis, (_, padded) in SIZES.items()}, NPU)
     assert [axis.name for axis in found.axes] == ["BATCH", "HIDDEN", "TOKENS"]
     bare = explained({})
@@ -156,6 +162,7 @@ def test_tables_show_everything() -> None:
     wanted += ["copied, optional, when _windowed", "carried from the batch as they are: mode", "[BATCH, 4]"]
     wanted += ["copied, argument actual_seq_lengths_kv", "computed on the host, argument actual_seq_lengths"]
     wanted += ["at most HIDDEN", "computed in this order: count, rank, kv_ends, rows", "bytes of buffers"]
+    wanted += ["turns - 2", "_redrawn(logits, drawn)", "advance turns = turns - 2"]
     wanted += ["BATCH=37/48, HIDDEN=64, TOKENS=37/48"]
     assert [part for part in wanted if part not in text] == []
     assert "Give the size of every axis" in printed(explained({}))
@@ -179,6 +186,9 @@ def test_mermaid_draws_the_graph() -> None:
         "captured --> slot_logits",
         'batch -->|"batch.lens"| slot_kv_lens',
         "given_settings --> slot_rank",
+        'slot_turns -.->|"then turns - 2"| slot_turns',
+        'slot_logits -.->|"then _redrawn(logits, drawn)"| slot_drawn',
+        'slot_drawn -.->|"then _redrawn(logits, drawn)"| slot_drawn',
     } <= set(lines)
 
 

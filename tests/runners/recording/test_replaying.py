@@ -15,6 +15,7 @@ from slotgraph.dataflow.sources import Source
 from slotgraph.runners.recording.records import RecordedFile, RunnerRecord
 from slotgraph.runners.recording.replaying import ReplayReport, replay_file, unlike
 from slotgraph.runners.sampling import rebuilt
+from tests.life import test_ahead as advancing
 from tests.runners import prefilled
 from tests.runners.models import decoder
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
@@ -36,6 +37,32 @@ def test_decode(backend_name: str, tmp_path: pathlib.Path) -> None:
     assert [step.decision and step.decision.bucket for step in report.steps] == [4, 4, 2, None]
     assert report.notes == ()
     assert report.ok
+
+
+@pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
+def test_steps_that_follow_one_another(backend_name: str, lowering: str, tmp_path: pathlib.Path) -> None:
+    """Each step of a loop is recorded as an ordinary one, with what slots advanced to, and runs again on the CPU."""
+    runner, device = advancing.runner_on(backend_name, lowering), load(backend_name)().device
+    first, joins = (
+        advancing.batch_of([{**advancing.ROW, "ids": one} for one in ids], device, lists=True) for ids in ((3, 6), [9])
+    )
+    returned = []
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
+        for step in runner.steps(first, keys="ab", ahead=2):
+            returned.append(step.outputs.tolist())
+            if step.number == 2:
+                step.join(joins, "c")
+                step.leave("a")
+            if step.number == 4:
+                step.edit("b", pages=[[5, 5, 5, 5, 5]])
+            if step.number == 6:
+                step.leave("bc")
+    file = RecordedFile.read(tmp_path / "x.safetensors")
+    kept = [one.elements for step in file.steps for one in step.outputs or ()]
+    assert [one.tolist() for one in kept if one is not None] == returned
+    for other in ("cpu", "cpu-capture"):
+        report = replay_file(file, advancing.runner_on(other, lowering))
+        assert [step.outcome for step in report.steps] == ["equal"] * 7
 
 
 def test_frozen_value(backend_name: str, tmp_path: pathlib.Path) -> None:
