@@ -22,7 +22,7 @@ from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.guard import outside_inference
 from ..config import check_seconds, checked, refuse
 from ..running import Unique
-from .shared import SharedMemory
+from .shared import RankMemory
 
 Exchange = Callable[[float], "list[Message]"]
 """An exchange under way: called with a timeout in seconds, it returns every rank's message."""
@@ -135,7 +135,7 @@ class DeviceWire(HostWire):
 class SharedWire:
     """Carries one exchange at a time through memory that all ranks of one host share."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: RankMemory) -> None:
         self._memory, self._number = memory, 0
 
     def send(self, message: Message) -> None:
@@ -197,7 +197,7 @@ class Ranks(Unique):
 
     over: str | None = None
     """What carries exchanges: "shared memory" if all ranks are on one host, else the backend; None for one rank."""
-    _memory: SharedMemory | None = None
+    _memory: RankMemory | None = None
     alone = False
     """Whether this is the only process, and the other ranks speak from a recording."""
     said: tuple[Message, ...] = ()
@@ -253,7 +253,7 @@ class Ranks(Unique):
 
     def _share(self) -> None:
         """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
-        told, memory = "the choice of what carries exchanges", SharedMemory(self.rank, self.size, _LAYOUT.size)
+        told, memory = "the choice of what carries exchanges", RankMemory(self.rank, self.size, _LAYOUT.size)
         place = "" if self.rank else memory.open(self._connection)
         first, *_ = self.begin(Message(0, text=place), told)(self.capture_timeout)
         place = place or (first.text and memory.open(self._connection, first.text))

@@ -20,7 +20,7 @@ _TAG: Final = struct.Struct("<QI")
 
 
 @final
-class SharedMemory:
+class RankMemory:
     """Memory that all ranks of one host have open: for each rank a ring of cells, which this rank alone writes.
 
     A cell has the number of an exchange, a checksum, and the rank's bytes, which are written first. A processor may

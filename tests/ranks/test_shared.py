@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from slotgraph.runners.ranks import shared
-from slotgraph.runners.ranks.shared import SharedMemory
+from slotgraph.runners.ranks.shared import RankMemory
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Kept, soon
@@ -27,7 +27,7 @@ MOST: Final = 32
 @pytest.fixture
 def alive() -> Iterator[None]:
     """Ranks that are all in this process: a lock keeps out other processes alone."""
-    with mock.patch.object(SharedMemory, "_ended", return_value=False):
+    with mock.patch.object(RankMemory, "_ended", return_value=False):
         yield
 
 
@@ -38,9 +38,9 @@ class Group:
 GROUP: Final = Group()
 
 
-def opened(size: int, group: Group = GROUP) -> list[SharedMemory]:
+def opened(size: int, group: Group = GROUP) -> list[RankMemory]:
     """One rank's after another's, all in this process."""
-    memories = [SharedMemory(rank, size, NBYTES) for rank in range(size)]
+    memories = [RankMemory(rank, size, NBYTES) for rank in range(size)]
     place = memories[0].open(group)
     assert place
     assert [one.open(group, place) for one in memories[1:]] == [place] * (size - 1)
@@ -94,18 +94,18 @@ def test_a_number_before_its_bytes() -> None:
 
 def test_another_host_or_other_memory() -> None:
     """Is not opened."""
-    place = SharedMemory(0, 2, NBYTES).open(Group())  # which is closed by now
+    place = RankMemory(0, 2, NBYTES).open(Group())  # which is closed by now
     host, path, secret = place.rsplit(" ", 2)
-    there = SharedMemory(0, 2, NBYTES).open(GROUP)
+    there = RankMemory(0, 2, NBYTES).open(GROUP)
     for other in (place, there.replace(host, "another"), there.replace(there[-8:], secret[-8:]), f"{host} /dev/null 1"):
-        assert SharedMemory(1, 2, NBYTES).open(GROUP, other) == ""
-    assert SharedMemory(1, 2, NBYTES).open(GROUP, there) == there
+        assert RankMemory(1, 2, NBYTES).open(GROUP, other) == ""
+    assert RankMemory(1, 2, NBYTES).open(GROUP, there) == there
     assert path.startswith(f"/proc/{os.getpid()}/fd/")
 
 
 def second_rank(place: str, pipe: Any) -> None:
     """A rank that comes to one exchange, forks a child that outlives it, and is killed."""
-    memory = SharedMemory(1, 2, NBYTES)
+    memory = RankMemory(1, 2, NBYTES)
     assert memory.open(GROUP, place)
     memory.send(told(1, 1))
     if os.fork() == 0:
@@ -118,7 +118,7 @@ def second_rank(place: str, pipe: Any) -> None:
 
 def test_a_process_that_ends() -> None:
     """What it sent is read all the same; who waits for more is told, though nobody has waited for the process."""
-    memory, context = SharedMemory(0, 2, NBYTES), multiprocessing.get_context("forkserver")
+    memory, context = RankMemory(0, 2, NBYTES), multiprocessing.get_context("forkserver")
     place = memory.open(GROUP)
     ours, theirs = context.Pipe()
     process = context.Process(target=second_rank, args=(place, theirs), daemon=True)
