@@ -91,6 +91,7 @@ class RowBucket(Bucket):
         """As a bucket. left_out: optional slots that no batch brings."""
         super().__init__(*given, partial=True, **options)
         self._pattern_of_all = Pattern(left_out)
+        self._asked: dict[tuple[str, ...], tuple[Absent, Absent]] = {}
         self._each = [self.sizes[axis] // self.sizes[BATCH] for axis in self.declaration.varying]
         slots, sizes = self.declaration.slots, self.sizes
         kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
@@ -114,35 +115,25 @@ class RowBucket(Bucket):
         self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...], *, joins: bool = False
     ) -> Brought:
         """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
-        absent, apart = self._asked(names)
-        slots, taken, kept = dict[str, torch.Tensor](), self._left_alone, None
-        if len(apart) < len(names):
-            taken, kept = self._take(sources, self.live_of(len(keys)), absent)
-        if apart:
-            absent, move = (
-                frozenset(self.declaration.sources).difference(apart),
-                self.feed.move if self._packs else None,
-            )
-            for to, source, tensor in self._admitted(sources, self.live_of(len(keys)), absent):
+        found = self._asked.get(names)
+        if found is None:
+            every, fused = frozenset(self.declaration.sources), self.planned().fused
+            found = self._asked[names] = every.difference(names), every.difference({*names} - fused)
+        others, others_apart = found  # slots that are left out, of all, and where no kernel writes them
+        slots, taken, kept, live = dict[str, torch.Tensor](), b"", None, self.live_of(len(keys))
+        if len(others) < len(others_apart):
+            taken, kept = self._take(sources, live, others)
+        if len(others_apart) < len(sources):
+            move = self.feed.move if self._packs else None
+            for to, source, tensor in self._admitted(sources, live, others_apart):
                 slots[to.name] = placed(to, source, tensor, self.buffers, move).to(to.tensor.dtype, copy=True)
         return Brought(keys, slots, taken, kept, joins)
-
-    @functools.cached_property
-    def _asked(self) -> Callable[[tuple[str, ...]], tuple[Absent, tuple[str, ...]]]:
-        """Tells of names which slots are left out, and which of them are written slot by slot."""
-        every, fused = frozenset(self.declaration.sources), self.planned().fused
-
-        @functools.cache
-        def asked(names: tuple[str, ...]) -> tuple[Absent, tuple[str, ...]]:
-            return every.difference(names), tuple(name for name in names if name not in fused)
-
-        return asked
 
     def packet(
         self, requests: int, before: int, moves: Moves, brought: Brought | None, rows: Sequence[int]
     ) -> tuple[bytes, object]:
         """An edit's bytes, and what they point to. rows: of what is brought."""
-        data = self._left_alone if brought is None else brought.taken
+        data = self._left_alone if brought is None or not brought.taken else brought.taken
         words = [*[start | to << 32 for start, to in moves], *rows]
         head = _HEAD(EDIT, 0, requests, before, len(data) // WORD, len(moves) | len(rows) << 32)
         return b"".join((head, data[HEAD * WORD :], _words(len(words))(*words))), brought and brought.kept

@@ -75,13 +75,14 @@ class LaunchedStep:
         Raises:
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`.
         """
-        outputs, first = self.outputs, {**self._loop.last, **self._loop.since}
+        outputs, since, last = self.outputs, self._loop.since, self._loop.last
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
             )
         rows = outputs.view(len(self.keys), -1).squeeze(1).tolist() if self.keys else []
-        return [pair for pair in zip(self.keys, rows, strict=True) if first.get(pair[0], _GONE) <= self.number]
+        pairs = zip(self.keys, rows, strict=True)
+        return [pair for pair in pairs if since.get(pair[0], last.get(pair[0], _GONE)) <= self.number]
 
     def needs(self, slot: str) -> dict[Any, int]:
         """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
@@ -253,7 +254,11 @@ class Ahead(Generic[V]):
                 while self.since and len(steps) <= (0 if held else self._ahead):
                     steps.append(self._launch())
                     counts[f"held: {held}" if held else "ahead"] += 1
-                yield steps.popleft()
+                step = steps.popleft()
+                if self.last:
+                    rows, number = {*step.keys}, step.number
+                    self.last = {key: since for key, since in self.last.items() if since > number or key in rows}
+                yield step
         finally:  # a kernel may still write there
             _IN_FLIGHT[:] = [entry for entry in (*_IN_FLIGHT, *self._ring) if entry.is_open]
 
@@ -278,7 +283,7 @@ class Ahead(Generic[V]):
             if not now:
                 self.last[key] = since
         news.leaving += [key for key in keys if key in rows]
-        news.has_any = True
+        news.has_any |= bool(keys)
 
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""

@@ -191,7 +191,7 @@ class Chain(Generic[V]):
             if before is not self.order.keys:
                 self._arrive()  # before a packet is sent: a graph may be captured now
             names = self.edits.rows if self._editing is None else self.edits.apart
-            if names:
+            if names or any(one.slots for one, _ in brought):
                 self.edits.write(moves, brought, names)
             if self._editing is not None:
                 self._send(len(before), moves, brought)

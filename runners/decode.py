@@ -518,6 +518,6 @@ class DecodeRunner(RequestRunner[V]):
         """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
         if self.coordinator.size > 1:
             return "ranks agree on each step"
-        if self.watch.watchers or self._bound is None:
-            return "each step is watched"
-        return "" if self.lowering in {"in_graph", "foreach"} else f"the lowering is {self.lowering}"
+        if self.lowering not in {"in_graph", "foreach"}:
+            return f"the lowering is {self.lowering}"
+        return "each step is watched" if self.watch.watchers or self._bound is None else ""

@@ -152,7 +152,8 @@ class InputBuffers(Generic[V]):
         """Record the device's part of a fill; call it first inside of your capture.
 
         With the lowering `in_graph` that is the fused kernel and the slots that are computed on the device, else the
-        latter alone. From then on `fill` leaves it to the replay.
+        latter alone. From then on `fill` leaves it to the replay. With `in_graph`, a replay without a fill advances
+        slots that have `then=`.
 
         Raises:
             CaptureError: Nothing was filled or prepared with these sizes yet.

@@ -421,7 +421,7 @@ def _transition_faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
             stage.backend.synchronize()
             if last.number:
                 yield from apart({**rows, **slots}, buffers, step.padded_sizes)
-                last.leave(())
+                last.edit()
             if last.number > 1:
                 return
             right, other = cloned(buffers), cloned(stale)  # whose padded rows are of the batch before

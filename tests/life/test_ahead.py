@@ -154,6 +154,10 @@ class Steps(RuleBasedStateMachine):
         keys = self.new_keys(len(rows))
         self.model: dict[Hashable, Row] = {key: copy.deepcopy(row) for key, row in zip(keys, rows, strict=True)}
         self.alive, self.news, self.history = {*keys}, dict[int, list[Act]](), list[dict[Hashable, int]]()
+        self.gone, self.counted = (
+            dict[int, int](),
+            set[int](),
+        )  # by key the step without it; whose rows count until then
         device = self.runner.stage.backend.device
         batch = batch_of(rows, device, lists=len(rows) % 2 == 0)
         self.steps = self.runner.steps(batch, keys=keys, ahead=self.ahead, needs=["lens"])
@@ -192,7 +196,7 @@ class Steps(RuleBasedStateMachine):
             self.history.append({key: row["made"] for key, row in self.model.items()})
         want = self.history[step.number]
         assert dict(zip(step.keys, step.outputs.tolist(), strict=True)) == want
-        assert dict(step.tokens()) == {key: one for key, one in want.items() if key in self.alive}
+        assert dict(step.tokens()) == {key: one for key, one in want.items() if key in self.alive | self.counted}
         later = self.ahead == 0
         if later:
             assert step.needs("lens") == {key: self.model[key]["lens"] + 1 for key in self.alive}
@@ -207,24 +211,27 @@ class Steps(RuleBasedStateMachine):
             tail = whole.narrow(dim, len(keys), bucket - len(keys))
             assert torch.equal(tail, torch.full_like(tail, pad)), name
 
-    @rule(count=st.integers(1, 40))
+    @rule(count=st.sampled_from([1, 1, 2, 3, 10, 40]))
     def run(self, count: int) -> None:
         self.proceed(count)
 
     @precondition(lambda self: len(self.alive) > 1)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), now=st.booleans())
+    def leave(self, data: st.DataObject, now: bool) -> None:  # noqa: FBT001 - drawn
         assert self.step is not None
         some = st.lists(st.sampled_from(sorted(self.alive)), unique=True, max_size=len(self.alive) - 1)
         keys = data.draw(some)
-        self.step.leave(keys)
+        self.step.leave(keys, now=now)
         self.alive -= {*keys}
+        self.gone.update(dict.fromkeys(keys, self.step.lands))
+        self.counted |= set() if now else {*keys}
         self.note(lambda model: [model.pop(key, None) for key in keys])
 
     @rule(rows=st.lists(rows_of_requests, min_size=1, max_size=6), lists=st.booleans())
     def join(self, rows: list[Row], lists: bool) -> None:  # noqa: FBT001 - drawn
         assert self.step is not None
-        keys = self.new_keys(len(rows))
+        again = [key for key, lands in self.gone.items() if lands <= self.step.number]  # of which no row is to come
+        keys = [*again, *self.new_keys(len(rows))][: len(rows)]
         batch = batch_of(rows, self.runner.stage.backend.device, lists=lists)
         if len(self.alive) + len(rows) > MOST:
             with pytest.raises(BatchError, match="let others leave first"):
@@ -232,6 +239,8 @@ class Steps(RuleBasedStateMachine):
             return
         self.step.join(batch, keys)
         self.alive |= {*keys}
+        self.counted -= {*keys}
+        self.gone = {key: lands for key, lands in self.gone.items() if key not in self.alive}
         self.note(lambda model: model.update((key, copy.deepcopy(row)) for key, row in zip(keys, rows, strict=True)))
 
     @rule(data=st.data(), lists=st.booleans())
