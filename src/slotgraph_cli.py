@@ -220,6 +220,7 @@ def check(
     addresses  everything that a graph reads lives where it was
     coverage   every slot is written in each step or constant, and is read
     races      steps in flight give what each gives alone
+    transition slots that advance hold what their rules say, step by step
 
     \b
     Examples:

@@ -410,10 +410,9 @@ def _transition_faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
     def apart(names: Iterable[str], held: Buffers, sizes: Sizes) -> Iterator[Finding]:
         for name in names:
             if not (name in absent or slots[name].rewritten or isinstance(slots[name], Output)):
-                mine, others = {name: held[name].view(sizes)}, {name: right[name].view(sizes)}
-                yield from (
-                    Finding(TRANSITION, name, f"{one}, {told}") for one in fill_faults(mine, others, slots, live)
-                )
+                mine, other = ({name: one[name].view(sizes)} for one in (held, right))
+                faults = fill_faults(mine, other, slots, live)
+                yield from (Finding(TRANSITION, name, f"{fault}, {told}") for fault in faults)
 
     try:
         with at_rest(right, stage.backend.capabilities):

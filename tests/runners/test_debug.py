@@ -91,8 +91,9 @@ def test_steps_that_follow_one_another(cpu: str, mode: str, lowering: str) -> No
                 step.join(joins, "d")
             if step.number == 4:
                 step.leave("acd")
-        held = {"held: each step is watched": 5}
-        assert debug is None or runner.stats()["ahead"] == held
+        ((why, steps),) = runner.stats()["ahead"].items()
+        assert steps == 5
+        assert debug is None or why in {"held: each step is watched", f"held: the lowering is {lowering}"}
     assert found[0] == found[1]
 
 
