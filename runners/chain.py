@@ -205,7 +205,8 @@ class Chain(Generic[V]):
 
     def _arrange(self, news: News, live: Mapping[Hashable, int]) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
         """The new order: which rows move, and the rows of what is brought."""
-        order, moves = self.order, ()  # type: tuple[Order, Moves]
+        order = self.order
+        moves: Moves = ()
         if news.leaving or news.joining:
             moves = order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in live])
         find = order.rows.get

@@ -22,6 +22,7 @@ from slotgraph.runners.chain import Chain
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDE, MOST, MODULUS = 5, 16, 10007
 BUCKETS: Final = (1, 2, 4, 8, MOST)
+HEALTH: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 Row = dict[str, Any]
 Act = Callable[[dict[Hashable, Row]], object]
@@ -340,7 +341,7 @@ def play(ways: Sequence[tuple[str, str | None]], examples: int, count: int) -> N
             stateful_step_count=count,
             deadline=None,
             phases=[Phase.generate, Phase.explicit, *([Phase.shrink] if THOROUGH else [])],
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=HEALTH,
         ),
     )
 
