@@ -95,6 +95,8 @@ def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
     available = load(backend).is_available()
     if not available:
         pytest.skip(f"{backend}: {available.reason}")
+    if lowering not in (None, *load(backend)().capabilities.lowerings):
+        pytest.skip(f"{backend} has no lowering {lowering!r}")
     options: Any = {} if lowering is None else {"lowering": lowering}
     made = DecodeRunner(
         AheadInputs, step, backend=backend, sizes={PAGES: WIDE}, buckets=BUCKETS, output_rows=BATCH, **options
