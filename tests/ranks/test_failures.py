@@ -1,6 +1,5 @@
 """Ranks that fail: each failure is an error on every rank, soon, and names the rank that failed."""
 
-import itertools
 import os
 import pathlib
 import time
@@ -161,9 +160,9 @@ def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # no
     """
     made, runs = soon(timeout=2.0, capture_timeout=2.0), list[int]()
     runner = DecodeRunner(Counted, stepping.step, buckets=[2], ranks=made, backend="cpu", progress=False)
-    once, never = itertools.repeat(1), itertools.repeat(0)
-    late = itertools.chain([0] * 500, once)
-    events = [SimpleNamespace(query=one.__next__) for one in (never, late, once)]
+    late = time.monotonic() + 0.2
+    queries = (lambda: False, lambda: time.monotonic() > late, lambda: True)
+    events = [SimpleNamespace(query=one) for one in queries]
     backend: Any = SimpleNamespace(device=CPU, event=events.pop)
 
     def step() -> None:
