@@ -11,13 +11,14 @@ from typing import Any, Final, Generic
 import attrs
 import torch
 
-from ..backends.base import Event
+from ..backends.base import Backend, Event
 from ..dataflow.capabilities import HOST
-from ..dataflow.errors import BatchError, ConfigError, StaleOutputError, did_you_mean
+from ..dataflow.errors import BatchError, ConfigError, RankError, StaleOutputError, did_you_mean
 from ..dataflow.guard import outside_inference
 from ..dataflow.sources import NO_SIDE
 from ..dataflow.transition import linear
 from .chain import Chain, News
+from .hooks import Coordinator
 from .outputs import map_tensors
 from .runner import Runner
 from .sampling import rebuilt
@@ -145,7 +146,8 @@ class LaunchedStep:
 class Entry:
     """One place of the ring: host memory for the outputs of one step. turn: how often it was used."""
 
-    backend: Any
+    backend: Backend
+    ranks: Coordinator
     turn: int = 0
     _event: Event | None = None
     _made: Any = None
@@ -176,7 +178,7 @@ class Entry:
     def wait(self) -> Any:
         """The outputs, once they are there."""
         if self._event is not None:
-            self._event.synchronize()
+            self.ranks.wait(self._event, self.backend.device, read=True)
             self._event = None
         return self._made
 
@@ -186,8 +188,9 @@ class Entry:
         def host(tensor: torch.Tensor) -> torch.Tensor:
             with outside_inference():
                 made: torch.Tensor = self.backend.empty(tuple(tensor.shape), tensor.dtype, HOST)
-                targets.append(self.backend.mapped(made))
-                sources.append(tensor.detach())
+                if made.numel():  # a rank without requests has no rows
+                    targets.append(self.backend.mapped(made))
+                    sources.append(tensor.detach())
             return made
 
         all_made = map_tensors(outputs, host)
@@ -236,7 +239,7 @@ class Ahead(Generic[V]):
         self._runner, self._chain, self._news = runner, chain, News()
         self._read: Read = (lambda outputs: outputs) if read is None else read
         self._ahead = 0 if chain.why else ahead
-        self._ring = [Entry(runner.stage.backend) for _ in range(ahead + 2)]
+        self._ring = [Entry(runner.stage.backend, runner.coordinator) for _ in range(ahead + 2)]
         self.launched, self.held = 0, ""
         self.since: dict[Hashable, int] = dict.fromkeys(chain.order.keys, 0)
         self.last: dict[Hashable, int] = {}
@@ -246,28 +249,36 @@ class Ahead(Generic[V]):
 
     def __iter__(self) -> Iterator[LaunchedStep]:
         """Hand out the steps in turn; others are launched meanwhile."""
-        steps, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
+        steps, counts, together = collections.deque[LaunchedStep](), self._runner.tally.ahead, self._chain.together
         try:
-            while self.since or steps:
+            while self.since or steps or together:
                 held = self.held or self._chain.why
                 self.held = ""
-                while self.since and len(steps) <= (0 if held else self._ahead):
-                    steps.append(self._launch())
+                while (self.since or together) and len(steps) <= (0 if held else self._ahead):
+                    launched = self._launch(idle=not self.since and not any(step.keys for step in steps))
+                    if launched is None:
+                        return
+                    steps.append(launched)
                     counts[f"held: {held}" if held else "ahead"] += 1
                 step = steps.popleft()
                 if self.last:
                     rows, number = {*step.keys}, step.number
                     self.last = {key: since for key, since in self.last.items() if since > number or key in rows}
                 yield step
+        except GeneratorExit:
+            if together:
+                self._runner.coordinator.refuse(RankError("its loop of steps() was left"))
+            raise
         finally:  # a kernel may still write there
             _IN_FLIGHT[:] = [entry for entry in (*_IN_FLIGHT, *self._ring) if entry.is_open]
 
-    def _launch(self) -> LaunchedStep:
-        """Launch the next step, with all that the host has said."""
+    def _launch(self, *, idle: bool) -> LaunchedStep | None:
+        """Launch the next step, with all that the host has said; None where no rank has a request."""
         chain, number, entry = self._chain, self.launched, self._ring[self.launched % len(self._ring)]
         if number:
             news, self._news = self._news, News() if self._news.has_any else self._news
-            chain.go_on(news, self.since)
+            if not chain.go_on(news, self.since, idle=idle):
+                return None
         else:
             chain.start()
         keys, read = chain.order.keys, self._read
@@ -298,7 +309,7 @@ class Ahead(Generic[V]):
         if absent != chain.absent:
             names = ", ".join(map(repr, sorted(absent ^ chain.absent)))
             raise BatchError(f"all requests of steps() bring the same optional slots, and these differ in {names}")
-        chain.check_room(len(self.since) + requests)
+        chain.check_room(len(self.since) + requests, self.launched)
         runner.check_limits(batch)
         news.joining.append(chain.edits.bring(keys, chain.edits.gather(batch, NO_SIDE), chain.joins, joins=True))
         news.has_any = True

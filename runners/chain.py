@@ -10,16 +10,16 @@ from ..dataflow.axes import Live
 from ..dataflow.capabilities import DEVICE, HOST, Placement
 from ..dataflow.computation import Computation
 from ..dataflow.edits import NOWHERE, Brought, Moves, Order, RowBucket
-from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
 from ..dataflow.ready import Planned
-from ..dataflow.sources import NO_SIDE, look_up
+from ..dataflow.sources import NO_SIDE, RANKS, look_up
 from .capture import FORKS
 from .config import Buckets
 from .graphs import GraphSet
 from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
-from .statistics import Counts
+from .statistics import Counts, Decision
 
 
 @attrs.define(eq=False)
@@ -62,8 +62,9 @@ class Chain(Generic[V]):
     """Steps of a runner from a first batch on.
 
     batch: the first one. why: the reason why each step is a whole call, such as watchers, or why the host must see each
-    step before the next; nothing where steps can be launched ahead. edits: takes what the host brings. joins: slots of
-    which requests that join bring rows. absent: optional slots that no request brings. order: of the live requests.
+    step before the next; nothing where steps can be launched ahead. together: whether ranks that have requests of their
+    own agree on a bucket every so many steps. edits: takes what the host brings. joins: slots of which requests that
+    join bring rows. absent: optional slots that no request brings. order: of the live requests.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Chain(Generic[V]):
         keys: Iterable[Hashable] | None,
         buckets: Buckets,
         rows_each: int | None,
+        every: int,
         why: str,
     ) -> None:
         """Check everything; nothing is run yet."""
@@ -88,8 +90,16 @@ class Chain(Generic[V]):
         if len(self.order.keys) != requests:
             raise BatchError(f"{len(self.order.keys)} keys for a batch of {requests} requests: give one for each")
         self.absent = runner.stage.absent(batch, NO_SIDE)
-        self.check_room(requests)
         filler, self._by_calls = self._graphs.filler, bool(why)
+        ranks = self._ranks = runner.coordinator
+        self.together, self._every, self._number = not ranks.quiet, every, 0
+        self._sizes_of_ranks: Mapping[Any, Any] = {}
+        self._wants_sizes = next((name for name, slot in declaration.slots.items() if RANKS in slot.needs), None)
+        if self._wants_sizes and self.together and self._every > 1:
+            raise ConfigError(
+                f"slot {self._wants_sizes!r} has sizes of all ranks, which may change in each step: leave out agree_every="
+            )
+        self.check_room(requests, 0)
         filling = filler.editing(runner.sizes[buckets.largest], self.absent, by_kernel=not why)
         self.edits: RowBucket = filling.bucket  # type: ignore[assignment] # see there
         self.edits.check()
@@ -104,13 +114,25 @@ class Chain(Generic[V]):
         self._known: dict[tuple[int, int], Here] = {}
         self._made: Any = None
 
-    def check_room(self, requests: int) -> None:
-        """BatchError where no graph takes so many requests."""
-        bucket = self._buckets.fit(requests)
+    def check_room(self, requests: int, number: int) -> None:
+        """BatchError where no graph takes so many requests in a step."""
+        bucket, agreed = self._buckets.fit(requests), self._agreed
+        if agreed is not None and number % self._every and requests > agreed:
+            when = number + -number % self._every
+            raise BatchError(
+                f"steps() cannot take {requests} requests in step {number}: ranks agreed on bucket {agreed}, and agree "
+                f"again in step {when}: join when `lands` is {when}, or let others leave first"
+            )
         if bucket is None or not self._graphs.has(bucket, self.absent):
             largest = self._buckets.largest
             why = f"the largest bucket holds {largest}" if bucket is None else f"bucket {bucket} has no graph"
             raise BatchError(f"steps() cannot take {requests} requests: {why}; let others leave first, or wait")
+
+    @property
+    def _agreed(self) -> int | None:
+        """The bucket that ranks agreed on last; None where this one need not ask."""
+        agreed = self._runner.agreed if self.together and self._number else None
+        return None if agreed is None else agreed.bucket
 
     @property
     def outputs_key(self) -> tuple[int, int] | None:
@@ -128,14 +150,14 @@ class Chain(Generic[V]):
 
     def start(self) -> None:
         """Fill and run the first step as any other."""
-        self._made = self._runner(self.batch)
+        self._made, self._number = self._runner(self.batch), 1
         self._graphs.buffers.distrust()  # a later fill knows nothing of tails
         self._arrive()
 
     def _arrive(self) -> None:
         """Take the graph for the live requests, and what the host does for them."""
         graphs, requests = self._graphs, len(self.order.keys)
-        rows = self._buckets.fit(requests)
+        rows = self._agreed or self._buckets.fit(requests)
         captured = graphs.get(rows, self.absent)
         if captured is None or rows is None:
             raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
@@ -149,29 +171,56 @@ class Chain(Generic[V]):
             here = self._known[rows, requests] = Here.of(planned, self.edits.live_of(requests), requests, sides)
         self._here = here
 
-    def go_on(self, news: News, live: Mapping[Hashable, int]) -> None:
-        """Run the step after the last one. live: the requests that stay. ReplayError where slots hold others now."""
+    def go_on(self, news: News, live: Mapping[Hashable, int], *, idle: bool) -> bool:
+        """Run the step after the last one. live: the requests that stay. ReplayError where slots hold others now.
+
+        idle: whether this rank has no request, nor steps of any that were not handed out. False where no rank has.
+        """
         turn, clock, gate = self._turn, self._clock, self._runner.gate
         if turn.fills != self._fills or self._forks != FORKS.count:
             raise self._lost()
         if self._by_calls:
-            self._call(news, live)
-            return
+            return self._call(news, live, idle=idle)
         with gate.open():
-            here = self._stream()
-            if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
-                self._graphs.order()
             try:
-                if news.has_any or self._prepares:
-                    self._prepare(news, live)
+                moved = False
+                if self._ranks.size > 1:
+                    found = self._agree(len(live), idle=idle)
+                    if found is None:
+                        return False
+                    moved = found
+                here = self._stream()
+                if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
+                    self._graphs.order()
+                if news.has_any or self._prepares or moved:
+                    self._prepare(news, live, edits=news.has_any or moved)
                 self._replay()
-            except BaseException:
+            except BaseException as error:
                 self._fills = -1
+                self._ranks.refuse(error)
                 raise
             clock.replays += 1
             self._counted.steps += 1
             if self._hosts.possible:
                 self._hosts.note()
+        return True
+
+    def _agree(self, requests: int, *, idle: bool) -> bool | None:
+        """Whether what other ranks do moves this one's slots; None where all are idle."""
+        number, self._number = self._number, self._number + 1
+        if self.together and number % self._every:
+            return False
+        rows, live, before = self._buckets.fit(requests), (*self.edits.live_of(requests), requests), self._agreed
+        own = Decision("graph", rows, "fits", f"bucket {rows} fits")
+        decision = self._ranks.follow(own, live, idle=idle)
+        if decision is None:
+            return None
+        if decision.bucket is None:
+            raise RankError(f"steps() needs a graph, and ranks agreed on none: {decision.reason}")
+        if self._wants_sizes is None:
+            return decision.bucket != before
+        sizes, self._sizes_of_ranks = self._sizes_of_ranks, self._runner.stage.declaration.ranks.brought
+        return decision.bucket != before or sizes != self._sizes_of_ranks
 
     def _lost(self) -> ReplayError:
         """Why the slots hold these requests no more."""
@@ -181,14 +230,14 @@ class Chain(Generic[V]):
             return ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
         return ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
 
-    def _prepare(self, news: News, live: Mapping[Hashable, int]) -> None:
+    def _prepare(self, news: News, live: Mapping[Hashable, int], *, edits: bool) -> None:
         """Advance and edit by more than the step's own graph."""
         if self._hosts.possible:
             self._hosts.wait()
         _run(self._here.advances)
-        if news.has_any:
+        if edits:
             before, (moves, brought) = self.order.keys, self._arrange(news, live)
-            if before is not self.order.keys:
+            if before is not self.order.keys or self.together:
                 self._arrive()  # before a packet is sent: a graph may be captured now
             names = self.edits.rows if self._editing is None else self.edits.apart
             if names or any(one.slots for one, _ in brought):
@@ -198,9 +247,9 @@ class Chain(Generic[V]):
         here = self._here
         if here.tails or here.values:
             with torch.no_grad():
-                for tail, number in here.tails if news.has_any else here.always:
+                for tail, number in here.tails if edits else here.always:
                     tail.fill_(number)
-                for value in here.values if news.has_any or self._moves_host else ():
+                for value in here.values if edits or self._moves_host else ():
                     value.run(self._fields)
 
     def _arrange(self, news: News, live: Mapping[Hashable, int]) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
@@ -223,7 +272,7 @@ class Chain(Generic[V]):
             self._editing.replay()  # type: ignore[union-attr] # there is one
             before, moves = 0, ()
 
-    def _call(self, news: News, live: Mapping[Hashable, int]) -> None:
+    def _call(self, news: News, live: Mapping[Hashable, int], *, idle: bool) -> bool:
         """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold then."""
         runner, graphs, edits = self._runner, self._graphs, self.edits
         declaration = runner.stage.declaration
@@ -237,8 +286,11 @@ class Chain(Generic[V]):
             names = [name for name in declaration.sources if name not in self.absent]
             slots = {name: graphs.buffers[name].view(sizes).clone() for name in names}
         one = rebuilt(declaration, slots, self._fields)
+        if idle and self._ranks.idle(runner.decide(one.batch, **one.side), runner.size(one.batch, one.side)):
+            return False
         self._made = runner(one.batch, **one.side)
         self._arrive()
+        return True
 
 
 def _run(calls: Sequence[Callable[[], None]]) -> None:

@@ -21,7 +21,7 @@ from ..dataflow.guard import own_guard
 from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side, look_up
+from ..dataflow.sources import NO_SIDE, Side, look_up
 from ..dataflow.specialization import Run, Specialization
 from .ahead import Ahead, LaunchedStep, Read
 from .capture import Captured
@@ -484,20 +484,24 @@ class DecodeRunner(RequestRunner[V]):
         ahead: int = 0,
         read: Read | None = None,
         needs: Collection[str] = (),
+        agree_every: int = 1,
     ) -> Iterator[LaunchedStep]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
         Between two steps the host says only what is new: `step.leave`, `step.join`, `step.edit`. A step without news is
         one replay, for which nothing is uploaded. The loop ends when no request is live and all launched steps were
-        handed out. The slots belong to it meanwhile: a call of the runner ends it with ReplayError.
+        handed out; with ranks, when none of them has one. The slots belong to it meanwhile: a call of the runner ends
+        it with ReplayError.
 
         Args:
-            batch: The first step's batch, as a call takes it.
+            batch: The first step's batch, as a call takes it. With ranks, None for one without requests.
             keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
             ahead: How many steps are launched beyond the one that is handed out.
             read: Chooses what of the step's outputs is copied to the host. By default all of it.
             needs: Slots whose values in later steps `step.needs` is to foretell, such as `["seq_lens"]`. Each advances
                 by a number and holds one number a request.
+            agree_every: With ranks, after how many steps they choose a bucket together, the same for all of them. In
+                between requests join only as far as the last one holds them.
 
         Returns:
             The steps in turn, which the device may still be running.
@@ -506,18 +510,23 @@ class DecodeRunner(RequestRunner[V]):
             ConfigError: No slot advances, or rows of a slot do not belong to requests.
             BatchError: The batch does not fit, or no graph takes it.
             ReplayError: Nothing is captured yet.
+            RankError: Another rank failed.
         """
         checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
-        decision = self.decide(batch)
-        if decision.bucket is None:
-            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-        chain = Chain(self, batch, keys, self.buckets, self._rows_each, self._why_by_calls())
-        return iter(Ahead(self, chain, ahead, read, needs))
+        checked("agree_every", "a number of steps, at least 1", agree_every, int, 1)
+        why = self._why_by_calls()
+        every = 1 if why else agree_every
+        with self.coordinator.loop(every):
+            if batch is None:
+                batch, _ = self._empty(None, NO_SIDE)
+            decision = self.decide(batch)
+            if decision.bucket is None:
+                raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
+            chain = Chain(self, batch, keys, self.buckets, self._rows_each, every, why)
+            return iter(Ahead(self, chain, ahead, read, needs))
 
     def _why_by_calls(self) -> str:
         """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
-        if self.coordinator.size > 1:
-            return "ranks agree on each step"
         if self.lowering not in {"in_graph", "foreach"}:
             return f"the lowering is {self.lowering}"
-        return "each step is watched" if self.watch.watchers or self._bound is None else ""
+        return "each step is watched" if self.watch.watchers or self.config.modes else ""

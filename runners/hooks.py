@@ -165,9 +165,22 @@ class Coordinator:
         del backend
         return step
 
-    def wait(self, event: Event, device: torch.device) -> None:
-        """Wait until a device is past an event."""
-        del device
+    def loop(self, every: int) -> contextlib.AbstractContextManager[None]:
+        """A block that prepares steps which follow one another, of which ranks agree on each `every`th."""
+        del every
+        return contextlib.nullcontext()
+
+    def follow(self, own: Decision, live: Live, *, idle: bool) -> Decision | None:
+        """What all ranks do in a step that follows another, where this one would do `own`.
+
+        idle: whether this rank has no request. None where all ranks are idle, so that none runs the step.
+        """
+        del live
+        return None if idle else own
+
+    def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:
+        """Wait until a device is past an event. read: the end of a step, whose outputs only this rank may read."""
+        del device, read
         event.synchronize()
 
     def as_data(self) -> RanksData:

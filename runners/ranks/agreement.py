@@ -55,6 +55,43 @@ class Agreement(Coordinator):
             admit()
         self._told = True
         messages = self._messages(self._begun_ahead(own, live) or self._begin(own, live), self._step, self.timeout)
+        return self._settled(own, messages)
+
+    @contextlib.contextmanager
+    def loop(self, every: int) -> Iterator[None]:
+        """A block that prepares steps which follow one another. RankError, at its end, if one rank refuses them.
+
+        every: ranks agree on each step whose number divides by it, so all must have the same.
+        """
+        error = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - it is raised below, when all ranks know of it
+            error = raised
+        told = [] if self.quiet else self.tell("steps() begin", str(error or ""), 0 if error else every)
+        if error is not None:
+            raise error
+        for rank, (text, number) in enumerate(told):
+            if not number:
+                raise RankError(f"rank {rank} refused its batch, so that no rank begins: {text}")
+        if len({number for _, number in told}) > 1:
+            each = ", ".join(f"rank {rank} after {number}" for rank, (_, number) in enumerate(told))
+            raise RankError(
+                f"ranks agree after different numbers of steps: {each}; give all the same agree_every=, and where one "
+                "is watched (a recording, a debug mode) or has another lowering, leave it out"
+            )
+
+    def follow(self, own: Decision, live: Live, *, idle: bool) -> Decision | None:
+        """What all ranks do in a step that follows another, as `settle`; None where all are idle."""
+        self.begin()
+        if self.quiet:
+            return self.settle(own, live, lambda: None)
+        self._told = True
+        messages = self._messages(self._begin(own, live, idle=idle), self._step, self.timeout)
+        return None if all(one.idle for one in messages) else self._settled(own, messages)
+
+    def _settled(self, own: Decision, messages: Sequence[Message]) -> Decision:
+        """What all ranks do, from what each of them says."""
         if (refused := _first(messages, REFUSED)) is not None:
             raise RankError(
                 f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
@@ -189,14 +226,15 @@ class Agreement(Coordinator):
 
         def run() -> Any:
             outputs = step()
-            self.ranks.wait(backend.event(), backend.device, f"{self._runner}: a warm-up before a capture")
+            event, told = backend.event(), f"{self._runner}: a warm-up before a capture"
+            self.ranks.wait(event, backend.device, told, self.ranks.capture_timeout, together=False)
             return outputs
 
         return run
 
-    def wait(self, event: Event, device: torch.device) -> None:
+    def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:
         """Wait until a device is past an event, for no longer than the ranks' `timeout`."""
-        self.ranks.wait(event, device)
+        self.ranks.wait(event, device, "the end of a step on the device", self.timeout, together=not read)
 
     def as_data(self) -> RanksData:
         """The books, as plain data."""

@@ -295,19 +295,19 @@ class Ranks(Unique):
         if self.size > 1:
             self._note(_BROKE_OFF, f"{type(error).__name__}: {error}"[:500])
 
-    def wait(self, event: Event, device: torch.device, warm_up: str = "") -> None:
-        """Wait until a device is past an event. warm_up: the warm-up before a capture that it ends, if it ends one.
+    def wait(self, event: Event, device: torch.device, told: str, seconds: float, *, together: bool) -> None:
+        """Wait until a device is past an event. told: what ends there. together: whether all ranks wait for it.
 
-        RankError after `timeout` seconds, `capture_timeout` in a warm-up. The group's collectives are aborted then.
+        RankError after so many seconds. The group's collectives are aborted then.
         """
         if self.size == 1:
             event.synchronize()
             return
-        if warm_up:
-            told, seconds, at = warm_up, self.capture_timeout, (EXCHANGE, self.exchanges + 1)  # which follows it
-        else:
+        if together:
             self._waits += 1
-            told, seconds, at = "the end of a step on the device", self.timeout, (WAIT, self._waits)
+            at = WAIT, self._waits
+        else:
+            at = EXCHANGE, self.exchanges + 1  # the one that follows: other ranks may be there
         if not self._came(functools.partial(_passes, event.query), at, seconds):
             lost = self._lost(at, told, f"within {seconds:g} s")
             self._abort(event, device)

@@ -153,7 +153,7 @@ def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool, over: str) -> None
         assert again == f"{place}: these ranks are lost to each other: {first}"
 
 
-def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # noqa: FBT001 - sent as it is
+def waits(rank: int, absent: int, where: str) -> tuple[int, list[str]]:
     """Each rank waits for its device, which passes the ends of two steps, unless the rank is lost before the third.
 
     A CPU never stands still, so that its events are made here.
@@ -167,10 +167,10 @@ def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # no
 
     def step() -> None:
         runs.append(1)
-        if not warm_up:
-            made.wait(backend.event(), CPU)
+        if where != "warm_up":
+            runner.coordinator.wait(backend.event(), CPU, read=where == "read")
 
-    run = runner.coordinator.warm_up(step, backend) if warm_up else step
+    run = runner.coordinator.warm_up(step, backend) if where == "warm_up" else step
     run()
     run()
     errors = [] if rank == absent else [raised(run), raised(runner.capture)]
@@ -178,13 +178,13 @@ def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # no
 
 
 @pytest.mark.parametrize("absent", [1, -1])
-@pytest.mark.parametrize("warm_up", [False, True])
-def test_a_device_that_stands_still(two: Processes, absent: int, warm_up: bool) -> None:  # noqa: FBT001 - a parameter
+@pytest.mark.parametrize("where", ["wait", "read", "warm_up"])
+def test_a_device_that_stands_still(two: Processes, absent: int, where: str) -> None:
     """Waiting for it ends, with the name of the rank that did not come, if one did not; nothing is exchanged then."""
-    what = "DecodeRunner: a warm-up before a capture" if warm_up else "the end of a step on the device"
+    what = "DecodeRunner: a warm-up before a capture" if where == "warm_up" else "the end of a step on the device"
     late = "all ranks came, but not all within 2 s"
     why = late if absent < 0 else "rank 1 did not come within 2 s: it is dead, stuck, or"
-    for runs, (error, again) in two.run(waits, absent, warm_up)[: 1 if absent == 1 else 2]:
+    for runs, (error, again) in two.run(waits, absent, where)[: 1 if absent == 1 else 2]:
         assert runs == 3
         assert error.startswith(f"RankError: {what}: {why}")
         assert f"these ranks are lost to each other: {what}: {why}" in again
