@@ -275,6 +275,37 @@ def test_trace_of_a_device() -> None:
     assert f"def {record.FILL}(" in kernel.read_text(encoding="utf-8")
 
 
+def test_loops_of_a_profile() -> None:
+    """A step has the device work of its own launch, and gaps count whether they are drawn or not."""
+    ahead = module("spans.ahead")
+    trace = [
+        {"cat": cat, "name": name, "ts": 100.0 * number + start, "dur": took, "args": {"correlation": number}}
+        for number in range(ahead.FIRST + ahead.COUNT + 2)
+        for cat, name, start, took in (
+            ("kernel", "gemm", 60.0, 60.0),
+            ("kernel", "argmax", 122.0, 8.0),  # the next step is launched by then
+            ("user_annotation", f"launch {number}", 0.0, 10.0),
+            ("cuda_runtime", "cudaGraphLaunch", 4.0, 5.0),
+        )
+    ]
+    loop = ahead.loop_of(ahead.spans_of(trace), 1, 100)
+    assert (loop.took, loop.idle, loop.within) == (100, 0.32, 0.02)
+    shown = [ahead.Span("launch", ahead.FIRST, -60, -50), ahead.Span("step", ahead.FIRST, 0, 70)]
+    assert [span for span in loop.spans if span.number == ahead.FIRST] == shown
+    runner = ahead.make_runner(load("cpu-capture")(), 256, 16)
+    assert min(ahead.drive(runner, number, 6) for number in (0, 1)) > ahead.WORK
+
+
+def test_picture_of_steps_ahead(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It is drawn from the figures beside it; where they cannot be measured, a sentence says why."""
+    main, pictures = module("spans.ahead").main, EXAMPLES.parent / "pictures"
+    assert main(["draw", str(pictures / "ahead.json")]) == 0
+    assert capsys.readouterr().out == (pictures / "ahead.svg").read_text(encoding="utf-8")
+    if not torch.cuda.is_available():
+        assert main(["measure", str(tmp_path / "ahead.json")]) == 2
+        assert capsys.readouterr().err.startswith("spans.ahead: backend 'cuda' cannot run here: ")
+
+
 MASK = " * pages[:, :, None]"
 
 

@@ -7,21 +7,23 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 import torch
 
 from slotgraph.backends import Backend
-from slotgraph.runners.commands.bench import Batch
-from spans.ways import Way
+
+if TYPE_CHECKING:  # `spans.ahead` needs none of what these load
+    from slotgraph.runners.commands.bench import Batch
+    from spans.ways import Way
 
 STEP: Final = "slotgraph.timeline.step"
 """The name under which the profiler notes a call."""
 FILL: Final = "fill_lanes"
 """The fused kernel's name: it is the graph's first node, and all the same the inputs' work."""
 WARMUPS: Final = 3
-_ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 Kind = Literal["call", "inputs", "step"]
 
@@ -47,7 +49,7 @@ class Recording:
         return sum(bar.stop - bar.start for bar in self.bars if bar.kind == kind)
 
 
-def record(way: Way, batches: Sequence[Batch], backend: Backend) -> Recording:
+def record(way: "Way", batches: "Sequence[Batch]", backend: Backend) -> Recording:
     """Run the batches one behind another, the host waiting only at the end."""
 
     def run(around: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
@@ -56,7 +58,7 @@ def record(way: Way, batches: Sequence[Batch], backend: Backend) -> Recording:
                 way.call(batch)
         backend.synchronize()
 
-    with _quiet():
+    with quiet():
         for _ in range(WARMUPS):
             run(contextlib.nullcontext)
         take = _by_clock if backend.device.type == "cpu" else _by_profiler
@@ -83,15 +85,24 @@ def _by_clock(run: Run) -> list[Bar]:
 
 def _by_profiler(run: Run) -> list[Bar]:
     """Calls and device work on the profiler's one clock. It makes calls on the host longer than they are without it."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profiler:
+
+    def passes() -> None:
         run(contextlib.nullcontext)  # the profiler's own start is in this pass
         run(lambda: torch.profiler.record_function(STEP))
+
+    return bars_of(trace(passes))
+
+
+def trace(run: Callable[[], object]) -> list[Mapping[str, Any]]:
+    """What the profiler notes of a call on the host and on a CUDA device: events of a Chrome trace, in microseconds."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        run()
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
-        trace = json.loads(file.read_text(encoding="utf-8"))
-    return bars_of(trace["traceEvents"])
+        events: list[Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return events
 
 
 def bars_of(events: Iterable[Mapping[str, Any]]) -> list[Bar]:
@@ -99,16 +110,16 @@ def bars_of(events: Iterable[Mapping[str, Any]]) -> list[Bar]:
     known = [event for event in events if "cat" in event and "dur" in event]
     calls = [event for event in known if event["cat"] == "user_annotation" and event["name"] == STEP]
     begin = min(event["ts"] for event in calls)
-    launches = {_correlation(event) for event in known if "GraphLaunch" in event["name"]}
+    launches = {correlation(event) for event in known if "GraphLaunch" in event["name"]}
     bars = [_bar("call", event, begin) for event in calls]
     for event in known:
-        if event["cat"] in _ON_DEVICE and event["ts"] >= begin:
-            in_step = _correlation(event) in launches and FILL not in event["name"]
+        if event["cat"] in ON_DEVICE and event["ts"] >= begin:
+            in_step = correlation(event) in launches and FILL not in event["name"]
             bars.append(_bar("step" if in_step else "inputs", event, begin))
     return sorted(bars, key=lambda bar: (bar.kind, bar.start))
 
 
-def _correlation(event: Mapping[str, Any]) -> object:
+def correlation(event: Mapping[str, Any]) -> object:
     """What joins a call into the driver and the work that it brought."""
     return event.get("args", {}).get("correlation", event["ts"])
 
@@ -119,7 +130,7 @@ def _bar(kind: Kind, event: Mapping[str, Any], begin: float) -> Bar:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """As engines run: without gradients, and without a garbage collection in the middle of a step."""
     was_on = gc.isenabled()
     gc.disable()
