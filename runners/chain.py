@@ -94,10 +94,10 @@ class Chain(Generic[V]):
         ranks = self._ranks = runner.coordinator
         self.together, self._every, self._number = not ranks.quiet, every, 0
         self._sizes_of_ranks: Mapping[Any, Any] = {}
-        self._wants_sizes = next((name for name, slot in declaration.slots.items() if RANKS in slot.needs), None)
-        if self._wants_sizes and self.together and self._every > 1:
+        self._sized = next((name for name, slot in declaration.slots.items() if RANKS in slot.needs), None)
+        if self._sized and self.together and self._every > 1:
             raise ConfigError(
-                f"slot {self._wants_sizes!r} has sizes of all ranks, which may change in each step: leave out agree_every="
+                f"slot {self._sized!r} has sizes of all ranks, which may change in each step: leave out agree_every="
             )
         self.check_room(requests, 0)
         filling = filler.editing(runner.sizes[buckets.largest], self.absent, by_kernel=not why)
@@ -217,7 +217,7 @@ class Chain(Generic[V]):
             return None
         if decision.bucket is None:
             raise RankError(f"steps() needs a graph, and ranks agreed on none: {decision.reason}")
-        if self._wants_sizes is None:
+        if self._sized is None:
             return decision.bucket != before
         sizes, self._sizes_of_ranks = self._sizes_of_ranks, self._runner.stage.declaration.ranks.brought
         return decision.bucket != before or sizes != self._sizes_of_ranks

@@ -61,9 +61,9 @@ class RecordedRanks(Ranks):
         said[self.rank] = message
         return lambda _: said
 
-    def wait(self, event: Event, device: torch.device, warm_up: str = "") -> None:
+    def wait(self, event: Event, device: torch.device, told: str, seconds: float, *, together: bool) -> None:
         """Wait until the device is past an event: no collective of it waits for another rank."""
-        del device, warm_up
+        del device, told, seconds, together
         event.synchronize()
 
     def broke_off(self, error: BaseException) -> None:

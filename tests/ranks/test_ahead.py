@@ -23,7 +23,7 @@ def together(view: Counting) -> torch.Tensor:
 
 def own_requests(rank: int, backend: str, lowering: str, ahead: int, every: int, seed: int) -> dict[str, Any]:
     """A loop of requests at random on each rank, all tokens looked at; what it counted."""
-    draw, since = random.Random(seed * 2 + rank), dict[int, tuple[int, int]]()
+    draw, since = random.Random(seed * 2 + rank), dict[int, tuple[int, int]]()  # noqa: S311 - data for a test
     runner = counting(backend, together, ranks=soon(), lowering=lowering)
     begun = None if rank == seed % 2 else batch(1, 2, 3)
     since.update({} if begun is None else {key: (0, key + 1) for key in range(3)})

@@ -5,7 +5,6 @@
 """
 
 import argparse
-import bisect
 import functools
 import html
 import itertools
@@ -22,7 +21,7 @@ import torch
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import BackendUnavailableError
-from spans.record import ON_DEVICE, correlation, quiet, trace
+from spans.record import FILL, ON_DEVICE, quiet, trace
 
 ROWS, BUCKET, WORDS, WIDE, PAGES = 60, 64, 160 * 1024, 8192, 64
 WORK: Final = 300
@@ -129,16 +128,14 @@ def drive(runner: DecodeRunner[Decode], ahead: int, count: int = FIRST + COUNT +
 
 
 def spans_of(events: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """What the profiler noted of `drive`. Work of the device is of the step in whose launch the host asked for it."""
+    """What the profiler noted of `drive`: the device does step after step, and each begins with the kernel that fills."""
     known = sorted((event for event in events if "cat" in event and "dur" in event), key=lambda event: event["ts"])
     names = [(event, event["name"].split(" ")) for event in known if event["cat"] == "user_annotation"]
-    spans = [_span(event, name[0], int(name[1])) for event, name in names if name[0] in HOST]
-    asked = {correlation(event): event["ts"] for event in known if event["cat"] in {"cuda_runtime", "cuda_driver"}}
-    launches = [span for span in spans if span.what == "launch"]
+    spans, number = [_span(event, name[0], int(name[1])) for event, name in names if name[0] in HOST], -1
     for event in known:
         if event["cat"] in ON_DEVICE:
-            launch = bisect.bisect(launches, asked[correlation(event)], key=lambda span: span.start) - 1
-            spans.append(_span(event, "step", launches[launch].number))
+            number += FILL in event["name"]
+            spans.append(_span(event, "step", max(number, 0)))  # an upload comes before the first
     return spans
 
 

@@ -110,16 +110,16 @@ def bars_of(events: Iterable[Mapping[str, Any]]) -> list[Bar]:
     known = [event for event in events if "cat" in event and "dur" in event]
     calls = [event for event in known if event["cat"] == "user_annotation" and event["name"] == STEP]
     begin = min(event["ts"] for event in calls)
-    launches = {correlation(event) for event in known if "GraphLaunch" in event["name"]}
+    launches = {_correlation(event) for event in known if "GraphLaunch" in event["name"]}
     bars = [_bar("call", event, begin) for event in calls]
     for event in known:
         if event["cat"] in ON_DEVICE and event["ts"] >= begin:
-            in_step = correlation(event) in launches and FILL not in event["name"]
+            in_step = _correlation(event) in launches and FILL not in event["name"]
             bars.append(_bar("step" if in_step else "inputs", event, begin))
     return sorted(bars, key=lambda bar: (bar.kind, bar.start))
 
 
-def correlation(event: Mapping[str, Any]) -> object:
+def _correlation(event: Mapping[str, Any]) -> object:
     """What joins a call into the driver and the work that it brought."""
     return event.get("args", {}).get("correlation", event["ts"])
 
