@@ -1,5 +1,7 @@
 """What agreeing costs of a tensor-parallel decode step: known to be equal, agreed before each step, and a step ahead.
 
+The same of steps that are launched ahead, by `runner.steps(ahead=1)`.
+
 pytest tests/benchmarks/test_ranks.py -s
 """
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slotgraph import BATCH, copied
 from slotgraph.backends import choose
 from slotgraph.runners.ranks.group import HOST, Message, Ranks
 from slotgraph.runners.testing.timing import Run, measure
@@ -24,7 +27,17 @@ from tests.ranks.stepping import OVER, soon
 from tests.runners.models import decoder
 
 WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
+STEPS: Final[dict[str, tuple[bool, int]]] = {
+    "steps, known to be equal": (True, 1),
+    "steps, agreed": (False, 1),
+    "steps, agreed every 8": (False, 8),
+}
+"""Steps launched ahead: whether ranks are known to be equal, and `agree_every=`."""
 LIVE, BUCKET = 29, 32
+
+
+class Advancing(Tokens):
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, then=lambda seq_lens: seq_lens + 1)
 
 
 class Half:
@@ -72,6 +85,10 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
             outputs[0, 0].item()
 
         runs[way] = Run(step, range(len(batches)), around)
+    for way, (equal, every) in STEPS.items():
+        runner = decoder(Advancing, model, buckets=[BUCKET], backend=backend, ranks=Ranks(equal=equal))
+        loop = runner.steps(batches[0], ahead=1, read=lambda outputs: outputs[:, 0], agree_every=every)
+        runs[way] = Run(lambda _, loop=loop: next(loop).outputs[0].item(), [0], around)
     measure(list(runs.values()), choose(backend), rounds, steps)
     return {way: run.host for way, run in runs.items()}
 

@@ -128,7 +128,7 @@ def drive(runner: DecodeRunner[Decode], ahead: int, count: int = FIRST + COUNT +
 
 
 def spans_of(events: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """What the profiler noted of `drive`: the device does step after step, and each begins with the kernel that fills."""
+    """What the profiler noted of `drive`. The device runs step after step, each from the kernel that fills slots."""
     known = sorted((event for event in events if "cat" in event and "dur" in event), key=lambda event: event["ts"])
     names = [(event, event["name"].split(" ")) for event in known if event["cat"] == "user_annotation"]
     spans, number = [_span(event, name[0], int(name[1])) for event, name in names if name[0] in HOST], -1
