@@ -107,7 +107,9 @@ class RowBucket(Bucket):
         """ConfigError where rows of a slot cannot be told apart by request."""
         for name, slot in self.declaration.slots.items():
             others = [axis.name for axis in slot.axes if not axis.fixed and axis not in {BATCH, TOKENS}]
-            if name in self.declaration.sources and (others or (slot.varying and name not in self.rows)):
+            if name not in self.declaration.sources or name in self._pattern_of_all.absent:
+                continue
+            if others or (slot.varying and (name not in self.rows or len(slot.varying) > 1)):
                 what = f"varies on {others[0]}" if others else "has no whole number of rows for each request"
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 

@@ -73,10 +73,11 @@ def linear(rule: Compute) -> tuple[str, int] | None:
 def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
     """The dim of a slot that follows the requests, and its rows for each of them; None where there is none."""
     requests = sizes.get(BATCH, 0)
-    for dim in slot.varying:
-        axes, size = slot.shape[dim].axes, slot.shape[dim].at(sizes)
-        if requests and size % requests == 0 and all(axis.fixed or axis in {BATCH, TOKENS} for axis in axes):
-            return dim, size // requests
+    for dim in slot.varying if requests else ():
+        one, size = {**sizes, BATCH: 1, TOKENS: sizes.get(TOKENS, 0) // requests}, slot.shape[dim]
+        if all(axis.fixed or axis in {BATCH, TOKENS} for axis in size.axes):
+            each = size.at(one)
+            return (dim, each) if each * requests == size.at(sizes) else None
     return None
 
 

@@ -19,7 +19,7 @@ from ..dataflow.sources import NO_SIDE
 from ..dataflow.transition import linear
 from .chain import Chain, News
 from .hooks import Coordinator
-from .outputs import map_tensors
+from .outputs import map_tensors, storages_of
 from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
@@ -74,16 +74,19 @@ class LaunchedStep:
             Pairs of a key and a number, or a list of numbers where a row has several.
 
         Raises:
-            ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`.
+            ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
+                whole, by `output_rows=None`.
         """
-        outputs, since, last = self.outputs, self._loop.since, self._loop.last
+        outputs, number, since, last = self.outputs, self.number, self._loop.since, self._loop.last
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
             )
+        if not self._loop.has_rows:
+            raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
         rows = outputs.view(len(self.keys), -1).squeeze(1).tolist() if self.keys else []
         pairs = zip(self.keys, rows, strict=True)
-        return [pair for pair in pairs if since.get(pair[0], last.get(pair[0], _GONE)) <= self.number]
+        return [pair for pair in pairs if since.get(pair[0], _GONE) <= number or number in last.get(pair[0], ())]
 
     def needs(self, slot: str) -> dict[Any, int]:
         """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
@@ -117,7 +120,8 @@ class LaunchedStep:
             keys: The key of each.
 
         Raises:
-            BatchError: The batch does not fit, or no bucket holds so many requests. Nothing is changed.
+            BatchError: The batch does not fit, no bucket holds so many requests, or the loop has ended. Nothing is
+                changed.
         """
         self._loop.join(batch, keys)
 
@@ -232,17 +236,17 @@ class Ahead(Generic[V]):
     """The loop of `steps`: what is launched, and what the host has said since.
 
     launched: how many steps so far. since: by key of each request that is not to leave, the first step of its row.
-    last: the same of those that leave, but whose rows count until then. held: why no step is launched ahead now.
+    last: by key of those that leave, the steps of which rows still count. held: why no step is launched ahead now.
     """
 
     def __init__(self, runner: Runner[V], chain: Chain[V], ahead: int, read: Read | None, needs: Iterable[str]) -> None:
         self._runner, self._chain, self._news = runner, chain, News()
-        self._read: Read = (lambda outputs: outputs) if read is None else read
+        self._read, self._has_ended, self.has_rows = read, False, chain.rows_each is not None
         self._ahead = 0 if chain.why else ahead
         self._ring = [Entry(runner.stage.backend, runner.coordinator) for _ in range(ahead + 2)]
         self.launched, self.held = 0, ""
         self.since: dict[Hashable, int] = dict.fromkeys(chain.order.keys, 0)
-        self.last: dict[Hashable, int] = {}
+        self.last: dict[Hashable, range] = {}
         self._limited = frozenset(limit.name for limit in runner.limits)
         self._foretold = {name: self._foretells(name) for name in needs}
         self._foretell(chain.batch, chain.order.keys)
@@ -262,14 +266,15 @@ class Ahead(Generic[V]):
                     counts[f"held: {held}" if held else "ahead"] += 1
                 step = steps.popleft()
                 if self.last:
-                    rows, number = {*step.keys}, step.number
-                    self.last = {key: since for key, since in self.last.items() if since > number or key in rows}
+                    self.last = {key: rows for key, rows in self.last.items() if rows.stop > step.number}
                 yield step
-        except GeneratorExit:
-            if together:
-                self._runner.coordinator.refuse(RankError("its loop of steps() was left"))
+        except BaseException as error:
+            is_left = isinstance(error, GeneratorExit)
+            if together or not is_left:
+                self._runner.coordinator.refuse(RankError("its loop of steps() was left") if is_left else error)
             raise
         finally:  # a kernel may still write there
+            self._has_ended = True
             _IN_FLIGHT[:] = [entry for entry in (*_IN_FLIGHT, *self._ring) if entry.is_open]
 
     def _launch(self, *, idle: bool) -> LaunchedStep | None:
@@ -281,25 +286,36 @@ class Ahead(Generic[V]):
                 return None
         else:
             chain.start()
-        keys, read = chain.order.keys, self._read
-        entry.start(lambda: read(chain.outputs()), chain.outputs_key)
+        entry.start(self._outputs, chain.outputs_key)
         self.launched += 1
-        return LaunchedStep(self, number, keys, entry)
+        return LaunchedStep(self, number, chain.order.keys, entry)
+
+    def _outputs(self) -> Any:
+        """What is copied of the last step's outputs. ConfigError where `read` makes a tensor, which replays leave."""
+        outputs = self._chain.outputs()
+        if self._read is None:
+            return outputs
+        chosen = self._read(outputs)
+        if storages_of([chosen]).keys() - storages_of([outputs]).keys():
+            raise ConfigError("read= makes a tensor of its own: choose parts of what the step returns")
+        return chosen
 
     def leave(self, keys: Keys, *, now: bool) -> None:
         """See `LaunchedStep.leave`."""
-        keys, rows, news = self._known(keys), self._chain.order.rows, self._news
+        keys, news = self._known(keys), self._news
         for key in keys:
-            since = self.since.pop(key)
+            rows = range(self.since.pop(key), self.launched)
             if not now:
-                self.last[key] = since
-        news.leaving += [key for key in keys if key in rows]
+                self.last[key] = rows
+        news.leaving += keys
         news.has_any |= bool(keys)
 
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""
         keys, runner, chain, news = tuple(keys), self._runner, self._chain, self._news
         requests = runner.size(batch, NO_SIDE)[-1]
+        if self._has_ended:
+            raise BatchError("these steps() have ended: begin again with all live requests")
         if len({*keys}) != requests or len(keys) != requests:
             raise BatchError(f"{len(keys)} keys for {requests} requests that join: give one for each, all different")
         for key in keys:

@@ -81,7 +81,7 @@ class Chain(Generic[V]):
         declaration, requests = runner.stage.declaration, runner.size(batch, NO_SIDE)[-1]
         if not declaration.rules:
             raise ConfigError(f"no slot of {declaration.name} advances, so each step would repeat the first: say then=")
-        self._runner, self.batch, self._buckets, self._rows_each = runner, batch, buckets, rows_each
+        self._runner, self.batch, self._buckets, self.rows_each = runner, batch, buckets, rows_each
         self._graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # of a runner that captures
         pooled = next((buffer.name for buffer in self._graphs.buffers if buffer.pooled), None)
         if pooled is not None:
@@ -145,7 +145,7 @@ class Chain(Generic[V]):
         """The last step's, of the live requests."""
         if self._by_calls:
             return self._made
-        each = self._rows_each
+        each = self.rows_each
         return self._captured.live(None if each is None else each * len(self.order.keys))
 
     def start(self) -> None:
@@ -182,23 +182,18 @@ class Chain(Generic[V]):
         if self._by_calls:
             return self._call(news, live, idle=idle)
         with gate.open():
-            try:
-                moved = False
-                if self._ranks.size > 1:
-                    found = self._agree(len(live), idle=idle)
-                    if found is None:
-                        return False
-                    moved = found
-                here = self._stream()
-                if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
-                    self._graphs.order()
-                if news.has_any or self._prepares or moved:
-                    self._prepare(news, live, edits=news.has_any or moved)
-                self._replay()
-            except BaseException as error:
-                self._fills = -1
-                self._ranks.refuse(error)
-                raise
+            moved = False
+            if self._ranks.size > 1:
+                found = self._agree(len(live), idle=idle)
+                if found is None:
+                    return False
+                moved = found
+            here = self._stream()
+            if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
+                self._graphs.order()
+            if news.has_any or self._prepares or moved:
+                self._prepare(news, live, edits=news.has_any or moved)
+            self._replay()
             clock.replays += 1
             self._counted.steps += 1
             if self._hosts.possible:
@@ -224,8 +219,6 @@ class Chain(Generic[V]):
 
     def _lost(self) -> ReplayError:
         """Why the slots hold these requests no more."""
-        if self._fills < 0:
-            return ReplayError("an earlier step broke off: begin again with all live requests")
         if self._turn.fills != self._fills:
             return ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
         return ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
@@ -257,7 +250,8 @@ class Chain(Generic[V]):
         order = self.order
         moves: Moves = ()
         if news.leaving or news.joining:
-            moves = order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in live])
+            leaving = [key for key in news.leaving if key in order.rows]  # others were still to join
+            moves = order.arrange(leaving, [key for one in news.joining for key in one.keys if key in live])
         find = order.rows.get
         return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in [*news.joining, *news.changing]]
 

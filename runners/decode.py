@@ -497,7 +497,7 @@ class DecodeRunner(RequestRunner[V]):
             batch: The first step's batch, as a call takes it. With ranks, None for one without requests.
             keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
             ahead: How many steps are launched beyond the one that is handed out.
-            read: Chooses what of the step's outputs is copied to the host. By default all of it.
+            read: Chooses what of the step's outputs is copied to the host: tensors, or parts of them. By default all.
             needs: Slots whose values in later steps `step.needs` is to foretell, such as `["seq_lens"]`. Each advances
                 by a number and holds one number a request.
             agree_every: With ranks, after how many steps they choose a bucket together, the same for all of them. In

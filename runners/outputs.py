@@ -76,6 +76,11 @@ def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error:
 
 def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
     """Bytes of all tensors in several structures, shared memory counted once; but: storages that are no part of it."""
+    return sum(size for storage, size in storages_of(outputs).items() if storage not in but)
+
+
+def storages_of(outputs: Sequence[Any]) -> dict[int, int]:
+    """The storages of all tensors in several structures, and their bytes."""
     sizes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +90,7 @@ def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
 
     for one in outputs:
         map_tensors(one, note)
-    return sum(size for storage, size in sizes.items() if storage not in but)
+    return sizes
 
 
 class Stamped(torch.Tensor):

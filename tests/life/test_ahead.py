@@ -4,8 +4,9 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -322,15 +323,8 @@ def broken(chain: Any, where: str) -> Iterator[bool]:
     if chain._by_calls or not is_there:
         yield False
         return
-    before: Mapping[str, Any] = dict(vars(place)) if hasattr(place, "__dict__") else {}
-    setattr(place, name, breaks)
-    try:
+    with mock.patch.object(place, name, breaks):
         yield True
-    finally:
-        if name in before:
-            setattr(place, name, before[name])
-        else:
-            delattr(place, name)
 
 
 def play(ways: Sequence[tuple[str, str | None]], examples: int, count: int) -> None:

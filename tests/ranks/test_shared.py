@@ -92,6 +92,13 @@ def test_a_number_before_its_bytes() -> None:
     assert first.take(number) == told(0, 1) + told(1, 1)
 
 
+def test_a_rank_that_sends_and_ends() -> None:
+    """What it sent after the last look is read before it counts as ended."""
+    first, second = opened(2)
+    with mock.patch.object(RankMemory, "_ended", side_effect=lambda _: second.send(told(1, 1))):
+        assert first.came(first.send(told(0, 1)))
+
+
 def test_another_host_or_other_memory() -> None:
     """Is not opened."""
     place = RankMemory(0, 2, NBYTES).open(Group())  # which is closed by now

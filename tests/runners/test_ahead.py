@@ -1,23 +1,19 @@
 """Steps that need no host: rules, edits, reading ahead, and what is refused."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, output, record
-from slotgraph.errors import (
-    BatchError,
-    ConfigError,
-    CycleError,
-    DeclarationErrors,
-    ReplayError,
-    StaleOutputError,
-)
-from slotgraph.extend import LaunchedStep
+from slotgraph.backends.cpu import HostBackend, HostEvent
+from slotgraph.errors import BatchError, ConfigError, CycleError, DeclarationErrors, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
+from slotgraph.runners.capture import FORKS
 
 WIDE = 2
 LOWERINGS = ["foreach", "in_graph", "fused"]
@@ -97,6 +93,49 @@ def test_requests_leave_join_and_change(runner: DecodeRunner[Counting]) -> None:
     assert seen["a"][6 + ahead] - seen["a"][5 + ahead] == 100 + 1 + 6 + ahead
 
 
+class Paged(Counting):  # three elements a request, a number that falls, and one of all requests
+    pages: torch.Tensor = copied(BATCH, 3, dtype=torch.int64, pad=0)
+    left: torch.Tensor = copied(BATCH, dtype=torch.int16, pad=0, then=lambda left: left - 1)
+    turn: torch.Tensor = copied(1, dtype=torch.int64, then=lambda turn: turn + 1)
+
+
+def paged(*tags: int) -> dict[str, Any]:
+    """As `batch`, with other slots that follow from the tags."""
+    return {**batch(*tags), "pages": [[tag] * 3 for tag in tags], "left": [*tags], "turn": [7]}
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_all_news_in_one_step(cpu: Any, lowering: str) -> None:
+    """Rows move before others are written; one that leaves before it ran is written nowhere; slots advance once."""
+
+    def step_of(view: Paged) -> torch.Tensor:
+        return torch.cat([count(view)[:, None], view.pages, view.left[:, None], view.turn.expand(len(view.tag), 1)], 1)
+
+    runner = DecodeRunner(Paged, step_of, backend=cpu, buckets=(4, 8), output_rows=BATCH, lowering=lowering)
+    runner.capture()
+    steps, tags = runner.steps(paged(1, 2, 3, 4, 5, 6), keys="abcdef"), np.array([60])
+    step = next(steps)
+    step.edit("f", tag=tags)  # whose row moves
+    step.edit("cb", pages=[[8, 9, 10], [20, 21, 22]])
+    tags[0] = 0
+    step.leave("da")
+    step.join(paged(7, 9), "gh")
+    step.edit("hg", left=[0, 6])
+    step.leave("h")
+    for key in "dah":
+        with pytest.raises(BatchError, match="leaves in this same step"):
+            step.join(paged(1), key)
+    step = next(steps)
+    rows = [[8, 7, 7, 7, 6, 8], [7, 20, 21, 22, 1, 8], [9, 8, 9, 10, 2, 8], [69, 6, 6, 6, 5, 8], [13, 5, 5, 5, 4, 8]]
+    assert step.tokens() == [*zip("gbcfe", rows, strict=True)]
+    step.leave("eg")
+    step.edit("b", lens=runner.inputs(8).lens[:1])  # of g, as it is now
+    rows = [[132, 6, 6, 6, 4, 9], [10, 20, 21, 22, 0, 9], [15, 8, 9, 10, 1, 9]]
+    assert next(steps).tokens() == [*zip("fbc", rows, strict=True)]
+    rows = [[196, 6, 6, 6, 3, 10], [14, 20, 21, 22, -1, 10], [22, 8, 9, 10, 0, 10]]
+    assert next(steps).tokens() == [*zip("fbc", rows, strict=True)]
+
+
 def test_refused_edits_change_nothing(runner: DecodeRunner[Counting]) -> None:
     """Each error names what to do, and the next step is as if nobody had asked."""
     for step in runner.steps(batch(1, 2), ahead=1):
@@ -124,20 +163,6 @@ def test_refused_edits_change_nothing(runner: DecodeRunner[Counting]) -> None:
             break
 
 
-def test_a_request_may_leave_before_it_ran(runner: DecodeRunner[Counting]) -> None:
-    """What was brought for it is written nowhere."""
-    for step in runner.steps(batch(1), ahead=1):
-        if step.number == 0:
-            step.join(batch(2, 3, 4), "abc")
-            step.edit(["a", "c"], tag=[5, 6])
-            step.leave(["a", "b"])
-        if step.number == 4:
-            tokens = dict(step.tokens())
-            assert set(tokens) == {0, "c"}
-            assert tokens[0] == made(1, 4)
-            break
-
-
 def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
     """Also of a request that was still to join; then it is forgotten, and its key may come back."""
     seen = dict[str, list[int]]()
@@ -148,10 +173,11 @@ def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
             step.join(batch(2), "b")
         if step.number == 1:
             step.leave("b", now=False)  # in the first step but one
-        if step.number == 4:
-            step.join(batch(3), "b")
-        if step.number == 8:
+        if step.number == 2:
+            step.join(batch(3), "b")  # before its last row that counts was handed out
+        if step.number == 6:
             step.leave("b")
+        if step.number == 8:
             step.leave("a", now=False)
     assert seen["b"] == [made(2, 0), made(3, 0), made(3, 1)]
     assert len(seen["a"]) == 11
@@ -170,8 +196,10 @@ def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_the_host_foretells(cpu: str) -> None:
     """Lengths of the step that is launched next: of requests of the first batch, of new ones, of changed ones."""
-    for step in counting(cpu).steps(batch(1, 2), keys="ab", ahead=2, needs=["lens"]):
+    lens = torch.ones(2, dtype=torch.int32)
+    for step in counting(cpu).steps({**batch(1, 2), "lens": lens}, keys="ab", ahead=2, needs=["lens"]):
         if step.number == 0:
+            lens.zero_()  # it was read
             assert step.needs("lens") == {"a": 4, "b": 4}
             step.join({**batch(3), "lens": torch.tensor([7], dtype=torch.int32)}, ["c"])
             step.edit(["b"], lens=[20])
@@ -209,13 +237,38 @@ def test_outputs_last_until_the_ring_is_round(cpu: str) -> None:
 
 
 def test_what_is_read(cpu: str) -> None:
-    """`read` chooses what is copied; tokens need one tensor."""
-    step = next(counting(cpu, lambda view: {"made": count(view), "twice": view.made * 2}).steps(batch(3, 4)))
+    """`read` chooses what is copied, and makes nothing of its own; tokens need one tensor."""
+    chosen = counting(cpu, lambda view: {"made": count(view), "twice": view.made * 2})
+    step = next(chosen.steps(batch(3, 4)))
     assert {name: one.tolist() for name, one in step.outputs.items()} == {"made": [4, 5], "twice": [8, 10]}
     with pytest.raises(ConfigError, match="one tensor, got dict: use outputs"):
         step.tokens()
-    chosen = counting(cpu, lambda view: {"made": count(view), "twice": view.made * 2})
     assert next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"])).tokens() == [(0, 8), (1, 10)]
+    with pytest.raises(ConfigError, match="read= makes a tensor of its own"):
+        next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"] + 1))
+    whole = DecodeRunner(Counting, count, backend=cpu, buckets=(4,), output_rows=None)
+    whole.capture()
+    with pytest.raises(ConfigError, match="outputs are whole: say output_rows="):
+        next(whole.steps(batch(3, 4))).tokens()
+
+
+def test_a_device_that_is_late(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for its own outputs alone; memory that the device may still write lives on when the loop ends."""
+    events, waited, runner = weakref.WeakSet[HostEvent](), list[int](), counting(cpu)
+
+    def event(_: HostBackend) -> HostEvent:
+        events.add(one := HostEvent())
+        return one
+
+    monkeypatch.setattr(HostBackend, "event", event)
+    monkeypatch.setattr(HostEvent, "query", lambda _: False)
+    monkeypatch.setattr(HostEvent, "synchronize", lambda _: waited.append(1))
+    steps = runner.steps(batch(1), ahead=2)
+    next(steps)
+    assert next(steps).tokens() == [(0, made(1, 1))]
+    assert waited == [1]
+    del steps
+    assert len(events) == 3  # of four
 
 
 def test_buckets_are_captured_when_an_edit_needs_them(cpu: str) -> None:
@@ -230,14 +283,26 @@ def test_buckets_are_captured_when_an_edit_needs_them(cpu: str) -> None:
     assert sorted(runner.graphs.captured) == [(2, frozenset()), (8, frozenset())]
 
 
-def test_another_batch_ends_the_loop(runner: DecodeRunner[Counting]) -> None:
-    """A call of the runner takes the slots; steps may begin again."""
+def test_what_ends_the_loop(runner: DecodeRunner[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the runner takes the slots; steps may begin again. A forked process has no graphs."""
     steps = runner.steps(batch(1, 2))
     next(steps)
     assert runner(batch(5)).tolist() == [made(5, 0)]
     with pytest.raises(ReplayError, match="another batch was filled in the middle of steps"):
         next(steps)
-    assert next(runner.steps(batch(6))).tokens() == [(0, made(6, 0))]
+    steps = runner.steps(batch(6))
+    step = next(steps)
+    assert step.tokens() == [(0, made(6, 0))]
+    step.join(batch(7), "b")
+    next(steps)
+    with monkeypatch.context() as patch:
+        patch.setattr(FORKS, "count", FORKS.count + 1)
+        with pytest.raises(ReplayError, match="forked in the middle of steps"):
+            next(steps)
+    with pytest.raises(BatchError, match="have ended: begin again"):
+        step.join(batch(8), "c")
+    assert runner(batch(5)).tolist() == [made(5, 0)]
+    assert runner.graphs.buffers["tag"].tensor[1] == 0  # no row of the request that joined
     assert runner(batch(5, 6, 7)).tolist() == [made(tag, 0) for tag in (5, 6, 7)]
 
 
@@ -246,6 +311,23 @@ def test_calls_between_loops_fill_as_ever(cpu: str) -> None:
     runner, same = counting(cpu, lowering="in_graph"), batch(3, 4)
     for _ in range(3):
         assert runner(same).tolist() == [made(3, 0), made(4, 0)]
+
+
+class Masked(Counting):
+    mask: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None)
+
+
+def test_all_requests_bring_the_same_slots(cpu: str) -> None:
+    """An optional slot comes with each request of a loop, or with none."""
+    runner = DecodeRunner(Masked, count, backend=cpu, buckets=(2,), output_rows=BATCH, absent=[{"mask"}])
+    runner.capture()
+    for mask, other in (({}, {"mask": [7]}), ({"mask": [7]}, {})):
+        steps = runner.steps(batch(1) | mask, keys="a")
+        step = next(steps)
+        with pytest.raises(BatchError, match="bring the same optional slots, and these differ in 'mask'"):
+            step.join(batch(2) | other, "b")
+        step.join(batch(2) | mask, "b")
+        assert next(steps).tokens() == [("a", made(1, 1)), ("b", made(2, 0))]
 
 
 class Wide(Inputs):  # two tokens a request, a slot on the host, and one of all requests
@@ -309,12 +391,14 @@ def test_plans_say_how_slots_advance() -> None:
 
     class Chained(Counting):
         seen: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, then=lambda lens, seen: seen.maximum(lens))
+        mean: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0, then=lambda mean: mean + 1)  # no whole number
+        most: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda lens: lens)  # of another dtype
 
     runner = DecodeRunner(Chained, lambda view: view.seen, backend="cpu", buckets=(2,), lowering="in_graph")
     told = [str(one) for one in runner.plan(2).advances]
     assert told[0].startswith("advance lens = ")  # another rule reads it
-    assert "operators" in told[1]
-    assert told[2:] == ["advance ids = made"]
+    assert ["operators" in one for one in told] == [True] * 4 + [False]
+    assert told[4] == "advance ids = made"
     assert "advance ids = made" in str(runner.plan(2))
 
 
@@ -369,6 +453,15 @@ def test_what_steps_refuse() -> None:
     tables.capture()
     with pytest.raises(ConfigError, match=r"slot 'tables' varies on PAGES: .*make it a fixed axis"):
         tables.steps({**batch(1), "tables": torch.ones(1, 2, dtype=torch.int32)})
+    for shape, sizes in (((BATCH, BATCH), [2, 2]), ((BATCH * BATCH,), [4]), ((BATCH + 2,), [4])):
+
+        class Odd(Counting):
+            odd: torch.Tensor = copied(*shape, dtype=torch.int64, pad=0)
+
+        squares = DecodeRunner(Odd, lambda view: view.lens, backend="cpu", buckets=(2,), output_rows=BATCH)
+        squares.capture()
+        with pytest.raises(ConfigError, match="'odd' has no whole number of rows for each request"):
+            squares.steps({**batch(1, 2), "odd": torch.ones(sizes, dtype=torch.int64)})
     runner = counting("cpu")
     with pytest.raises(ConfigError, match="ahead"):
         runner.steps(batch(1), ahead=-1)
@@ -385,10 +478,8 @@ def test_what_steps_refuse() -> None:
     others = EagerRunner(Counting, count, backend="cpu")
     assert others(batch(1)).tolist() == [2]
     pooled.capture()
-    step: LaunchedStep | None = None
     with pytest.raises(ConfigError, match="which other runners overwrite"):
-        step = next(pooled.steps(batch(1)))
-    assert step is None
+        pooled.steps(batch(1))
 
 
 class Laneless(Counting):  # a slot that the kernel does not take, and one of all requests
