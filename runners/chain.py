@@ -1,7 +1,8 @@
 """Steps of one runner that follow one another: each begins with what the step before left in the slots."""
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import attrs
 import torch
@@ -20,6 +21,9 @@ from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
 from .statistics import Counts
+
+
+_NOWHERES: Final = itertools.repeat(NOWHERE)
 
 
 @attrs.define(eq=False)
@@ -63,7 +67,8 @@ class Chain(Generic[V]):
 
     batch: the first one. why: the reason why each step is a whole call, such as watchers, or why the host must see each
     step before the next; nothing where steps can be launched ahead. edits: takes what the host brings. joins: slots of
-    which requests that join bring rows. absent: optional slots that no request brings. order: of the live requests.
+    which requests that join bring rows. slots: those that an edit may bring. absent: optional ones that none brings.
+    order: of the live requests.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Chain(Generic[V]):
         self.edits: RowBucket = filling.bucket  # type: ignore[assignment] # see there
         self.edits.check()
         self.joins = tuple(name for name in declaration.sources if name in self.edits.rows)
+        self.slots = frozenset(declaration.sources).difference(self.absent)
         self._editing = filling.alone
         host = next((name for name in declaration.rules if declaration.slots[name].placement == HOST), None)
         self.why = why or ("" if host is None else f"host slot {host!r} advances")
@@ -186,21 +192,25 @@ class Chain(Generic[V]):
         if self._hosts.possible:
             self._hosts.wait()
         _run(self._here.advances)
+        resized, wrote = False, self._moves_host
         if news.has_any:
-            before, (moves, brought) = self.order.keys, self._arrange(news, live)
-            if before is not self.order.keys:
+            before, (moves, brought) = len(self.order.keys), self._arrange(news, live)
+            resized = before != len(self.order.keys)
+            if resized:
                 self._arrive()  # before a packet is sent: a graph may be captured now
             names = self.edits.rows if self._editing is None else self.edits.apart
-            if names or any(one.slots for one, _ in brought):
+            if names or any([one.slots for one, _ in brought]):
                 self.edits.write(moves, brought, names)
+                wrote = True
             if self._editing is not None:
-                self._send(len(before), moves, brought)
+                self._send(news, before, moves, brought)
         here = self._here
-        if here.tails or here.values:
+        tails, values = here.tails if resized else here.always, here.values if resized or wrote else ()
+        if tails or values:
             with torch.no_grad():
-                for tail, number in here.tails if news.has_any else here.always:
+                for tail, number in tails:
                     tail.fill_(number)
-                for value in here.values if news.has_any or self._moves_host else ():
+                for value in values:
                     value.run(self._fields)
 
     def _arrange(self, news: News, live: Mapping[Hashable, int]) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
@@ -210,16 +220,17 @@ class Chain(Generic[V]):
         if news.leaving or news.joining:
             moves = order.arrange(news.leaving, [key for one in news.joining for key in one.keys if key in live])
         find = order.rows.get
-        return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in [*news.joining, *news.changing]]
+        return moves, [(one, [*map(find, one.keys, _NOWHERES)]) for one in (*news.joining, *news.changing)]
 
-    def _send(self, before: int, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]]) -> None:
+    def _send(
+        self, news: News, before: int, moves: Moves, brought: Sequence[tuple[Brought | None, Sequence[int]]]
+    ) -> None:
         """Have the kernel write what the host says: a packet for each set of slots, most often one."""
-        send, packet, after = self._graphs.filler.send, self.edits.packet, len(self.order.keys)
-        groups: list[tuple[Brought | None, Sequence[int]]] = [*brought]
-        if not groups or (moves and not brought[0][0].joins):  # rows move and are written in any order
-            groups.insert(0, (None, ()))
-        for one, rows in groups:
-            send(*packet(after, before, moves, one, rows))
+        after, send = len(self.order.keys), self.edits.send
+        if not brought or (moves and not news.joining):  # rows move and are written in any order
+            brought = [(None, ()), *brought]
+        for one, rows in brought:
+            send(after, before, moves, one, rows)
             self._editing.replay()  # type: ignore[union-attr] # there is one
             before, moves = 0, ()
 

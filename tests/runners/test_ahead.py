@@ -160,7 +160,7 @@ def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
 def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leave of no one is no news."""
     sent = list[object]()
-    monkeypatch.setattr("slotgraph.runners.graphs.Filler.send", lambda *packet: sent.append(packet))
+    monkeypatch.setattr("slotgraph.dataflow.edits.RowBucket.send", lambda *packet: sent.append(packet))
     for step in counting(cpu, lowering="in_graph").steps(batch(1, 2)):
         step.leave(())
         if step.number == 5:
