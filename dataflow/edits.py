@@ -27,6 +27,7 @@ def _words(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"<{count}q").pack
 
 
+_ONE: Final = struct.Struct("<q")
 _HEAD: Final = _words(HEAD)
 _LANES: Final = HEAD * WORD
 Moves = Sequence[tuple[int, int]]
@@ -139,15 +140,41 @@ class RowBucket(Bucket):
         found = self._table.take(sources, asked[0])
         return None if found is None else Brought(keys, NO_SLOTS, *found[1])
 
-    def send(self, requests: int, before: int, moves: Moves, brought: Brought | None, rows: Sequence[int]) -> None:
-        """Send an edit's packet. rows: of what is brought."""
+    def send(
+        self,
+        requests: int,
+        before: int,
+        moves: Moves,
+        brought: Brought | None,
+        rows: Sequence[int],
+        values: Mapping[str, bytes],
+    ) -> None:
+        """Send an edit's packet. rows: of what is brought. values: computed by the host, of `whole` slots."""
         data, kept = self._left_alone, None
         if brought is not None and brought.taken:
             data, kept = brought.taken, brought.kept
         words = [*[start | to << 32 for start, to in moves], *rows] if moves else rows
         number, counts = next(self.feed.sent), len(moves) | len(rows) << 32
         head = _HEAD(EDIT, number, requests, before, len(data) // WORD, counts)
-        self.feed.start(b"".join((head, data[_LANES:], _words(len(words))(*words))), kept)
+        parts = [head, data[_LANES:], _words(len(words))(*words)]
+        if values:
+            changed, lanes, at = bytearray(parts[1]), self.planned().lanes, len(data) + WORD * len(words)
+            at += self.feed.upload.packet.data_ptr()
+            for slot, made in values.items():
+                place = self.whole[slot]
+                _ONE.pack_into(changed, WORD * place, lanes[place].row)
+                _ONE.pack_into(changed, WORD * (2 * len(lanes) + place), at)
+                parts.append(made)
+                at += len(made)
+            parts[1] = bytes(changed)
+        self.feed.start(b"".join(parts), kept)
+
+    @functools.cached_property
+    def whole(self) -> Mapping[str, int]:
+        """Computed slots without rows that the kernel writes, and the places of their lanes."""
+        slots, computed = self.declaration.slots, self.declaration.functions
+        lanes = enumerate(self.planned().lanes)
+        return {one.slot: place for place, one in lanes if one.slot in computed and not slots[one.slot].varying}
 
     @functools.cached_property
     def _left_alone(self) -> bytes:

@@ -1,7 +1,7 @@
 """Steps of one runner that follow one another: each begins with what the step before left in the slots."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic
 
 import attrs
@@ -9,7 +9,7 @@ import torch
 
 from ..dataflow.axes import Live
 from ..dataflow.capabilities import DEVICE, HOST, Placement
-from ..dataflow.computation import Computation
+from ..dataflow.computation import Computation, PackedValue
 from ..dataflow.edits import NOWHERE, Brought, Moves, Order, RowBucket
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.ready import Planned
@@ -21,7 +21,6 @@ from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
 from .statistics import Counts
-
 
 _NOWHERES: Final = itertools.repeat(NOWHERE)
 
@@ -40,26 +39,31 @@ class News:
 class Here:
     """A bucket with so many live requests: what the host does for it where no graph does.
 
-    advances: calls that advance slots. values: slots that the host computes. tails: padded rows that an edit resets.
-    always: those of them that each step resets.
+    advances: calls that advance slots. values: slots that the host computes. packed: those that travel in an edit's
+    packet. tails: padded rows that an edit resets. always: those of them that each step resets.
     """
 
     advances: list[Callable[[], None]]
     values: list[Computation]
+    packed: list[PackedValue]
     tails: list[tuple[torch.Tensor, Any]]
     always: list[tuple[torch.Tensor, Any]]
 
     @classmethod
-    def of(cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement]) -> "Here":
-        """What a plan leaves to the host. sides: those whose slots no graph advances."""
+    def of(
+        cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement], whole: Collection[str]
+    ) -> "Here":
+        """What a plan leaves to the host. sides: those whose slots no graph advances. whole: what a packet carries."""
         computed = [one for one in planned.plan.computed if one.on == HOST]
         advances = [planned.transitions[side].of(requests) for side in sides if planned.transitions[side].sources]
         if not computed and all(tail.fused for tail in planned.plan.tails):
-            return cls(advances, [], [], [])
+            return cls(advances, [], [], [], [])
         ready = planned.ready(live)
         values = [planned.computation(one, ready.step, ready.views) for one in computed]
         always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
-        return cls(advances, values, always + others, always)
+        packed = [PackedValue.of(value) for value in values if value.slot in whole]
+        values = [value for value in values if value.slot not in whole]
+        return cls(advances, values, packed, always + others, always)
 
 
 class Chain(Generic[V]):
@@ -152,7 +156,9 @@ class Chain(Generic[V]):
         if here is None:
             planned = captured.filling.bucket.planned(self.absent)
             sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
-            here = self._known[rows, requests] = Here.of(planned, self.edits.live_of(requests), requests, sides)
+            carries = self._editing is not None and not self._moves_host
+            over = planned, self.edits.live_of(requests), requests, sides
+            here = self._known[rows, requests] = Here.of(*over, self.edits.whole if carries else ())
         self._here = here
 
     def go_on(self, news: News, live: Mapping[Hashable, int]) -> None:
@@ -199,11 +205,13 @@ class Chain(Generic[V]):
             if resized:
                 self._arrive()  # before a packet is sent: a graph may be captured now
             names = self.edits.rows if self._editing is None else self.edits.apart
-            if names or any([one.slots for one, _ in brought]):
+            if names or [one for one, _ in brought if one.slots]:
                 self.edits.write(moves, brought, names)
                 wrote = True
             if self._editing is not None:
-                self._send(news, before, moves, brought)
+                packed = self._here.packed if resized or wrote else ()
+                carried = {one.computation.slot: one.bytes_of(self._fields) for one in packed}
+                self._send(news, before, moves, brought, carried)
         here = self._here
         tails, values = here.tails if resized else here.always, here.values if resized or wrote else ()
         if tails or values:
@@ -223,16 +231,21 @@ class Chain(Generic[V]):
         return moves, [(one, [*map(find, one.keys, _NOWHERES)]) for one in (*news.joining, *news.changing)]
 
     def _send(
-        self, news: News, before: int, moves: Moves, brought: Sequence[tuple[Brought | None, Sequence[int]]]
+        self,
+        news: News,
+        before: int,
+        moves: Moves,
+        brought: Sequence[tuple[Brought | None, Sequence[int]]],
+        values: Mapping[str, bytes],
     ) -> None:
         """Have the kernel write what the host says: a packet for each set of slots, most often one."""
         after, send = len(self.order.keys), self.edits.send
         if not brought or (moves and not news.joining):  # rows move and are written in any order
             brought = [(None, ()), *brought]
         for one, rows in brought:
-            send(after, before, moves, one, rows)
+            send(after, before, moves, one, rows, values)
             self._editing.replay()  # type: ignore[union-attr] # there is one
-            before, moves = 0, ()
+            before, moves, values = 0, (), {}
 
     def _call(self, news: News, live: Mapping[Hashable, int]) -> None:
         """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold then."""
