@@ -150,31 +150,31 @@ class RowBucket(Bucket):
         values: Mapping[str, bytes],
     ) -> None:
         """Send an edit's packet. rows: of what is brought. values: computed by the host, of `whole` slots."""
-        data, kept = self._left_alone, None
-        if brought is not None and brought.taken:
-            data, kept = brought.taken, brought.kept
+        data, kept = (brought.taken or self._left_alone, brought.kept) if brought else (self._left_alone, None)
         words = [*[start | to << 32 for start, to in moves], *rows] if moves else rows
-        number, counts = next(self.feed.sent), len(moves) | len(rows) << 32
-        head = _HEAD(EDIT, number, requests, before, len(data) // WORD, counts)
+        head = _HEAD(EDIT, next(self.feed.sent), requests, before, len(data) // WORD, len(moves) | len(rows) << 32)
         parts = [head, data[_LANES:], _words(len(words))(*words)]
         if values:
-            changed, lanes, at = bytearray(parts[1]), self.planned().lanes, len(data) + WORD * len(words)
-            at += self.feed.upload.packet.data_ptr()
+            lanes = bytearray(parts[1])
+            at = self.feed.upload.packet.data_ptr() + len(data) + WORD * len(words)
             for slot, made in values.items():
-                place = self.whole[slot]
-                _ONE.pack_into(changed, WORD * place, lanes[place].row)
-                _ONE.pack_into(changed, WORD * (2 * len(lanes) + place), at)
+                place, elements, address = self.whole[slot]
+                _ONE.pack_into(lanes, place, elements)
+                _ONE.pack_into(lanes, address, at)
                 parts.append(made)
                 at += len(made)
-            parts[1] = bytes(changed)
+            parts[1] = bytes(lanes)
         self.feed.start(b"".join(parts), kept)
 
     @functools.cached_property
-    def whole(self) -> Mapping[str, int]:
-        """Computed slots without rows that the kernel writes, and the places of their lanes."""
-        slots, computed = self.declaration.slots, self.declaration.functions
-        lanes = enumerate(self.planned().lanes)
-        return {one.slot: place for place, one in lanes if one.slot in computed and not slots[one.slot].varying}
+    def whole(self) -> Mapping[str, tuple[int, int, int]]:
+        """Computed slots without rows that the kernel writes: where a lane has its length, that, and its address."""
+        slots, computed, lanes = self.declaration.slots, self.declaration.functions, self.planned().lanes
+        return {
+            one.slot: (WORD * place, one.row, WORD * (2 * len(lanes) + place))
+            for place, one in enumerate(lanes)
+            if one.slot in computed and not slots[one.slot].varying
+        }
 
     @functools.cached_property
     def _left_alone(self) -> bytes:

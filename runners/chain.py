@@ -209,8 +209,9 @@ class Chain(Generic[V]):
                 self.edits.write(moves, brought, names)
                 wrote = True
             if self._editing is not None:
-                packed = self._here.packed if resized or wrote else ()
-                carried = {one.computation.slot: one.bytes_of(self._fields) for one in packed}
+                carried: Mapping[str, bytes] = {}
+                if resized or wrote:
+                    carried = {one.computation.slot: one.bytes_of(self._fields) for one in self._here.packed}
                 self._send(news, before, moves, brought, carried)
         here = self._here
         tails, values = here.tails if resized else here.always, here.values if resized or wrote else ()
