@@ -17,7 +17,7 @@ from .plan import NONE, Pattern
 from .ready import Planned
 from .slots import Copied, Staged
 from .sources import Sources
-from .specialization import Taken
+from .specialization import KEPT, MadeFor, Taken, keep_newest
 from .transition import rows_of_requests
 
 
@@ -27,11 +27,14 @@ def _words(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"<{count}q").pack
 
 
+_ONE: Final = struct.Struct("<q")
 _HEAD: Final = _words(HEAD)
+_LANES: Final = HEAD * WORD
 Moves = Sequence[tuple[int, int]]
 """Rows that move, and where to."""
 NOWHERE: Final = -1
 """The row of a request that left before what is brought for it was written."""
+NO_SLOTS: Final[Mapping[str, torch.Tensor]] = {}
 
 
 class Order:
@@ -50,19 +53,21 @@ class Order:
         Those that join take the rows of those that leave, then rows behind the last. The last take other free rows.
         """
         rows, keys, before = self.rows, [*self.keys], len(self.keys)
-        free = sorted([rows.pop(key) for key in leaving])
+        free = sorted(map(rows.pop, leaving))
         after = before - len(free) + len(joining)
         keys += [None] * (after - before)
-        places = [*free, *range(before, after)]
-        for row, key in zip(places, joining, strict=False):
+        for row, key in zip((*free, *range(before, after)), joining, strict=False):
             keys[row], rows[key] = key, row
-        taken, free = {*free}, free[len(joining) :]
-        last = [row for row in range(before - 1, after - 1, -1) if row not in taken]
-        moves = [*zip(last, free, strict=False)]
-        for row, to in moves:
-            keys[to] = key = keys[row]
-            rows[key] = to
-        self.keys = tuple(keys[:after])
+        moves: Moves = ()
+        if after < before:
+            taken = {*free}
+            last = [row for row in range(before - 1, after - 1, -1) if row not in taken]
+            moves = [*zip(last, free[len(joining) :], strict=False)]
+            for row, to in moves:
+                keys[to] = key = keys[row]
+                rows[key] = to
+            del keys[after:]
+        self.keys = tuple(keys)
         return moves
 
 
@@ -71,14 +76,13 @@ class Brought:
     """What an edit brings for some requests, admitted.
 
     keys: the requests, in the order of what is brought. slots: by name, where it is written slot by slot. taken: what a
-    packet says of it. kept: what that points to. joins: whether these are new requests.
+    packet says of it. kept: what that points to.
     """
 
     keys: tuple[Hashable, ...]
     slots: Mapping[str, torch.Tensor]
     taken: bytes = b""
     kept: object = None
-    joins: bool = False
 
 
 class RowBucket(Bucket):
@@ -91,7 +95,7 @@ class RowBucket(Bucket):
         """As a bucket. left_out: optional slots that no batch brings."""
         super().__init__(*given, partial=True, **options)
         self._pattern_of_all = Pattern(left_out)
-        self._asked: dict[tuple[str, ...], tuple[Absent, Absent]] = {}
+        self._asked: dict[tuple[tuple[str, ...], int], tuple[MadeFor, Absent]] = {}
         self._each = [self.sizes[axis] // self.sizes[BATCH] for axis in self.declaration.varying]
         slots, sizes = self.declaration.slots, self.sizes
         kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
@@ -113,38 +117,72 @@ class RowBucket(Bucket):
                 what = f"varies on {others[0]}" if others else "has no whole number of rows for each request"
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 
-    def bring(
-        self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...], *, joins: bool = False
-    ) -> Brought:
+    def bring(self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...]) -> Brought:
         """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
-        found = self._asked.get(names)
-        if found is None:
-            every, fused = frozenset(self.declaration.sources), self.planned().fused
-            found = self._asked[names] = every.difference(names), every.difference({*names} - fused)
-        others, others_apart = found  # slots that are left out, of all, and where no kernel writes them
-        slots, taken, kept, live = dict[str, torch.Tensor](), b"", None, self.live_of(len(keys))
+        known = self.known(keys, sources, names)
+        if known is not None:
+            return known
+        every, fused, live = frozenset(self.declaration.sources), self.planned().fused, self.live_of(len(keys))
+        others, others_apart = every.difference(names), every.difference({*names} - fused)
+        keep_newest(self._asked, KEPT)[names, len(keys)] = (self, live, others), others_apart
+        slots, taken, kept = dict[str, torch.Tensor](), b"", None
         if len(others) < len(others_apart):
             taken, kept = self._take(sources, live, others)
         if len(others_apart) < len(sources):
             move = self.feed.move if self._packs else None
             for to, source, tensor in self._admitted(sources, live, others_apart):
                 slots[to.name] = placed(to, source, tensor, self.buffers, move).to(to.tensor.dtype, copy=True)
-        return Brought(keys, slots, taken, kept, joins)
+        return Brought(keys, slots, taken, kept)
 
-    def packet(
-        self, requests: int, before: int, moves: Moves, brought: Brought | None, rows: Sequence[int]
-    ) -> tuple[bytes, object]:
-        """An edit's bytes, and what they point to. rows: of what is brought."""
-        data = self._left_alone if brought is None or not brought.taken else brought.taken
-        words = [*[start | to << 32 for start, to in moves], *rows]
-        head = _HEAD(EDIT, 0, requests, before, len(data) // WORD, len(moves) | len(rows) << 32)
-        return b"".join((head, data[HEAD * WORD :], _words(len(words))(*words))), brought and brought.kept
+    def known(self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...]) -> Brought | None:
+        """The same for sources like those before, a row for each of the keys; None for others. It never raises."""
+        asked = self._asked.get((names, len(keys)))
+        if asked is None or len(asked[1]) < len(sources):
+            return None
+        found = self._table.take(sources, asked[0])
+        return None if found is None else Brought(keys, NO_SLOTS, *found[1])
+
+    def send(
+        self,
+        requests: int,
+        before: int,
+        moves: Moves,
+        brought: Brought | None,
+        rows: Sequence[int],
+        values: Mapping[str, bytes],
+    ) -> None:
+        """Send an edit's packet. rows: of what is brought. values: computed by the host, of `whole` slots."""
+        data, kept = (brought.taken or self._left_alone, brought.kept) if brought else (self._left_alone, None)
+        words = [*[start | to << 32 for start, to in moves], *rows] if moves else rows
+        head = _HEAD(EDIT, next(self.feed.sent), requests, before, len(data) // WORD, len(moves) | len(rows) << 32)
+        parts = [head, data[_LANES:], _words(len(words))(*words)]
+        if values:
+            lanes = bytearray(parts[1])
+            at = self.feed.upload.packet.data_ptr() + len(data) + WORD * len(words)
+            for slot, made in values.items():
+                place, elements, address = self.whole[slot]
+                _ONE.pack_into(lanes, place, elements)
+                _ONE.pack_into(lanes, address, at)
+                parts.append(made)
+                at += len(made)
+            parts[1] = bytes(lanes)
+        self.feed.start(b"".join(parts), kept)
+
+    @functools.cached_property
+    def whole(self) -> Mapping[str, tuple[int, int, int]]:
+        """Computed slots without rows that the kernel writes: where a lane has its length, that, and its address."""
+        slots, computed, lanes = self.declaration.slots, self.declaration.functions, self.planned().lanes
+        return {
+            one.slot: (WORD * place, one.row, WORD * (2 * len(lanes) + place))
+            for place, one in enumerate(lanes)
+            if one.slot in computed and not slots[one.slot].varying
+        }
 
     @functools.cached_property
     def _left_alone(self) -> bytes:
         """The bytes of a packet that brings nothing: every lane is left alone."""
         lanes = len(self.planned().lanes)
-        return bytes(HEAD * WORD) + struct.pack(f"<{3 * lanes}q", *[-1] * lanes, *[0] * 2 * lanes)
+        return bytes(_LANES) + struct.pack(f"<{3 * lanes}q", *[-1] * lanes, *[0] * 2 * lanes)
 
     def write(self, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]], names: Collection[str]) -> None:
         """Move rows and write what is brought, slot by slot in plain code."""
@@ -177,13 +215,10 @@ class RowBucket(Bucket):
 
     def _take(self, sources: Sources, live: Live, absent: Absent) -> Taken:
         """What a packet says of sources; of those that lie in slots, of copies."""
-        known = self._table.take(sources, (self, live, absent))
-        if known is None:
-            low, high = self.buffers.near
-            own = [isinstance(one, torch.Tensor) and low <= one.data_ptr() < high for one in sources]
-            sources = tuple([one.clone() if inside else one for one, inside in zip(sources, own, strict=True)])
-            known = self.admit_sources(sources, live, absent)
-        return known[1]
+        low, high = self.buffers.near
+        own = [isinstance(one, torch.Tensor) and low <= one.data_ptr() < high for one in sources]
+        sources = tuple([one.clone() if inside else one for one, inside in zip(sources, own, strict=True)])
+        return self.admit_sources(sources, live, absent)[1]
 
     def _planned(self, pattern: Pattern) -> Planned:
         """One plan for all, whose lanes are left alone where nothing is brought for them."""

@@ -289,8 +289,10 @@ class Specializations:
 
     def _key_or(self, sources: Sources, otherwise: Hashable) -> Hashable:
         """The key, or another where sources do not tell one, as where live sizes are given or are no plain numbers."""
+        if self._key is None:
+            return otherwise
         try:
-            key = otherwise if self._key is None else self._key(sources)
+            key = self._key(sources)
             hash(key)
         except (BatchError, TypeError):
             return otherwise

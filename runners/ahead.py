@@ -303,31 +303,35 @@ class Ahead(Generic[V]):
     def leave(self, keys: Keys, *, now: bool) -> None:
         """See `LaunchedStep.leave`."""
         keys, news = self._known(keys), self._news
-        for key in keys:
-            rows = range(self.since.pop(key), self.launched)
-            if not now:
-                self.last[key] = rows
+        found = [*map(self.since.pop, keys)]
+        if not now:
+            self.last.update((key, range(since, self.launched)) for key, since in zip(keys, found, strict=True))
         news.leaving += keys
         news.has_any |= bool(keys)
 
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""
         keys, runner, chain, news = tuple(keys), self._runner, self._chain, self._news
-        requests = runner.size(batch, NO_SIDE)[-1]
+        sources = chain.edits.gather(batch, NO_SIDE)
+        brought = chain.edits.known(keys, sources, chain.joins)
+        requests = runner.size(batch, NO_SIDE)[-1] if brought is None else len(keys)
+        different = {*keys}
         if self._has_ended:
             raise BatchError("these steps() have ended: begin again with all live requests")
-        if len({*keys}) != requests or len(keys) != requests:
+        if len(different) != requests or len(keys) != requests:
             raise BatchError(f"{len(keys)} keys for {requests} requests that join: give one for each, all different")
-        for key in keys:
-            if key in self.since or key in news.leaving:
-                raise BatchError(f"request {key!r} is live, or leaves in this same step: give another key")
+        if not (self.since.keys().isdisjoint(keys) and different.isdisjoint(news.leaving)):
+            key = next(key for key in keys if key in self.since or key in news.leaving)
+            raise BatchError(f"request {key!r} is live, or leaves in this same step: give another key")
         absent = runner.stage.absent(batch, NO_SIDE)
         if absent != chain.absent:
             names = ", ".join(map(repr, sorted(absent ^ chain.absent)))
             raise BatchError(f"all requests of steps() bring the same optional slots, and these differ in {names}")
         chain.check_room(len(self.since) + requests, self.launched)
         runner.check_limits(batch)
-        news.joining.append(chain.edits.bring(keys, chain.edits.gather(batch, NO_SIDE), chain.joins, joins=True))
+        if brought is None:
+            brought = chain.edits.bring(keys, sources, chain.joins)
+        news.joining.append(brought)
         news.has_any = True
         self.since.update(dict.fromkeys(keys, self.launched))
         self._foretell(batch, keys)
@@ -335,18 +339,19 @@ class Ahead(Generic[V]):
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
         keys, chain, sources = self._known(keys), self._chain, self._runner.stage.declaration.sources
-        for name in slots:
-            if name not in sources or name in chain.absent:
-                near = did_you_mean(name, sources.keys() - chain.absent)
-                raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
+        if not chain.slots.issuperset(slots):
+            name = next(name for name in slots if name not in chain.slots)
+            near = did_you_mean(name, chain.slots)
+            raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
         if not self._limited.isdisjoint(slots):
             one = rebuilt(self._runner.stage.declaration, slots, {})
             self._runner.check_limits(one.batch, one.side, slots)
         brought = chain.edits.bring(keys, tuple(map(slots.get, sources)), tuple(slots))
         self._news.changing.append(brought)
         self._news.has_any = True
-        for name in slots.keys() & self._foretold.keys():
-            self._foretold[name].bring(keys, slots[name], self.launched)
+        for name, told in self._foretold.items():
+            if name in slots:
+                told.bring(keys, slots[name], self.launched)
 
     def needs(self, slot: str) -> dict[Hashable, int]:
         """See `LaunchedStep.needs`."""

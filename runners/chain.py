@@ -1,14 +1,15 @@
 """Steps of one runner that follow one another: each begins with what the step before left in the slots."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic
 
 import attrs
 import torch
 
 from ..dataflow.axes import Live
 from ..dataflow.capabilities import DEVICE, HOST, Placement
-from ..dataflow.computation import Computation
+from ..dataflow.computation import Computation, PackedValue
 from ..dataflow.edits import NOWHERE, Brought, Moves, Order, RowBucket
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
 from ..dataflow.ready import Planned
@@ -20,6 +21,8 @@ from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
 from .statistics import Counts, Decision
+
+_NOWHERES: Final = itertools.repeat(NOWHERE)
 
 
 @attrs.define(eq=False)
@@ -36,26 +39,31 @@ class News:
 class Here:
     """A bucket with so many live requests: what the host does for it where no graph does.
 
-    advances: calls that advance slots. values: slots that the host computes. tails: padded rows that an edit resets.
-    always: those of them that each step resets.
+    advances: calls that advance slots. values: slots that the host computes. packed: those that travel in an edit's
+    packet. tails: padded rows that an edit resets. always: those of them that each step resets.
     """
 
     advances: list[Callable[[], None]]
     values: list[Computation]
+    packed: list[PackedValue]
     tails: list[tuple[torch.Tensor, Any]]
     always: list[tuple[torch.Tensor, Any]]
 
     @classmethod
-    def of(cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement]) -> "Here":
-        """What a plan leaves to the host. sides: those whose slots no graph advances."""
+    def of(
+        cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement], whole: Collection[str]
+    ) -> "Here":
+        """What a plan leaves to the host. sides: those whose slots no graph advances. whole: what a packet carries."""
         computed = [one for one in planned.plan.computed if one.on == HOST]
         advances = [planned.transitions[side].of(requests) for side in sides if planned.transitions[side].sources]
         if not computed and all(tail.fused for tail in planned.plan.tails):
-            return cls(advances, [], [], [])
+            return cls(advances, [], [], [], [])
         ready = planned.ready(live)
         values = [planned.computation(one, ready.step, ready.views) for one in computed]
         always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
-        return cls(advances, values, always + others, always)
+        packed = [PackedValue.of(value) for value in values if value.slot in whole]
+        values = [value for value in values if value.slot not in whole]
+        return cls(advances, values, packed, always + others, always)
 
 
 class Chain(Generic[V]):
@@ -64,7 +72,8 @@ class Chain(Generic[V]):
     batch: the first one. why: the reason why each step is a whole call, such as watchers, or why the host must see each
     step before the next; nothing where steps can be launched ahead. together: whether ranks that have requests of their
     own agree on a bucket every so many steps. edits: takes what the host brings. joins: slots of which requests that
-    join bring rows. absent: optional slots that no request brings. order: of the live requests.
+    join bring rows. slots: those that an edit may bring. absent: optional ones that none brings. order: of the live
+    requests.
     """
 
     def __init__(
@@ -104,6 +113,7 @@ class Chain(Generic[V]):
         self.edits: RowBucket = filling.bucket  # type: ignore[assignment] # see there
         self.edits.check()
         self.joins = tuple(name for name in declaration.sources if name in self.edits.rows)
+        self.slots = frozenset(declaration.sources).difference(self.absent)
         self._editing = filling.alone
         host = next((name for name in declaration.rules if declaration.slots[name].placement == HOST), None)
         self.why = why or ("" if host is None else f"host slot {host!r} advances")
@@ -168,7 +178,9 @@ class Chain(Generic[V]):
         if here is None:
             planned = captured.filling.bucket.planned(self.absent)
             sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
-            here = self._known[rows, requests] = Here.of(planned, self.edits.live_of(requests), requests, sides)
+            carries = self._editing is not None and not self._moves_host
+            over = planned, self.edits.live_of(requests), requests, sides
+            here = self._known[rows, requests] = Here.of(*over, self.edits.whole if carries else ())
         self._here = here
 
     def go_on(self, news: News, live: Mapping[Hashable, int], *, idle: bool) -> bool:
@@ -192,7 +204,7 @@ class Chain(Generic[V]):
             if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
                 self._graphs.order()
             if news.has_any or self._prepares or moved:
-                self._prepare(news, live, edits=news.has_any or moved)
+                self._prepare(news, live, moved=moved)
             self._replay()
             clock.replays += 1
             self._counted.steps += 1
@@ -223,26 +235,33 @@ class Chain(Generic[V]):
             return ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
         return ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
 
-    def _prepare(self, news: News, live: Mapping[Hashable, int], *, edits: bool) -> None:
-        """Advance and edit by more than the step's own graph."""
+    def _prepare(self, news: News, live: Mapping[Hashable, int], *, moved: bool) -> None:
+        """Advance and edit by more than the step's own graph. moved: whether other ranks change what slots hold."""
         if self._hosts.possible:
             self._hosts.wait()
         _run(self._here.advances)
-        if edits:
-            before, (moves, brought) = self.order.keys, self._arrange(news, live)
-            if before is not self.order.keys or self.together:
+        resized, wrote = moved, self._moves_host
+        if news.has_any or moved:
+            before, (moves, brought) = len(self.order.keys), self._arrange(news, live)
+            resized |= before != len(self.order.keys)
+            if resized:
                 self._arrive()  # before a packet is sent: a graph may be captured now
             names = self.edits.rows if self._editing is None else self.edits.apart
-            if names or any(one.slots for one, _ in brought):
+            if names or [one for one, _ in brought if one.slots]:
                 self.edits.write(moves, brought, names)
+                wrote = True
             if self._editing is not None:
-                self._send(len(before), moves, brought)
+                carried: Mapping[str, bytes] = {}
+                if resized or wrote:
+                    carried = {one.computation.slot: one.bytes_of(self._fields) for one in self._here.packed}
+                self._send(news, before, moves, brought, carried)
         here = self._here
-        if here.tails or here.values:
+        tails, values = here.tails if resized else here.always, here.values if resized or wrote else ()
+        if tails or values:
             with torch.no_grad():
-                for tail, number in here.tails if edits else here.always:
+                for tail, number in tails:
                     tail.fill_(number)
-                for value in here.values if edits or self._moves_host else ():
+                for value in values:
                     value.run(self._fields)
 
     def _arrange(self, news: News, live: Mapping[Hashable, int]) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
@@ -253,18 +272,24 @@ class Chain(Generic[V]):
             leaving = [key for key in news.leaving if key in order.rows]  # others were still to join
             moves = order.arrange(leaving, [key for one in news.joining for key in one.keys if key in live])
         find = order.rows.get
-        return moves, [(one, [find(key, NOWHERE) for key in one.keys]) for one in [*news.joining, *news.changing]]
+        return moves, [(one, [*map(find, one.keys, _NOWHERES)]) for one in (*news.joining, *news.changing)]
 
-    def _send(self, before: int, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]]) -> None:
+    def _send(
+        self,
+        news: News,
+        before: int,
+        moves: Moves,
+        brought: Sequence[tuple[Brought | None, Sequence[int]]],
+        values: Mapping[str, bytes],
+    ) -> None:
         """Have the kernel write what the host says: a packet for each set of slots, most often one."""
-        send, packet, after = self._graphs.filler.send, self.edits.packet, len(self.order.keys)
-        groups: list[tuple[Brought | None, Sequence[int]]] = [*brought]
-        if not groups or (moves and not brought[0][0].joins):  # rows move and are written in any order
-            groups.insert(0, (None, ()))
-        for one, rows in groups:
-            send(*packet(after, before, moves, one, rows))
+        after, send = len(self.order.keys), self.edits.send
+        if not brought or (moves and not news.joining):  # rows move and are written in any order
+            brought = [(None, ()), *brought]
+        for one, rows in brought:
+            send(after, before, moves, one, rows, values)
             self._editing.replay()  # type: ignore[union-attr] # there is one
-            before, moves = 0, ()
+            before, moves, values = 0, (), {}
 
     def _call(self, news: News, live: Mapping[Hashable, int], *, idle: bool) -> bool:
         """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold then."""

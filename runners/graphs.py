@@ -147,10 +147,6 @@ class Filler(Generic[V]):
             self._edits[absent] = Filling(bucket, table, edit, graph)
         return self._edits[absent]
 
-    def send(self, data: bytes, kept: object) -> None:
-        """Send an edit's packet."""
-        self._feed.send(data, kept)
-
     def _table(self, planned: Planned, fusion: Fusion) -> torch.Tensor:
         """The kernel's table of a plan, on the device."""
         with outside_inference():

@@ -186,7 +186,7 @@ def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
 def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leave of no one is no news."""
     sent = list[object]()
-    monkeypatch.setattr("slotgraph.runners.graphs.Filler.send", lambda *packet: sent.append(packet))
+    monkeypatch.setattr("slotgraph.dataflow.edits.RowBucket.send", lambda *packet: sent.append(packet))
     for step in counting(cpu, lowering="in_graph").steps(batch(1, 2)):
         step.leave(())
         if step.number == 5:
@@ -336,11 +336,12 @@ class Wide(Inputs):  # two tokens a request, a slot on the host, and one of all 
     turn: torch.Tensor = copied(1, dtype=torch.int64, then=lambda turn: turn + 1)
     live: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int64)
     most: torch.Tensor = computed(lambda lens: lens.amax().view(1), shape=1, dtype=torch.int64, placement="host")
+    half: torch.Tensor = computed(lambda lens: int(lens.amax()) * 500000, shape=1, dtype=torch.int64)
 
 
 def wide_step(view: Wide) -> torch.Tensor:
     """[TOKENS] numbers of everything."""
-    return view.ids + 1000 * view.turn + 100000 * view.live + 1000000 * view.most
+    return view.ids + 1000 * view.turn + 100000 * view.live + 500000 * view.most + view.half
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
