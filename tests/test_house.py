@@ -282,11 +282,11 @@ def sizes() -> Iterator[Figure]:
     """How large the library and its tests are."""
     own = [*MODULES, *FACE.glob("*.py"), *FACE.parent.glob("*.py")]
     tests = [path for path in (ROOT / "tests").rglob("*.py") if ".venv" not in path.parts]
-    yield Figure("lines", lines_of(own), 21_700)
-    yield Figure("tokens", sum(map(tokens_of, own)), 148_500)
+    yield Figure("lines", lines_of(own), 21_800)
+    yield Figure("tokens", sum(map(tokens_of, own)), 149_500)
     yield Figure("files", len(own), 150)
-    yield Figure("lines of dataflow/", lines_of((ROOT / "dataflow").rglob("*.py")), 5_000)
-    yield Figure("lines of tests/", lines_of(tests), 28_500)
+    yield Figure("lines of dataflow/", lines_of((ROOT / "dataflow").rglob("*.py")), 5_020)
+    yield Figure("lines of tests/", lines_of(tests), 28_700)
 
 
 def depth(graph: Mapping[str, Iterable[str]]) -> int:

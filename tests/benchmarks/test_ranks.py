@@ -6,6 +6,7 @@ pytest tests/benchmarks/test_ranks.py -s
 """
 
 import contextlib
+import functools
 import math
 import pathlib
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from slotgraph import BATCH, copied
 from slotgraph.backends import choose
+from slotgraph.extend import LaunchedStep
 from slotgraph.runners.ranks.group import HOST, Message, Ranks
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
@@ -88,9 +90,14 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
     for way, (equal, every) in STEPS.items():
         runner = decoder(Advancing, model, buckets=[BUCKET], backend=backend, ranks=Ranks(equal=equal))
         loop = runner.steps(batches[0], ahead=1, read=lambda outputs: outputs[:, 0], agree_every=every)
-        runs[way] = Run(lambda _, loop=loop: next(loop).outputs[0].item(), [0], around)
+        runs[way] = Run(functools.partial(follow, loop), [0], around)
     measure(list(runs.values()), choose(backend), rounds, steps)
     return {way: run.host for way, run in runs.items()}
+
+
+def follow(loop: Iterator[LaunchedStep], _: int) -> None:
+    """Wait for one step of a loop."""
+    next(loop).outputs[0].item()
 
 
 @contextlib.contextmanager
