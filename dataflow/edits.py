@@ -119,9 +119,6 @@ class RowBucket(Bucket):
 
     def bring(self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...]) -> Brought:
         """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
-        known = self.known(keys, sources, names)
-        if known is not None:
-            return known
         every, fused, live = frozenset(self.declaration.sources), self.planned().fused, self.live_of(len(keys))
         others, others_apart = every.difference(names), every.difference({*names} - fused)
         keep_newest(self._asked, KEPT)[names, len(keys)] = (self, live, others), others_apart

@@ -346,8 +346,8 @@ class Ahead(Generic[V]):
         if not self._limited.isdisjoint(slots):
             one = rebuilt(self._runner.stage.declaration, slots, {})
             self._runner.check_limits(one.batch, one.side, slots)
-        brought = chain.edits.bring(keys, tuple(map(slots.get, sources)), tuple(slots))
-        self._news.changing.append(brought)
+        brings = keys, tuple(map(slots.get, sources)), tuple(slots)
+        self._news.changing.append(chain.edits.known(*brings) or chain.edits.bring(*brings))
         self._news.has_any = True
         for name, told in self._foretold.items():
             if name in slots:

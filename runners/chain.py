@@ -194,12 +194,9 @@ class Chain(Generic[V]):
         if self._by_calls:
             return self._call(news, live, idle=idle)
         with gate.open():
-            moved = False
-            if self._ranks.size > 1:
-                found = self._agree(len(live), idle=idle)
-                if found is None:
-                    return False
-                moved = found
+            moved = self._ranks.size > 1 and self._agree(len(live), idle=idle)
+            if moved is None:
+                return False
             here = self._stream()
             if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
                 self._graphs.order()

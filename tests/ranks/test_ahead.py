@@ -10,7 +10,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, Axis, DecodeRunner, computed
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import soon
-from tests.runners.test_ahead import Counting, batch, count, counting, made
+from tests.runners.test_ahead import LOWERINGS, Counting, batch, count, counting, made
 
 DP = Axis("DP", fixed=True)
 
@@ -18,7 +18,7 @@ DP = Axis("DP", fixed=True)
 def together(view: Counting) -> torch.Tensor:
     """As `count`; fails where ranks run other buckets, whose rows gloo does not add up."""
     dist.all_reduce(view.ids.clone())
-    return view.made.copy_(view.ids + view.lens + view.tag)
+    return count(view)
 
 
 def own_requests(rank: int, backend: str, lowering: str, ahead: int, every: int, seed: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def own_requests(rank: int, backend: str, lowering: str, ahead: int, every: int,
     return {"steps": number, "refused": refused, "idle": idle, "counted": {*runner.stats()["ahead"]}}
 
 
-@pytest.mark.parametrize("lowering", ["foreach", "in_graph", "fused"])
+@pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize(("ahead", "every"), [(0, 1), (1, 1), (2, 3)])
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
 def test_each_rank_has_its_own_requests(two: Processes, backend: str, lowering: str, ahead: int, every: int) -> None:
