@@ -285,7 +285,7 @@ def sizes() -> Iterator[Figure]:
     yield Figure("lines", lines_of(own), 21_800)
     yield Figure("tokens", sum(map(tokens_of, own)), 149_500)
     yield Figure("files", len(own), 150)
-    yield Figure("lines of dataflow/", lines_of((ROOT / "dataflow").rglob("*.py")), 5_020)
+    yield Figure("lines of dataflow/", lines_of((ROOT / "dataflow").rglob("*.py")), 5_000)
     yield Figure("lines of tests/", lines_of(tests), 28_700)
 
 
