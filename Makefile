@@ -44,7 +44,7 @@ coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
 	found = json.load(sys.stdin)['totals']; share = 100 * found['covered_branches'] / max(1, found['num_branches']); \
 	print(f'branches alone: {share:.1f} %'); sys.exit(share < 95)"
 
-house: .venv/.have-test  ## the figures of the house beside their goals: lines, files, circles, and how far a step goes
+house: .venv/.have-test  ## the figures of the house: tokens, circles, and how far a step goes
 	@$(BIN)/python -m tests.test_house $(ARGS)
 
 docs: .venv/.have-docs  ## the documentation, warnings as errors, into docs/_build/html
