@@ -9,10 +9,10 @@ import attrs
 import numpy as np
 import torch
 
-from .axes import Extent
+from .axes import Extent, Shape
 from .buffers import Buffer, Buffers
 from .capabilities import DEVICE, dtype_text
-from .errors import BatchError, MissingSourceError
+from .errors import BatchError, Fault, MissingSourceError
 from .guard import outside_inference
 from .hostdata import HOST_KINDS, NOT_CARRIED, Carrier, array_carrier, list_carrier, tensor_carrier, tensor_of
 from .packet import converts, row_stride
@@ -68,21 +68,20 @@ def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> Admitted:
 
     Raises MissingSourceError if sources are missing, else BatchError with every fault.
     """
-    missing = [
-        f"slot {to.name!r}: {to.slot.reads(to.name)} is missing; give it, or declare the slot with default=None"
-        for to, source, _ in rows
-        if source is None
-    ]
-    if missing:
-        raise MissingSourceError("; ".join(missing))
-    found, faults = Admitted(), list[str]()
+    found, faults = Admitted(), list[Fault]()
+    for to, source, _ in rows:
+        if source is None:
+            missing = f"slot {to.name!r}: {to.slot.reads(to.name)} is missing"
+            faults.append(Fault(to.name, f"{missing}; give it, or declare the slot with default=None"))
+    if faults:
+        raise MissingSourceError.of(*faults)
     for to, source, shape in rows:
         try:
             found.append((to, source, _admitted(to, source, shape)))
         except BatchError as error:
-            faults.append(str(error))
+            faults += error.faults
     if faults:
-        raise BatchError("; ".join(faults))
+        raise BatchError.of(*faults)
     return found
 
 
@@ -110,13 +109,14 @@ def _admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
         try:
             made = tensor_of(source, to.tensor.dtype, len(shape))
         except (RuntimeError, TypeError, ValueError) as error:
-            raise BatchError(f"{_expected(to, shape)}, got {type(source).__name__}: {error}") from error
+            text = f"{_expected(to, shape)}, got {type(source).__name__}: {error}"
+            raise BatchError.of(Fault(to.name, text)) from error
     elif why := unreadable(source):
-        raise BatchError(f"{_expected(to, shape)}, got {why}")
+        raise BatchError.of(Fault(to.name, f"{_expected(to, shape)}, got {why}"))
     if not is_in_place(made, to) or tuple(made.shape) != shape:
-        faults = [_expected(to, shape) + fault for fault in _faults(to, made, shape)]
+        faults = [*_faults(to, made, shape)]
         if faults:
-            raise BatchError("; ".join(faults))
+            raise BatchError.of(*faults)
     return made  # type: ignore[no-any-return] # a tensor: all else is a fault
 
 
@@ -134,23 +134,34 @@ def _expected(to: Buffer, shape: Extent) -> str:
     return f"slot {to.name!r}: expected {dtype_text(own.dtype)} of shape {list(shape)} on {own.device}"
 
 
-def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[str]:
-    """What is wrong with a source that can be read, each as the end of a sentence that says what was expected."""
+def wrong_rank(slot: str, shape: Shape, came: Sequence[int]) -> Fault:
+    """Name a source of this shape, which has more or fewer dims than its slot."""
+    expected = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+    return Fault(slot, f"slot {slot!r}: expected {expected}, got {len(came)}: shape {[*came]} for {[*shape]}")
+
+
+def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[Fault]:
+    """Each thing that is wrong with a source that can be read."""
+    name, expected = to.name, _expected(to, shape)
     if not isinstance(source, torch.Tensor):
-        yield f", got {type(source).__name__}; make a tensor of it"
+        yield Fault(name, f"{expected}, got {type(source).__name__}; make a tensor of it")
         return
-    dtype, device = to.tensor.dtype, to.tensor.device
+    dtype, device, came = to.tensor.dtype, to.tensor.device, tuple(source.shape)
     if not _takes(to, source.dtype):
         lossy = source.dtype.is_floating_point and not dtype.is_floating_point
         way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"
-        yield f", got {dtype_text(source.dtype)}; {way_out}"
+        yield Fault(name, f"{expected}, got {dtype_text(source.dtype)}; {way_out}")
     if source.device != device and not (source.is_cpu and to.slot.placement == DEVICE):
-        yield f", got a tensor on {source.device}; move it there first"
-    if tuple(source.shape) != shape:
-        yield f" ({', '.join(map(str, to.slot.shape))}), got shape {list(source.shape)}"
+        yield Fault(name, f"{expected}, got a tensor on {source.device}; move it there first")
+    if len(came) != len(shape):
+        yield wrong_rank(name, to.slot.shape, came)
+    elif came != shape:
+        dims = [dim for dim, size in enumerate(shape) if size != came[dim]]
+        text = f"{expected} ({', '.join(map(str, to.slot.shape))}), got shape {list(came)}"
+        yield Fault(name, text, tuple(dims))
     elif not (source.is_contiguous() or to.slot.strided):
-        strides = list(source.stride())
-        yield f", contiguous, got one with strides {strides}; pass `.contiguous()`, or declare strided=True"
+        way_out = "pass `.contiguous()`, or declare strided=True"
+        yield Fault(name, f"{expected}, contiguous, got one with strides {list(source.stride())}; {way_out}")
 
 
 @attrs.frozen

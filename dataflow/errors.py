@@ -1,12 +1,14 @@
-"""Errors: few classes, each derived from the nearest builtin, and what a slot's function raised, in words."""
+"""Errors: few classes, each derived from the nearest builtin; where they come from, and which name was meant."""
 
 import contextlib
 import difflib
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from types import TracebackType
+from typing import Any, Final, NoReturn, Self
 
+import attrs
 import torch
 
 # fmt: off
@@ -39,8 +41,36 @@ class CycleError(DeclarationError):
     """Slots need each other in a circle: the message shows the path."""
 
 
+@attrs.frozen
+class Fault:
+    """What is wrong with the source of one slot.
+
+    Attributes:
+        slot: The slot's name.
+        text: What is wrong, as a sentence that names the slot.
+        dims: The dims that have another size, where nothing else is wrong with the shape.
+    """
+
+    slot: str
+    text: str
+    dims: tuple[int, ...] = ()
+
+
 class BatchError(SlotGraphError, ValueError):
-    """A batch does not fit its declaration; nothing was written."""
+    """A batch does not fit its declaration; nothing was written.
+
+    Attributes:
+        faults: What is wrong with each source, where sources are to blame.
+    """
+
+    faults: Sequence[Fault] = ()
+
+    @classmethod
+    def of(cls, *faults: Fault) -> Self:
+        """The error for sources that do not fit."""
+        made = cls("; ".join(fault.text for fault in faults))
+        made.faults = faults
+        return made
 
 
 class MissingSourceError(BatchError, LookupError):
@@ -105,17 +135,45 @@ _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.pa
 
 def place_of(error: BaseException) -> str:
     """The innermost line of the user's that an error came through: " at model.py:7, `x.item()`"."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OTHERS)]
+    frames = traceback.extract_tb(user_traceback(error))
     if not frames:
         return ""
     source = f", `{frames[-1].line}`" if frames[-1].line else ""
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}{source}"
 
 
+def origin_of(error: BaseException) -> BaseException:
+    """What this library made an error of, or the error itself."""
+    while isinstance(error, SlotGraphError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """Make a traceback of the user's own lines that an error came through, or None where there are none."""
+    made: TracebackType | None = None
+    steps, step = list[TracebackType](), error.__traceback__
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    for step in reversed(steps):
+        if not step.tb_frame.f_code.co_filename.startswith(_OTHERS):
+            made = TracebackType(made, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return made
+
+
+def kind_text(value: object) -> str:
+    """What somebody passed, in words: the name of its class."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return "None" if value is None else type(value).__name__
+
+
 def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Ask for the known name that is nearest to an unknown one, or say something else where none is near."""
-    near = difflib.get_close_matches(name, [*known], n=1)
-    return f"did you mean {near[0]!r}?" if near else otherwise
+    names = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"did you mean {names[near[0]]!r}?" if near else otherwise
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

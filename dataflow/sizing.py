@@ -2,9 +2,11 @@
 
 import collections
 import contextlib
+import fractions
+import inspect
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -12,29 +14,43 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .admission import NOT_TOLD, has_memory, unreadable
-from .axes import Axis, Dim, Live, Sizes
+from .admission import NOT_TOLD, has_memory, unreadable, wrong_rank
+from .axes import Axis, Dim, Live, Shape, Sizes
 from .capabilities import HOST
 from .declaration import Declaration
-from .errors import BatchError, DeclarationError, MissingSourceError, hint
+from .errors import BatchError, DeclarationError, Fault, MissingSourceError, hint, kind_text
 from .hostdata import HOST_KINDS, unnested
 from .slots import Slot
-from .sources import NO_SIDE, Side, Source, keys_of, plain_name
+from .sources import NO_SIDE, Path, Side, Source, keys_of, look_up
 
 Relations = Mapping[Axis, Dim]
+_DEPTH: Final = 16
+"""How deep nested lists are looked into."""
+_NUMBERS: Final = (torch.Tensor, *HOST_KINDS)
+"""What a batch is not, unless it has the names of slots, as a named tuple has."""
 
 
 @attrs.frozen
 class Gauge:
-    """Where one axis can be read: a slot's source and a dim of it, whose size is `base + slope * rows`."""
+    """Where one axis can be read: a slot's source and a dim of it, whose size is `base + slope * rows`.
+
+    declared: that dim of `shape`, the slot's. written: the same over `axis` alone.
+    """
 
     axis: Axis
     slot: str
     source: Source
     dim: int
+    shape: Shape
+    written: Dim
     base: int
     slope: int
     required: bool
+
+    @property
+    def declared(self) -> Dim:
+        """The dim as the slot has it."""
+        return self.shape[self.dim]
 
     def size(self, value: Any) -> int:
         """The size of a source along the dim; MissingSourceError or BatchError where it does not tell."""
@@ -55,52 +71,76 @@ class Gauge:
             raise self._unreadable(value)
         return rows
 
+    def exact(self, size: int) -> fractions.Fraction:
+        """The live rows that a size stands for, be they whole or not."""
+        return fractions.Fraction(size - self.base, self.slope)
+
+    def misfit(self, value: Any) -> Fault | None:
+        """Why a source does not tell its size along the dim, or None: it has another number of dims."""
+        came = _shape_of(value)
+        return None if came is None or len(came) == len(self.shape) else wrong_rank(self.slot, self.shape, came)
+
     def _unreadable(self, value: Any) -> BatchError:
         what = f"it tells how many rows the batch has on {self.axis}"
         if value is None:
-            return MissingSourceError(f"slot {self.slot!r}: {self.source} is missing; {what}")
-        size = " + ".join([str(self.base)] * bool(self.base) + [f"{self.slope} * {self.axis}"])
+            return MissingSourceError.of(Fault(self.slot, f"slot {self.slot!r}: {self.source} is missing; {what}"))
+        if fault := self.misfit(value):
+            return BatchError.of(fault)
         is_told = isinstance(value, torch.Tensor) and not unreadable(value)
         got = f"shape {list(value.shape)}" if is_told else unreadable(value) or type(value).__name__
-        return BatchError(f"slot {self.slot!r}: expected a size of {size} on dim {self.dim} ({what}), got {got}")
+        text = f"slot {self.slot!r}: expected a size of {self.written} on dim {self.dim} ({what}), got {got}"
+        return BatchError.of(Fault(self.slot, text))
 
 
 class Sizer:
     """Reads a batch's live sizes, one for each varying axis of a declaration in its order.
 
     relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes. lead: an
-    axis whose rows are wanted, too. Raises DeclarationError where no copied slot tells the size of an axis.
+    axis whose rows are wanted, too. factor: the runner's option by which TOKENS follows. known: axes whose size
+    is not read, since the caller gives it. Raises DeclarationError where no copied slot tells the size of another.
     """
 
-    def __init__(self, declaration: Declaration, relations: Relations, fixed: Sizes, lead: Axis | None = None) -> None:
-        wanted = [*declaration.varying] if lead is None else [*declaration.varying, lead]
+    def __init__(
+        self,
+        declaration: Declaration,
+        relations: Relations,
+        fixed: Sizes,
+        lead: Axis | None = None,
+        *,
+        factor: str = "",
+        known: Collection[Axis] = (),
+    ) -> None:
+        wanted = [axis for axis in declaration.varying if axis not in known] + [lead] * (lead is not None)
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
         self._leads = leads = sorted({_told(size) for size in sizes})
         self._tellers = [_tellers(declaration, axis, relations, fixed) for axis in leads]
         self.gauges = tuple(found[:1] if found[0].required else found for found in self._tellers)
         self._check_side = declaration.check_side
-        self._names = {*map(str, map(plain_name, declaration.sources.values()))}
+        self._relations, self._factor = relations, factor
+        paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.beside]
+        self._names = dict.fromkeys(path.parts[0] for path in paths).keys()
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
-        """Begin an error with the different sizes that slots tell of an axis, the rarest one first.
+        """Say in an error what is wrong with the batch as a whole, in place of what follows from that for one slot.
 
-        Where a source is missing, end it with the key that the batch has in its place, if one is near.
+        This is that it is no batch, that it has a missing key under another name, or that its sources differ in size.
         """
+        if not error.faults:
+            return
+        texts = [fault.text for fault in error.faults]
         if isinstance(error, MissingSourceError):
-            keys = keys_of(batch)
-            for key in sorted(keys - self._names):
-                if near := hint(key, self._names - keys):
-                    error.args = (f"{error}; the batch has {key!r}: {near}",)
-        for axis, tellers in zip(self._leads, self._tellers, strict=True):
-            told = collections.defaultdict[int, list[str]](list)
-            for one in tellers:
-                with contextlib.suppress(BatchError):  # absent, or not of a size that tells
-                    told[one.rows(one.source.read(batch, side))].append(repr(one.slot))
-            if len(told) > 1:
-                rarest = sorted(told.items(), key=lambda each: len(each[1]))
-                said = " and ".join(f"{rows} off slot {', '.join(slots)}" for rows, slots in rarest)
-                error.args = (f"{axis} is {said}: one of them is wrong; {error}",)
+            texts = self._no_batch(batch) or texts + self._nearest(batch)
+        else:
+            found = self._compare(batch, side)
+            texts = found.texts + [fault.text for fault in error.faults if not found.covers(fault)]
+        error.args = ("; ".join(texts),)
+
+    def compare(self, batch: Any, side: Side) -> None:
+        """BatchError where sources differ in size, or have more or fewer dims than their slots."""
+        found = self._compare(batch, side)
+        if found.texts or found.misfits:
+            raise BatchError("; ".join([*found.texts, *(fault.text for fault in found.misfits.values())]))
 
     def __call__(self, batch: Any, side: Side) -> Live:
         """Live rows on each varying axis, and last those of the lead axis where one was named.
@@ -110,10 +150,115 @@ class Sizer:
         if side:
             self._check_side(side)
         rows = list[int]()
-        for gauges in self.gauges:  # a required one, or the first of several that is there; else there are no rows
-            found = ((one, one.source.read(batch, side)) for one in gauges)
-            rows.append(next((one.rows(value) for one, value in found if one.required or value is not None), 0))
+        try:
+            for gauges in self.gauges:  # a required one, or the first of several that is there; else there are no rows
+                found = ((one, one.source.read(batch, side)) for one in gauges)
+                rows.append(next((one.rows(value) for one, value in found if one.required or value is not None), 0))
+        except BatchError as error:
+            self.explain(error, batch, side)
+            raise
         return tuple([base + slope * rows[lead] for lead, base, slope in self._lines])
+
+    def _no_batch(self, batch: Any) -> list[str]:
+        """Say what came in place of a batch, if nothing that slots read is there."""
+        names, is_mapping = [*self._names], isinstance(batch, Mapping)
+        if is_mapping or not names or any(look_up(batch, name) is not None for name in names):
+            return []
+        if not isinstance(batch, _NUMBERS) and self._nearest(batch):
+            return []
+        example = f"{{{names[0]!r}: ...{', ...' * (len(names) > 1)}}}"
+        what = "a batch is a mapping or an object with a value for each slot"
+        return [f"{what}, got {kind_text(batch)}: pass {example}"]
+
+    def _nearest(self, batch: Any) -> list[str]:
+        """Name what the batch has in the place of missing sources, each with the source that it may be meant for."""
+        keys = keys_of(batch)
+        missing, found = self._names - keys, list[str]()
+        for key in sorted(keys - self._names):
+            is_value = isinstance(batch, Mapping) or not callable(inspect.getattr_static(batch, key, None))
+            if is_value and (near := hint(key, missing)):
+                found.append(f"the batch has {key!r}: {near}")
+        return found
+
+    def _compare(self, batch: Any, side: Side) -> "_Comparison":
+        """Read all sources that tell a size, and compare them."""
+        found = _Comparison()
+        for axis, tellers in zip(self._leads, self._tellers, strict=True):
+            sizes, count = list[tuple[Gauge, int]](), len(found.misfits)
+            for one in tellers:
+                value = one.source.read(batch, side)
+                if fault := one.misfit(value):
+                    found.misfits[one.slot] = fault
+                    continue
+                with contextlib.suppress(BatchError):  # absent, or not of a size that tells
+                    sizes.append((one, one.size(value)))
+            differ = len({one.exact(size) for one, size in sizes}) > 1
+            if differ:
+                found.texts.append(self._differing(axis, sizes))
+            if differ or len(found.misfits) > count:
+                found.places.update((one.slot, one.dim) for one in tellers)
+        return found
+
+    def _differing(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> str:
+        """Say which slots tell which size of an axis, those that differ from most of the others first."""
+        follows = self._factor_of(axis, sizes)
+        agree = collections.Counter(one.exact(size) for one, size in sizes)
+        groups, parts, before = dict[tuple[Dim, int], list[str]](), list[str](), None
+        for one, size in sorted(sizes, key=lambda each: agree[each[0].exact(each[1])]):
+            groups.setdefault((one.declared if follows else one.written, size), []).append(repr(one.slot))
+        for (dim, size), slots in groups.items():
+            *others, last = slots
+            names = f"{', '.join(others)} and {last} say" if others else f"{last} says"
+            equals = "=" if dim == Dim.of(axis) or follows else " = "
+            parts.append(f"{names} {size}" if dim == before else f"{names} {dim}{equals}{size}")
+            before = dim
+        if follows is None:
+            return f"{'; '.join(parts)}: bring the same number of rows for all of them"
+        follower, factor, wanted = follows
+        ask = f"did you mean {self._factor}={factor}?" if self._factor else f"{wanted} expected"
+        return f"{'; '.join(parts)}; {follower} is {factor} x {axis}: {ask}"
+
+    def _factor_of(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> tuple[Axis, int, int] | None:
+        """The axis that would follow by another factor, that factor and the right one, if all else fits; else None."""
+        rows = {size for one, size in sizes if one.declared == Dim.of(axis)}
+        for follower, follows in self._relations.items():
+            found = {(one.slope, size) for one, size in sizes if one.declared == Dim.of(follower)}
+            if follows.reveals() == axis and len(found) == len(rows) == 1:
+                [(wanted, many)], [few] = found, rows
+                if few and many and many % few == 0 and many != wanted * few:
+                    return follower, many // few, wanted
+        return None
+
+
+@attrs.define
+class _Comparison:
+    """How the sources of a batch compare in size.
+
+    Attributes:
+        texts: A sentence for each axis in which they differ.
+        misfits: By slot, those that have more or fewer dims.
+        places: Slots, and the dims of which these two say all.
+    """
+
+    texts: list[str] = attrs.field(factory=list)
+    misfits: dict[str, Fault] = attrs.field(factory=dict)
+    places: set[tuple[str, int]] = attrs.field(factory=set)
+
+    def covers(self, fault: Fault) -> bool:
+        """Whether a fault only follows from what is said here."""
+        return bool(fault.dims) and all((fault.slot, dim) in self.places for dim in fault.dims)
+
+
+def _shape_of(value: Any) -> list[int] | None:
+    """The shape of a tensor, an array or nested lists, or None where it does not tell."""
+    try:
+        if not isinstance(value, list | tuple):
+            return [*value.shape]
+        numbers, shape = unnested(value, _DEPTH)
+    except NOT_TOLD:
+        return None
+    is_open = not numbers or isinstance(numbers[0], list | tuple) or hasattr(numbers[0], "shape")
+    return None if is_open else shape
 
 
 def _told(size: Dim) -> Axis:
@@ -137,8 +282,9 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
         slot = declaration.slots[name]
         for dim, declared in enumerate(slot.shape):
             size = declared.replace(relations)
-            if size.reveals() == axis:
-                found.append(Gauge(axis, name, source, dim, *_line(size, axis, fixed), not slot.optional))
+            line = _line(size, axis, fixed) if size.reveals() == axis else (0, 0)
+            if line[1]:
+                found.append(Gauge(axis, name, source, dim, slot.shape, size, *line, not slot.optional))
     if not found:
         raise DeclarationError(
             f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"

@@ -15,7 +15,7 @@ import torch
 
 from ..backends.base import NO_PARAMETERS, Backend, Graph
 from ..dataflow.bucket import Absent, Bucket
-from ..dataflow.errors import CaptureError, CheckError, ComputeError
+from ..dataflow.errors import CaptureError, CheckError, ComputeError, origin_of, place_of
 from ..dataflow.ready import Ready
 from ..dataflow.views import alias
 from .outputs import map_tensors
@@ -140,6 +140,14 @@ def told_as_capture_error() -> Iterator[None]:
         raise CaptureError(str(error)) from error
     except Exception as error:
         raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
+
+
+def with_place(error: CaptureError) -> CaptureError:
+    """Add the user's line that an error came through to its message, unless it is there."""
+    place = place_of(origin_of(error))
+    if place not in str(error):
+        error.args = (f"{error} ({place.strip()})",)
+    return error
 
 
 def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Iterator[T]:

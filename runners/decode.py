@@ -120,13 +120,15 @@ class GraphRunner(Runner[V]):
         *,
         said: str,
         leading: Collection[Axis],
+        factor: str = "",
         path: Path = "graph",
         rows_each: int | None = None,
     ) -> None:
         """Size the buckets, and take a seat in the pool. given: all arguments. path: of a batch that fits a bucket.
 
         counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. said: options that decide these, for
-        errors. leading: their axes, that of rows first. rows_each: of outputs for each row; None where they are whole.
+        errors. factor: the option that says how many tokens a request has, likewise. leading: their axes, that of rows
+        first. rows_each: of outputs for each row; None where they are whole.
         """
         lead, *_ = leading
         self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
@@ -135,7 +137,7 @@ class GraphRunner(Runner[V]):
         self._capacity = sizes[buckets.largest]
         config.check(stage.backend.capabilities)
         patterns = patterns_of(stage.declaration, given.get("absent", ()))
-        size = Sizer(stage.declaration, stage.relations, self._capacity, lead)
+        size = Sizer(stage.declaration, stage.relations, self._capacity, lead, factor=factor)
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         self.sizes, self.patterns = sizes, patterns
@@ -246,19 +248,6 @@ class GraphRunner(Runner[V]):
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
         capabilities, foreign = self.stage.backend.capabilities, self.graphs.buffers.foreign
         return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
-
-    def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why. Nothing is run.
-
-        Args:
-            batch: As a call takes it.
-            side: Side arguments, by name.
-
-        Raises:
-            BatchError: No source tells a size, or sources differ in it.
-            ReplayError: Nothing is captured yet.
-        """
-        return self._decide(self.size(batch, side), self.stage.absent(batch, side), batch)
 
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
         """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
@@ -373,10 +362,10 @@ class RequestRunner(GraphRunner[V]):
         known: Sizes = NO_SIZES,
         width: int | None = None,
     ) -> None:
-        """Take the arguments of `DecodeRunner`, with further sizes, a default of output_rows=, and its own width."""
-        config = config_of(type(self), given)
+        """Take the arguments of `DecodeRunner`, with further sizes, a default of output_rows=, and the width that topk= says."""
+        config, factor = config_of(type(self), given), "width"
         if width is not None:
-            config = attrs.evolve(config, width=width)
+            config, factor = attrs.evolve(config, width=width), "topk"
         width = config.width
         relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
         stage = Stage.of(inputs, step, relations=relations, **{**given, "sizes": sizes})
@@ -385,7 +374,8 @@ class RequestRunner(GraphRunner[V]):
             stage,
             lambda rows: {BATCH: rows, TOKENS: rows * width},
             given,
-            said="buckets= and width=",
+            said=f"buckets= and {factor}=",
+            factor=factor,
             leading=(BATCH, TOKENS),
             rows_each=rows_each(given.get("output_rows", output_rows), width),
         )

@@ -73,8 +73,6 @@ class EagerRunner(Runner[V]):
         del absent
         return self.coordinator.settle(_ALWAYS, live, lambda: self.eager.admit(batch, live[: self._axes], side))
 
-    def decide(self, batch: Any, **side: Any) -> Decision:
-        """Always eager. Raises BatchError for a side argument that no slot reads."""
-        del batch
-        self.stage.declaration.check_side(side)
+    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
+        del live, absent, batch
         return _ALWAYS

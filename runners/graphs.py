@@ -18,7 +18,7 @@ from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers, at_rest, overlaps, span
 from ..dataflow.capabilities import DEVICE, Lowering, chosen_lowering
 from ..dataflow.edits import RowBucket
-from ..dataflow.errors import CaptureError, ConfigError, ReplayError
+from ..dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of, user_traceback
 from ..dataflow.guard import outside_inference
 from ..dataflow.packet import WORD, Feed, table_of
 from ..dataflow.plan import FUSED, packet_bytes
@@ -36,6 +36,7 @@ from .capture import (
     progress_over,
     told_as_capture_error,
     warm_up,
+    with_place,
 )
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .hooks import Coordinator
@@ -202,6 +203,12 @@ class Filler(Generic[V]):
             self._feed.was_disarmed()
 
 
+def _as_the_user_sees_it(error: CaptureError, first: CaptureError) -> CaptureError:
+    """Give an error the lines of the user's that the first of several came through, which stays its context."""
+    error.__context__ = first
+    return error.with_traceback(user_traceback(origin_of(first)))
+
+
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
 """Runs a whole step for the first time, and tells its state: what it changes beside its slots, which is put back."""
@@ -270,7 +277,7 @@ class GraphSet(Generic[V]):
         self._forks = FORKS.count
         if failed:
             message = f"{len(failed)} of {len(sizes)} buckets were not captured and run eagerly: "
-            raise CaptureError(message + "; ".join(report.reasons)) from failed[0]
+            raise _as_the_user_sees_it(CaptureError(message + "; ".join(report.reasons)), failed[0]) from None
         return report
 
     def _capture_buckets(
@@ -322,7 +329,7 @@ class GraphSet(Generic[V]):
             for absent in sorted(self.patterns, key=sorted):
                 self.captured = {**self.captured, (rows, absent): self._capture(rows, absent)}
         except CaptureError as raised:
-            error = raised
+            error = with_place(raised)
         finally:
             torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
         failed = self.coordinator.meet(f"captured bucket {rows}", error)

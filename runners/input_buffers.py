@@ -1,11 +1,10 @@
 """Buffers and fills without a runner, for engines that capture and replay graphs of their own."""
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, final
 
 from ..backends.base import Backend
-from ..dataflow.axes import Live, Sizes
+from ..dataflow.axes import Axis, Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
@@ -68,6 +67,7 @@ class InputBuffers(Generic[V]):
         self._waits = graphs_read_host_slots
         self._fillings: dict[_Key, Filling] = {}
         self._in_graph: set[_Key] = set()
+        self._sizers: dict[frozenset[Axis], Sizer] = {}
         self.gate = Gate(type(self).__name__)
 
     def __repr__(self) -> str:
@@ -130,7 +130,8 @@ class InputBuffers(Generic[V]):
         with self.gate.open():
             pattern = self._stage.absent(batch, side) if absent is None else absent
             key = self._key(padded, pattern)
-            rows = self._live(batch, live, side)
+            given = checked_sizes(live) if live else live
+            rows = self._live(batch, given, side)
             filling, turn = self._filling(key), self._buffers.turn
             if self._waits and self._filler.hosts.possible:
                 self._filler.hosts.note()
@@ -141,8 +142,7 @@ class InputBuffers(Generic[V]):
                 ready = self._filler.fill(filling, batch, rows, key[1], side, whole=whole)
             except BatchError as error:
                 turn.fills -= 1
-                if not live:
-                    self._sizer.explain(error, batch, side)
+                self._sizer(frozenset(given)).explain(error, batch, side)
                 raise
             if not whole:
                 ready.compute_on_device(batch)
@@ -216,19 +216,20 @@ class InputBuffers(Generic[V]):
                 raise ConfigError(f"padded size {size} of {axis} is more than its capacity, {most}")
         return tuple(padded.get(axis, capacity[axis]) for axis in self._axes), frozenset(absent)
 
-    @functools.cached_property
-    def _sizer(self) -> Sizer:
-        """What tells live sizes. DeclarationError where no copied slot does."""
-        try:
-            return Sizer(self._stage.declaration, {}, self.capacity)
-        except DeclarationError as error:
-            raise DeclarationError(f"{error}, or give live=") from None
+    def _sizer(self, given: frozenset[Axis]) -> Sizer:
+        """What reads live sizes of all axes but the given ones. DeclarationError where no copied slot tells one."""
+        known = self._sizers.get(given)
+        if known is None:
+            try:
+                known = self._sizers[given] = Sizer(self._stage.declaration, {}, self.capacity, known=given)
+            except DeclarationError as error:
+                raise DeclarationError(f"{error}, or give live=") from None
+        return known
 
-    def _live(self, batch: Any, live: Sizes, side: Side) -> Live:
+    def _live(self, batch: Any, given: Sizes, side: Side) -> Live:
         """Live rows by varying axis: those that were given, and those that sources tell."""
-        declaration, given = self._stage.declaration, checked_sizes(live)
-        if all(axis in given for axis in self._axes):
-            declaration.check_side(side)
-            return tuple(given[axis] for axis in self._axes)
-        told = self._sizer(batch, side)
-        return tuple(given.get(axis, rows) for axis, rows in zip(self._axes, told, strict=True))
+        read = self._sizer(frozenset(given))(batch, side)
+        if not given:
+            return read
+        others = iter(read)
+        return tuple(given[axis] if axis in given else next(others) for axis in self._axes)

@@ -5,7 +5,7 @@ import collections
 import reprlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeAlias
+from typing import Any, ClassVar, Final, Generic, TypeAlias
 
 import attrs
 import torch
@@ -15,11 +15,13 @@ from ..dataflow.axes import Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import BufferTurn
 from ..dataflow.computation import Computation
-from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.errors import BatchError, ConfigError, ReplayError, kind_text
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
+from ..dataflow.inputs import Inputs
 from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import NO_SIDE, Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations, not_bound
+from ..dataflow.views import ViewInfo
 from .capture import FORKS, Captured
 from .config import RunnerConfig
 from .eagerly import Eagerly
@@ -44,6 +46,10 @@ from .statistics import (
 from .traffic import HostReads
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
+_NOT_LAST: Final = (
+    "this view was not filled last: a later fill has overwritten its slots, or it is a part or a copy of a view; replay "
+    "what the last fill() returned"
+)
 
 
 @attrs.define(eq=False)
@@ -149,8 +155,28 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """The graph that takes a batch, or why it is run eagerly. Raises as a call does."""
 
     @abc.abstractmethod
+    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
+        """The path of a batch with these live sizes. ReplayError before anything is captured."""
+
     def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
+        """The path that a batch would take, its bucket, and why. Nothing is run.
+
+        Args:
+            batch: As a call takes it.
+            side: Side arguments, by name.
+
+        Raises:
+            BatchError: No source tells a size, or sources differ in it.
+            ReplayError: Nothing is captured yet.
+        """
+        live = self.size(batch, side)
+        self.size.compare(batch, side)
+        return self._decide(live, self.stage.absent(batch, side), batch)
+
+    def _decide_alone(self, batch: Any, side: Side) -> tuple[Decision, Live]:
+        """What this rank would do with a batch, and its live sizes. Sources are not compared: the fill does that."""
+        live = self.size(batch, side)
+        return self._decide(live, self.stage.absent(batch, side), batch), live
 
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay.
@@ -206,9 +232,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
             view: What `fill` returned.
 
         Raises:
-            ReplayError: A later fill has overwritten the view, or the runner is in the middle of a step.
+            ReplayError: It is not that view, or the runner is in the middle of a step.
         """
-        if self.watch.watchers:
+        if self.watch.watchers and self._why_no_view(view) is None:
             return self.watch.replay(lambda: self._replay_view(view), view)
         return self._replay_view(view)
 
@@ -240,7 +266,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         with self.gate.open():
             filled, turn, graphs = self._filled, self._turn, self.graphs
             if filled is None or filled.view is not view or turn is None:
-                raise ReplayError("this view was not filled last: a later fill has overwritten its slots")
+                raise ReplayError(self._why_no_view(view) or _NOT_LAST)
             if turn.others != self._others:
                 raise ReplayError(
                     "another runner of this one's pool was filled since, in memory that both use: replay a view before "
@@ -253,6 +279,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
             except BaseException:  # what the step writes on the way may not be as it was filled
                 self._filled = None
                 raise
+
+    def _why_no_view(self, view: Any) -> str | None:
+        """Why something is no view of this runner, or None."""
+        info = getattr(view, "_slotgraph_view", None)
+        if not isinstance(info, ViewInfo):
+            came = f"a batch, {kind_text(view)}" if isinstance(view, Inputs) else kind_text(view)
+            return f"replay() takes what fill() returned, got {came}: call runner(batch), or replay(fill(batch))"
+        if info.declaration is self.stage.declaration:
+            return None
+        return f"this view was not filled last: another runner filled it, of {info.declaration.name}"
 
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> Filled[V]:
         """The long way. whole: the step runs at once, and needs no view."""
@@ -362,7 +398,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             side: Side arguments, by name.
 
         Raises:
-            BatchError: No source tells a size, or sources differ in it.
+            BatchError: No source tells a size.
             RankError: Another rank failed.
         """
         coordinator = self.coordinator
@@ -370,7 +406,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             self.stage.declaration.check_side(side)
             return
         with coordinator.before():
-            own, live = self.decide(batch, **side), self.size(batch, side)
+            own, live = self._decide_alone(batch, side)
         coordinator.ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
@@ -392,7 +428,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return None
         with coordinator.before():
             empty, given = self._empty(batch, side)
-            own, live = self.decide(empty, **given), self.size(empty, given)
+            own, live = self._decide_alone(empty, given)
         return None if coordinator.idle(own, live) else self(empty, **given)
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:

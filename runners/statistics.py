@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import re
 import time
 from typing import Final, Literal, TypedDict
 
@@ -13,6 +14,9 @@ EVERY: Final = 61
 """One fill in so many is timed. A prime, so that buckets which take turns are all timed sooner or later."""
 FIRST: Final = 2
 """Which of them: not a runner's first, which makes what the next ones find."""
+
+
+_NUMBER: Final = re.compile(r"\d+")
 
 
 class FillTimesData(TypedDict):
@@ -212,11 +216,19 @@ class CaptureReport:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Each reason for a failure once, with the buckets that failed for it."""
-        buckets: dict[str, list[str]] = {}
+        """Each reason for a failure once, with the buckets that failed for it.
+
+        Of reasons that differ in numbers alone it is that of the largest bucket.
+        """
+        alike = dict[str, dict[str, list[str]]]()
         for rows, reason in sorted(self.failed.items()):
-            buckets.setdefault(reason, []).append(str(rows))
-        return tuple(f"bucket {', '.join(rows)}: {reason}" for reason, rows in buckets.items())
+            alike.setdefault(_NUMBER.sub("", reason), {}).setdefault(reason, []).append(str(rows))
+        found = list[str]()
+        for reasons in alike.values():
+            *others, (reason, rows) = reasons.items()
+            likewise = f" (and likewise {', '.join(row for _, more in others for row in more)})" if others else ""
+            found.append(f"bucket {', '.join(rows)}{likewise}: {reason}")
+        return tuple(found)
 
     def log(self, runner: str) -> None:
         """One event for the whole capture, and one for each reason for which buckets failed."""
