@@ -43,6 +43,14 @@ _OWN: Final = {
 }
 
 
+_MEANT: Final = {
+    **dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "amd"), "cuda"),
+    "ascend": "npu",
+    **dict.fromkeys(("xpu", "mps", "musa", "hpu", "intel"), "accelerator"),
+}
+"""Other names of devices, and the backend that each is meant for."""
+
+
 def names() -> tuple[str, ...]:
     """Every backend that can be named: this package's own, then those found through entry points."""
     return tuple(_points())
@@ -52,7 +60,7 @@ def load(name: str) -> type[Backend]:
     """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
     points = _points()
     if name not in points:
-        near = hint(name, points)
+        near = f"did you mean {_MEANT[name.lower()]!r}?" if name.lower() in _MEANT else hint(name, points)
         raise BackendUnavailableError(
             f"there is no backend {name!r}{f' ({near})' if near else ''}; known here: {', '.join(points)}"
         )

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from .axes import python_number
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 
 Placement = Literal["device", "host"]
 """Where a slot lies."""
@@ -67,7 +67,8 @@ def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> Lowering:
     for lowering in capabilities.lowerings:
         if lowering == wanted:
             return lowering
-    raise ConfigError(f"lowering {wanted!r}: this backend has {', '.join(capabilities.lowerings)}; or say 'auto'")
+    near = did_you_mean(wanted, (*capabilities.lowerings, AUTO))
+    raise ConfigError(f"lowering {wanted!r}: this backend has {', '.join(capabilities.lowerings)}; or say 'auto'{near}")
 
 
 @attrs.frozen
@@ -114,7 +115,10 @@ def dtype_from_text(text: str) -> torch.dtype:
     """The dtype of a short name; ValueError where torch has none."""
     dtype = vars(torch).get(text)  # getattr would load modules of torch by their names
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {text!r}")  # noqa: TRY004 - the text's value is wrong, not its type
+        names = [name for name, one in vars(torch).items() if isinstance(one, torch.dtype)]
+        raise ValueError(  # noqa: TRY004 - the text's value is wrong, not its type
+            f"torch has no dtype {text!r}{did_you_mean(text, names)}"
+        )
     return dtype
 
 

@@ -13,7 +13,7 @@ from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
-from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Path, Source, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Path, Source, keys_of, look_up
 
 Faults = Iterator[tuple[str, str]]  # the names of slots or fields, and what is wrong with each
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
@@ -228,7 +228,8 @@ def _enabled(name: str, slot: Slot, settings: object) -> bool:
             raise DeclarationError(f"slot {name!r}: when= raised {type(error).__name__}: {error}") from error
     value = functools.reduce(look_up, slot.when.split("."), settings)
     if value is None or isinstance(value, str | torch.Tensor):  # 'false' would be true; many numbers are neither
-        way_out = "give settings with that name, true or false"
+        near = "" if settings is None else did_you_mean(slot.when.split(".")[0], keys_of(settings))
+        way_out = f"give settings with that name, true or false{near}"
         expected = way_out if value is None else f"expected true or false, got {value!r:.80}"
         raise DeclarationError(f"slot {name!r} exists when {slot.when!r} is set: {expected}")
     return bool(value)

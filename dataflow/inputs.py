@@ -9,7 +9,7 @@ import attrs
 
 from .axes import TOKENS, Axis, Step
 from .declaration import Declaration, Faults, declare, refused
-from .errors import DeclarationError, DeclarationErrors
+from .errors import DeclarationError, DeclarationErrors, did_you_mean
 from .slots import FAULTS, SLOT, Slot, computed, constant, copied, output, slot, staged
 from .views import ViewInfo, narrowed
 
@@ -73,7 +73,8 @@ class Inputs(metaclass=_Declaring):
             drop = ()
         for name in drop:
             if bases.pop(name if isinstance(name, str) else "", None) is None:
-                found.append(DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares"))
+                near = did_you_mean(name, bases)
+                found.append(DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares{near}"))
         faults = [*_define(cls, bases), *_field_faults(cls), *_base_faults(cls, bases)]
         slots = {a.name: kind for a in _attributes(cls) if (kind := slot_in(a)) is not None}
         fields = {a.name: a.default for a in _attributes(cls) if a.name not in slots}
@@ -124,7 +125,8 @@ class Inputs(metaclass=_Declaring):
                     "of slots on the device"
                 )
             else:
-                message = f"{type(self).__name__!r} has no slot or field {name!r}"
+                known = (*type(self).slotgraph.slots, *type(self).slotgraph.fields)
+                message = f"{type(self).__name__!r} has no slot or field {name!r}{did_you_mean(name, known)}"
             raise AttributeError(message)
 
 

@@ -209,7 +209,7 @@ class Sizer:
         for (dim, size), slots in groups.items():
             *others, last = slots
             names = f"{', '.join(others)} and {last} say" if others else f"{last} says"
-            equals = "=" if dim == Dim.of(axis) or follows else " = "
+            equals = " = " if " " in str(dim) else "="
             parts.append(f"{names} {size}" if dim == before else f"{names} {dim}{equals}{size}")
             before = dim
         if follows is None:

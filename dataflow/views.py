@@ -10,7 +10,7 @@ from .axes import BATCH, TOKENS, Axis, Dim, Step, extent
 from .capabilities import DEVICE
 from .computation import Computation, field_of
 from .declaration import Declaration
-from .errors import BatchError, ReplayError
+from .errors import BatchError, ReplayError, did_you_mean
 from .guard import POINTER, Guard, outside_inference, own_guard
 from .slots import Constant, Slot
 from .sources import STEP
@@ -137,7 +137,8 @@ def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
     sizes, every = info.step.padded_sizes, dict(ranges)
     for axis, (start, stop) in ranges.items():
         if axis not in sizes:
-            raise BatchError(f"no slot of {info.declaration.name} tells the rows on {axis}: narrow another axis")
+            near = did_you_mean(axis, map(str, sizes))
+            raise BatchError(f"no slot of {info.declaration.name} tells the rows on {axis}: narrow another axis{near}")
         if not 0 <= start <= stop <= sizes[axis]:
             raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
         if axis in info.relations and not set(ranges) & info.relations[axis].axes:

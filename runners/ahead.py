@@ -315,6 +315,8 @@ class Ahead(Generic[V]):
         sources = chain.edits.gather(batch, NO_SIDE)
         brought = chain.edits.known(keys, sources, chain.joins)
         requests = runner.size(batch, NO_SIDE)[-1] if brought is None else len(keys)
+        if brought is None:
+            runner.size.compare(batch, NO_SIDE)
         different = {*keys}
         if self._has_ended:
             raise BatchError("these steps() have ended: begin again with all live requests")

@@ -20,13 +20,13 @@ from ..backends import name_of
 from ..dataflow.axes import Axis, Dim
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, hint
+from ..dataflow.errors import ConfigError, did_you_mean, hint, kind_text
 from ..dataflow.inputs import Inputs
 
 
 def refuse(argument: str, expected: str, value: object) -> NoReturn:
     """Raise ConfigError for an argument of the wrong kind."""
-    got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} of type {type(value).__name__}"
+    got = kind_text(value) if isinstance(value, type) else f"{value!r:.80} of type {kind_text(value)}"
     raise ConfigError(f"{argument}: expected {expected}, got {got}")
 
 
@@ -71,12 +71,20 @@ def check_step(argument: str, step: Any, takes: str = "the view") -> None:
         refuse(argument, f"a function of {takes}", step)
 
 
-def checked_sizes(sizes: Any) -> dict[Axis, int]:
+def checked_sizes(sizes: Any, argument: str = "sizes") -> dict[Axis, int]:
     """Sizes by axis. ConfigError where one is not a whole number of at least 0, or its key no axis."""
-    found = checked_keys("sizes", "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Axis)
+    found = checked_keys(argument, "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Axis)
     for axis, size in found.items():
-        checked(f"sizes of {axis}", "a whole number, at least 0", size, int, 0)
+        checked(f"{argument} of {axis}", "a whole number, at least 0", size, int, 0)
     return found
+
+
+def axis_text(axis: Any, known: Collection[Axis]) -> str:
+    """An axis, or what came in its place, and the known axis that was meant, if one is near."""
+    names = [one.name for one in known]
+    if isinstance(axis, str) and axis in names:
+        return f"{axis!r}: give the axis itself, {axis}, not its name"
+    return f"{axis!r}{did_you_mean(axis, names)}"
 
 
 def checked_relations(relations: Any) -> dict[Axis, Dim]:
@@ -306,7 +314,7 @@ class RunnerConfig:
         known = capabilities.capture_error_modes
         if self.error_mode is not None and self.error_mode not in known:
             modes = f"this backend has {', '.join(known)}" if known else "this backend has none: leave it out"
-            raise ConfigError(f"error_mode {self.error_mode!r}: {modes}")
+            raise ConfigError(f"error_mode {self.error_mode!r}: {modes}{did_you_mean(self.error_mode, known)}")
         _ = self.modes
 
     @property

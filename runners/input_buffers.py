@@ -8,7 +8,7 @@ from ..dataflow.axes import Axis, Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
-from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
+from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
 from ..dataflow.plan import FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
@@ -130,7 +130,7 @@ class InputBuffers(Generic[V]):
         with self.gate.open():
             pattern = self._stage.absent(batch, side) if absent is None else absent
             key = self._key(padded, pattern)
-            given = checked_sizes(live) if live else live
+            given = checked_sizes(live, "live") if live else live
             rows = self._live(batch, given, side)
             filling, turn = self._filling(key), self._buffers.turn
             if self._waits and self._filler.hosts.possible:
@@ -207,11 +207,12 @@ class InputBuffers(Generic[V]):
         capacity = self.capacity
         if not isinstance(absent, frozenset):
             self._stage.declaration.check_names("absent", absent, "optional")
-        for axis, size in checked_sizes(padded).items():
+        for axis, size in checked_sizes(padded, "padded").items():
             most = capacity.get(axis)
             if most is None or (axis.fixed and size != most):
-                axes = ", ".join(one.name for one in self._axes)
-                raise ConfigError(f"padded names {axis}: it takes the axes of slots that vary, and these are {axes}")
+                axes, near = ", ".join(one.name for one in self._axes), did_you_mean(axis, map(str, self._axes))
+                what = "it takes the axes of slots that vary, and these are"
+                raise ConfigError(f"padded names {axis}: {what} {axes}{near}")
             if size > most:
                 raise ConfigError(f"padded size {size} of {axis} is more than its capacity, {most}")
         return tuple(padded.get(axis, capacity[axis]) for axis in self._axes), frozenset(absent)

@@ -12,6 +12,7 @@ import torch
 from ..dataflow.axes import BATCH, TOKENS, Axis
 from ..dataflow.errors import CaptureError, ConfigError, StaleOutputError
 from ..dataflow.inputs import Inputs
+from .config import axis_text
 
 Generation = Callable[[], int]
 
@@ -48,7 +49,7 @@ def rows_each(output_rows: Axis | None, width: int) -> int | None:
     if output_rows is None:
         return None
     if output_rows not in (TOKENS, BATCH):
-        raise ConfigError(f"output_rows is TOKENS, BATCH or None, got {output_rows!r}")
+        raise ConfigError(f"output_rows is TOKENS, BATCH or None, got {axis_text(output_rows, (TOKENS, BATCH))}")
     return width if output_rows == TOKENS else 1
 
 

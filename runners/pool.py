@@ -9,7 +9,7 @@ import torch
 from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, did_you_mean
 from ..dataflow.guard import outside_inference
 from .config import checked, checked_keys, checked_names
 from .running import Unique
@@ -103,6 +103,7 @@ class InputPool(Unique):
         if phase not in self.schedule.phases:
             raise ConfigError(
                 f"this pool has no phase {phase!r}: its phases are {', '.join(map(repr, self.schedule.phases))}"
+                f"{did_you_mean(phase, self.schedule.phases)}"
             )
         return Phase(self, phase)
 

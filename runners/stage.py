@@ -11,7 +11,7 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
 from ..dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, did_you_mean
 from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
@@ -71,7 +71,8 @@ class Stage(Generic[V]):
         declaration = whole.under(settings, ranks).related(follow)
         unknown = sorted(axis.name for axis in set(sizes).difference(declaration.axes))
         if unknown:
-            raise ConfigError(f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has")
+            near = did_you_mean(unknown[0], [axis.name for axis in declaration.axes])
+            raise ConfigError(f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has{near}")
         unsized = [axis.name for axis in declaration.axes if axis.fixed and axis not in sizes]
         if unsized:
             raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")

@@ -242,7 +242,7 @@ def test_sglang_27545_a_stride_of_another_width() -> None:
     ids, lengths = draw(1, 99, (18,), 3), torch.ones(3, dtype=torch.int32)
     runner = captured(Queries, lambda view: view.ids[view.qo_indptr[:-1]], width=6, output_rows=BATCH)
     assert runner({"ids": ids, "seq_lens": lengths}).tolist() == ids[::6].tolist()
-    with pytest.raises(BatchError, match="expected"):
+    with pytest.raises(BatchError, match=r"TOKENS is 4 x BATCH: did you mean width=4\?"):
         runner({"ids": ids[:12], "seq_lens": lengths})  # four tokens a request
 
 
@@ -414,7 +414,7 @@ def test_megatron_lm_5715_a_runner_far_ahead() -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows", "says"),
-    [("ids", 1, "'ids'"), ("positions", 1, "slot 'positions'"), ("positions", 2, "slot 'positions'")],
+    [("ids", 1, "BATCH=1; 'positions' says 3"), ("positions", 1, "'positions' says 1"), ("positions", 2, "'positions' says 2")],
 )
 def test_trtllm_18207_a_source_of_another_length(name: str, rows: int, says: str) -> None:
     """F: a source that is too short leaves the last step's rows behind it; one of a single row is spread over all."""

@@ -23,6 +23,7 @@ from slotgraph.dataflow.errors import BatchError, ConfigError, SlotGraphError
 from slotgraph.dataflow.sources import Source
 from slotgraph.pool import InputPool
 from slotgraph.ranks import PipelineStage, Ranks
+from slotgraph.runners.config import keywords_of
 from tests.runners.kinds import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, tensors_of
 from tests.strategies import declaration_of
 
@@ -156,7 +157,7 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
     ({"absent": [{"hiden"}]}, "absent names 'hiden', which is not an optional slot of .*: did you mean 'hidden'"),
     ({"absent": [{"tokens"}]}, "absent names 'tokens', which is not an optional slot of .*: optional are hidden"),
     *(({"sizes": {HIDDEN: n}}, f"sizes of HIDDEN: .* at least 0, got {n!r}") for n in ("4", -4, None, True, 4.0)),
-    ({"sizes": {"HIDDEN": 4}}, "sizes: expected an Axis as each key, got 'HIDDEN'"),
+    ({"sizes": {"HIDDEN": 4}}, "sizes: expected a mapping of axes .* got 'HIDDEN' of type str"),
     ({"bind": {"lens": [1]}}, "slot 'lens': expected a tensor to adopt, got list"),
     ({"bind": {"token": torch.ones(2)}}, "bind names 'token', which is not a slot"),
     *(({"phase": wrong}, "phase: expected a phase of a pool") for wrong in ("decode", POOL)),
@@ -175,7 +176,7 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("pooled", [False, True])
 def test_what_is_refused_is_said_clearly(runner: str, *, pooled: bool) -> None:
     """What was expected and what came, when the runner is made: in a pool, too, whose memory is laid out later."""
-    known = {*arguments_of(runner), *(() if runner == "EagerRunner" else ("phase", "ranks"))}
+    known = {*arguments_of(runner), *keywords_of(RUNNERS[runner])}
     seat = {"phase": InputPool("decode")["decode"]} if pooled and "phase" in known else {}
     for wrong, says in CLEAR:
         if known.issuperset(wrong):

@@ -44,18 +44,18 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "device": (lambda tensor: tensor.to("meta"), "move it there first"),
     "rank": (lambda tensor: tensor[..., None], "expected"),
     "scalar": (lambda tensor: tensor.flatten()[0], "expected"),
-    "short": (lambda tensor: tensor[:-1], "expected"),
-    "long": (lambda tensor: torch.cat([tensor, tensor[:1]]), "expected"),
-    "length one": (lambda tensor: tensor[:1], "expected"),
+    "short": (lambda tensor: tensor[:-1], "bring the same number of rows"),
+    "long": (lambda tensor: torch.cat([tensor, tensor[:1]]), "bring the same number of rows"),
+    "length one": (lambda tensor: tensor[:1], "bring the same number of rows"),
     "strided": (lambda t: torch.stack([t, t + 1], 1)[:, 0], "pass `.contiguous()`, or declare strided=True"),
     "list of bools": (lambda tensor: (tensor > 1).tolist(), "convert it, or declare converts="),
     "list of words": (texts, "got list: "),
     "ragged list": (lambda t: [*t[:-1].tolist(), [[1], [2, 3]]], "stand beside numbers: pad them to one length"),
-    "short list": (lambda tensor: tensor[:-1].tolist(), "expected"),
+    "short list": (lambda tensor: tensor[:-1].tolist(), "bring the same number of rows"),
     "deep list": (lambda tensor: tensor[..., None].tolist(), "expected"),
     "array of another dtype": (lambda tensor: other_dtype(tensor).numpy(), "convert it, or declare converts="),
     "array of objects": (lambda tensor: tensor.numpy().astype(object), "got ndarray: "),
-    "long array": (lambda tensor: torch.cat([tensor, tensor[:1]]).numpy(), "expected"),
+    "long array": (lambda tensor: torch.cat([tensor, tensor[:1]]).numpy(), "bring the same number of rows"),
     "None": (lambda _: None, "is missing; "),
     **{
         type(one).__name__: (functools.partial(lambda one, _: one, one), f"got {type(one).__name__}")
@@ -127,19 +127,24 @@ def rows_batch(*rows: int, seed: int) -> dict[str, Any]:
 def test_the_slot_that_differs_is_blamed(
     rows: tuple[int, int], guilty: int | None, how: dict[str, bool], seed: int
 ) -> None:
-    """One source of other rows than three is named first; where two differ from two, all four are named."""
+    """One source of other rows than three is named first, and no other is; where two differ from two, all four are."""
     (right, wrong), runner, names = rows, sized(**how), [*ROWS]
     runner(rows_batch(right, right, right, right, seed=seed))
     differs = [place % 2 == 0 if guilty is None else place == guilty for place in range(4)]
     given_rows = [wrong if one else right for one in differs]
     with pytest.raises(BatchError) as caught:
         runner(rows_batch(*given_rows, seed=seed))
-    said, tellers = str(caught.value), str(caught.value).split(": one of them is wrong; slot '")[0]
-    if guilty is None:
-        assert all(f"{rows} off slot" in tellers for rows in (right, wrong))
-        assert all(repr(name) in tellers for name in names)
-    else:
-        assert said.startswith(f"BATCH is {wrong} off slot {names[guilty]!r} and {right} off slot '")
+    said = str(caught.value)
+    assert all(said.count(repr(name)) == 1 for name in names)
+    assert "expected" not in said
+    first, *others = re.findall(r"[^;]+ says? [^;:]+", said)
+    if guilty == 3 and wrong * WIDTH % right == 0 and wrong:
+        assert said.endswith(f"TOKENS is {wrong * WIDTH // right} x BATCH: did you mean width={wrong * WIDTH // right}?")
+        assert first == f"'d_fourth' says TOKENS={wrong * WIDTH}"
+    elif guilty is not None:
+        size = f"BATCH * 2 = {wrong * WIDTH}" if guilty == 3 else f"BATCH={wrong}"
+        assert first == f"{names[guilty]!r} says {size}"
+    assert others
     runner(rows_batch(right, right, right, right, seed=seed))
 
 
