@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import fractions
 import inspect
 import math
 import operator
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from .admission import NOT_TOLD, has_memory, unreadable, wrong_rank
-from .axes import Axis, Dim, Live, Shape, Sizes
+from .axes import TOKENS, Axis, Dim, Live, Shape, Sizes
 from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, Fault, MissingSourceError, hint, kind_text
@@ -71,12 +70,12 @@ class Gauge:
             raise self._unreadable(value)
         return rows
 
-    def exact(self, size: int) -> fractions.Fraction:
-        """The live rows that a size stands for, be they whole or not."""
-        return fractions.Fraction(size - self.base, self.slope)
+    def exact(self, size: int) -> float:
+        """The live rows that a size stands for, whole or not."""
+        return (size - self.base) / self.slope
 
     def misfit(self, value: Any) -> Fault | None:
-        """Why a source does not tell its size along the dim, or None: it has another number of dims."""
+        """Say that a source has more or fewer dims than its slot, or return None."""
         came = _shape_of(value)
         return None if came is None or len(came) == len(self.shape) else wrong_rank(self.slot, self.shape, came)
 
@@ -96,8 +95,8 @@ class Sizer:
     """Reads a batch's live sizes, one for each varying axis of a declaration in its order.
 
     relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes. lead: an
-    axis whose rows are wanted, too. factor: the runner's option by which TOKENS follows. known: axes whose size
-    is not read, since the caller gives it. Raises DeclarationError where no copied slot tells the size of another.
+    axis whose rows are wanted, too. factor: the option that says how many tokens a request has, for errors. known: axes
+    whose size is not read, since the caller gives it. Raises DeclarationError where no copied slot tells another's.
     """
 
     def __init__(
@@ -110,13 +109,15 @@ class Sizer:
         factor: str = "",
         known: Collection[Axis] = (),
     ) -> None:
-        wanted = [axis for axis in declaration.varying if axis not in known] + [lead] * (lead is not None)
+        wanted = [axis for axis in declaration.varying if axis not in known]
+        if lead is not None:
+            wanted.append(lead)
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
         self._leads = leads = sorted({_told(size) for size in sizes})
         self._tellers = [_tellers(declaration, axis, relations, fixed) for axis in leads]
         self.gauges = tuple(found[:1] if found[0].required else found for found in self._tellers)
         self._check_side = declaration.check_side
-        self._relations, self._factor = relations, factor
+        self._factor = factor
         paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.beside]
         self._names = dict.fromkeys(path.parts[0] for path in paths).keys()
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
@@ -201,33 +202,31 @@ class Sizer:
 
     def _differing(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> str:
         """Say which slots tell which size of an axis, those that differ from most of the others first."""
-        follows = self._factor_of(axis, sizes)
+        factor = self._factor_of(axis, sizes)
         agree = collections.Counter(one.exact(size) for one, size in sizes)
         groups, parts, before = dict[tuple[Dim, int], list[str]](), list[str](), None
         for one, size in sorted(sizes, key=lambda each: agree[each[0].exact(each[1])]):
-            groups.setdefault((one.declared if follows else one.written, size), []).append(repr(one.slot))
+            groups.setdefault((one.declared if factor else one.written, size), []).append(repr(one.slot))
         for (dim, size), slots in groups.items():
             *others, last = slots
             names = f"{', '.join(others)} and {last} say" if others else f"{last} says"
             equals = " = " if " " in str(dim) else "="
             parts.append(f"{names} {size}" if dim == before else f"{names} {dim}{equals}{size}")
             before = dim
-        if follows is None:
-            return f"{'; '.join(parts)}: bring the same number of rows for all of them"
-        follower, factor, wanted = follows
-        ask = f"did you mean {self._factor}={factor}?" if self._factor else f"{wanted} expected"
-        return f"{'; '.join(parts)}; {follower} is {factor} x {axis}: {ask}"
+        text = "; ".join(parts)
+        if not factor:
+            return f"{text}: bring the same number of rows for all of them"
+        return f"{text}; {TOKENS} is {factor} x {axis}: did you mean {self._factor}={factor}?"
 
-    def _factor_of(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> tuple[Axis, int, int] | None:
-        """The axis that would follow by another factor, that factor and the right one, if all else fits; else None."""
-        rows = {size for one, size in sizes if one.declared == Dim.of(axis)}
-        for follower, follows in self._relations.items():
-            found = {(one.slope, size) for one, size in sizes if one.declared == Dim.of(follower)}
-            if follows.reveals() == axis and len(found) == len(rows) == 1:
-                [(wanted, many)], [few] = found, rows
-                if few and many and many % few == 0 and many != wanted * few:
-                    return follower, many // few, wanted
-        return None
+    def _factor_of(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> int:
+        """How many tokens a request has, where that alone is not as the runner was made; else 0."""
+        tokens = {(one.slope, size) for one, size in sizes if one.declared == Dim.of(TOKENS)}
+        requests = {size for one, size in sizes if one.declared == Dim.of(axis)}
+        if not self._factor or len(tokens) != 1 or len(requests) != 1:
+            return 0
+        [(expected, many)], [few] = tokens, requests
+        factor, rest = divmod(many, few or many + 1)
+        return 0 if rest or factor == expected else factor
 
 
 @attrs.define

@@ -362,7 +362,7 @@ class RequestRunner(GraphRunner[V]):
         known: Sizes = NO_SIZES,
         width: int | None = None,
     ) -> None:
-        """Take the arguments of `DecodeRunner`, with further sizes, a default of output_rows=, and the width that topk= says."""
+        """Take the arguments of `DecodeRunner`, further sizes, a default of output_rows=, and a width, which is topk=."""
         config, factor = config_of(type(self), given), "width"
         if width is not None:
             config, factor = attrs.evolve(config, width=width), "topk"

@@ -47,8 +47,8 @@ from .traffic import HostReads
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
 _NOT_LAST: Final = (
-    "this view was not filled last: a later fill has overwritten its slots, or it is a part or a copy of a view; replay "
-    "what the last fill() returned"
+    "this view was not filled last: a later fill has overwritten its slots, or it is a part or a copy of a view; "
+    "replay what the last fill() returned"
 )
 
 

@@ -225,9 +225,9 @@ class CaptureReport:
             alike.setdefault(_NUMBER.sub("", reason), {}).setdefault(reason, []).append(str(rows))
         found = list[str]()
         for reasons in alike.values():
-            *others, (reason, rows) = reasons.items()
-            likewise = f" (and likewise {', '.join(row for _, more in others for row in more)})" if others else ""
-            found.append(f"bucket {', '.join(rows)}{likewise}: {reason}")
+            *others, (reason, buckets) = reasons.items()
+            likewise = f" (and likewise {', '.join(one for _, more in others for one in more)})" if others else ""
+            found.append(f"bucket {', '.join(buckets)}{likewise}: {reason}")
         return tuple(found)
 
     def log(self, runner: str) -> None:

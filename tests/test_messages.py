@@ -1,9 +1,9 @@
-"""Messages: what came, and the way out, for the mistakes that users make first, in every entry point that takes them."""
+"""Messages: what came, and the way out, for the mistakes that users make first, in every entry point."""
 
 import functools
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,7 +259,7 @@ def test_live_rows_of_an_axis_that_no_source_tells() -> None:
     view = made.fill(batch, live={pages: 3})
     assert view.held[:9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
     assert (view.ids[:4].tolist(), view.pages[:5].tolist()) == ([4, 5, 6, 0], [0, 1, 2, 3, 0])
-    with pytest.raises(SlotGraphError, match="no copied slot tells the size of PAGES: .*, or give live="):
+    with pytest.raises(SlotGraphError, match=r"no copied slot tells the size of PAGES: .*, or give live="):
         made.fill(batch)
     said = said_by(lambda one: made.fill(one, live={pages: 3, rows: 2, BATCH: 3}), torch.arange(3))
     assert "got Tensor: pass {'ids': ..., ...}" in said
@@ -268,7 +268,7 @@ def test_live_rows_of_an_axis_that_no_source_tells() -> None:
 @pytest.mark.parametrize("debug", [None, True, "poison,parity"])
 @pytest.mark.parametrize("name", RUNNERS)
 def test_replay_of_what_is_no_view(name: str, debug: Any) -> None:
-    """`replay` takes what `fill` returned: a batch, a tensor and nothing are named, whoever watches; then it goes on."""
+    """`replay` takes what `fill` returned: a batch, a tensor and nothing are named, whoever watches."""
     if name == "EagerRunner":
         runner, watcher = captured(name, inputs=inputs_of(name)), Watcher()
         for _ in [debug] if debug else []:
@@ -299,7 +299,8 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
             **dict.fromkeys(("gpu", "GPU", "nvidia", "rocm", "hip", "Cuda", "cuda:0"), "cuda"),
             **dict.fromkeys(("ascend", "NPU"), "npu"),
             **dict.fromkeys(("xpu", "mps"), "accelerator"),
-            **{"CPU": "cpu", "cpu_capture": "cpu-capture", "cpucapture": "cpu-capture"},
+            **dict.fromkeys(("cpu_capture", "cpucapture"), "cpu-capture"),
+            "CPU": "cpu",
         }.items()
     },
     "backend of a runner": (lambda: DECODE(backend="gpu"), "did you mean 'cuda'?"),
@@ -460,8 +461,8 @@ def test_captures_that_fail_for_several_reasons() -> None:
     assert "size 8" in runner.report.failed[8]
 
 
-def test_of_ranks_and_others() -> None:
-    """What is raised behind a break keeps the break's name, and the user's line is still the last."""
+def test_a_step_that_raises_itself() -> None:
+    """Its line is the last where a capture fails; an eager step passes on what it raises."""
 
     def broken(_: Any) -> Any:
         raise LookupError("no such table")  # the user's line
@@ -469,8 +470,7 @@ def test_of_ranks_and_others() -> None:
     runner = BreakableRunner(Placed, broken, buckets=[4], settings={"window": False}, backend="cpu-capture")
     with pytest.raises(CaptureError) as caught:
         runner.capture()
-    frames: Sequence[Any] = traceback.extract_tb(caught.value.__traceback__)
-    assert 'raise LookupError("no such table")' in frames[-1].line
+    assert 'raise LookupError("no such table")' in str(traceback.extract_tb(caught.value.__traceback__)[-1].line)
     eager = EagerRunner(Placed, broken, settings={"window": False}, backend="cpu")
     with pytest.raises(LookupError, match=r"^'?no such table"):
         eager(placed_batch("EagerRunner"))

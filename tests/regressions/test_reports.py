@@ -414,7 +414,11 @@ def test_megatron_lm_5715_a_runner_far_ahead() -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows", "says"),
-    [("ids", 1, "BATCH=1; 'positions' says 3"), ("positions", 1, "'positions' says 1"), ("positions", 2, "'positions' says 2")],
+    [
+        ("ids", 1, "BATCH=1; 'positions' says 3"),
+        ("positions", 1, "'positions' says 1"),
+        ("positions", 2, "'positions' says 2"),
+    ],
 )
 def test_trtllm_18207_a_source_of_another_length(name: str, rows: int, says: str) -> None:
     """F: a source that is too short leaves the last step's rows behind it; one of a single row is spread over all."""

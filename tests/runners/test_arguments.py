@@ -176,7 +176,8 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("pooled", [False, True])
 def test_what_is_refused_is_said_clearly(runner: str, *, pooled: bool) -> None:
     """What was expected and what came, when the runner is made: in a pool, too, whose memory is laid out later."""
-    known = {*arguments_of(runner), *keywords_of(RUNNERS[runner])}
+    kind: Any = RUNNERS[runner]
+    known = {*arguments_of(runner), *keywords_of(kind)}
     seat = {"phase": InputPool("decode")["decode"]} if pooled and "phase" in known else {}
     for wrong, says in CLEAR:
         if known.issuperset(wrong):

@@ -138,8 +138,9 @@ def test_the_slot_that_differs_is_blamed(
     assert all(said.count(repr(name)) == 1 for name in names)
     assert "expected" not in said
     first, *others = re.findall(r"[^;]+ says? [^;:]+", said)
-    if guilty == 3 and wrong * WIDTH % right == 0 and wrong:
-        assert said.endswith(f"TOKENS is {wrong * WIDTH // right} x BATCH: did you mean width={wrong * WIDTH // right}?")
+    each = wrong * WIDTH // right
+    if guilty == 3 and wrong and wrong * WIDTH == each * right:
+        assert said.endswith(f"TOKENS is {each} x BATCH: did you mean width={each}?")
         assert first == f"'d_fourth' says TOKENS={wrong * WIDTH}"
     elif guilty is not None:
         size = f"BATCH * 2 = {wrong * WIDTH}" if guilty == 3 else f"BATCH={wrong}"
