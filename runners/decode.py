@@ -362,7 +362,7 @@ class RequestRunner(GraphRunner[V]):
         known: Sizes = NO_SIZES,
         width: int | None = None,
     ) -> None:
-        """Take the arguments of `DecodeRunner`, further sizes, a default of output_rows=, and a width, which is topk=."""
+        """Take the arguments of `DecodeRunner`, further sizes, a default of output_rows=, and topk= as the width."""
         config, factor = config_of(type(self), given), "width"
         if width is not None:
             config, factor = attrs.evolve(config, width=width), "topk"

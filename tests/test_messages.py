@@ -245,24 +245,50 @@ def test_batches_of_loops() -> None:
     step.join(batch, [11, 12, 13])
 
 
+ROWS, PAGES = Axis("ROWS"), Axis("PAGES")
+
+
 class Paged(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    pages: torch.Tensor = copied(Axis("ROWS") + Axis("ROWS"), dtype=torch.int64, pad=0)
-    held: torch.Tensor = copied(Axis("PAGES") * 2 + Axis("ROWS"), dtype=torch.int64, pad=0)
+    pages: torch.Tensor = copied(ROWS * 2, dtype=torch.int64, pad=0)
+    held: torch.Tensor = copied(PAGES * 2 + ROWS, dtype=torch.int64, pad=0)
 
 
 def test_live_rows_of_an_axis_that_no_source_tells() -> None:
     """`live=` gives what sources do not tell; those that they tell are read, and compared, as ever."""
-    rows, pages = Axis("ROWS"), Axis("PAGES")
-    made = InputBuffers(Paged, {BATCH: 8, rows: 8, pages: 8}, backend="cpu-capture")
+    made = InputBuffers(Paged, {BATCH: 8, ROWS: 8, PAGES: 8}, backend="cpu-capture")
     batch = {"ids": torch.tensor([4, 5, 6]), "pages": torch.arange(4), "held": torch.arange(1, 9)}
-    view = made.fill(batch, live={pages: 3})
+    view = made.fill(batch, live={PAGES: 3})
     assert view.held[:9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
     assert (view.ids[:4].tolist(), view.pages[:5].tolist()) == ([4, 5, 6, 0], [0, 1, 2, 3, 0])
     with pytest.raises(SlotGraphError, match=r"no copied slot tells the size of PAGES: .*, or give live="):
         made.fill(batch)
-    said = said_by(lambda one: made.fill(one, live={pages: 3, rows: 2, BATCH: 3}), torch.arange(3))
+    said = said_by(lambda one: made.fill(one, live={PAGES: 3, ROWS: 2, BATCH: 3}), torch.arange(3))
     assert "got Tensor: pass {'ids': ..., ...}" in said
+
+
+class Tabled(Advancing):
+    table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
+    owners: torch.Tensor = copied(PAGES, dtype=torch.int32, pad=0)
+
+
+def test_sources_that_differ_on_several_axes() -> None:
+    """Each axis has its own sentence; a slot over two of them is named in both if it differs in both."""
+    sizes = {BATCH: 4, TOKENS: 8, PAGES: 6}
+    made = InputBuffers(Tabled, sizes, backend="cpu-capture")
+    runner = DecodeRunner(Tabled, lambda view: view.ids * 2, buckets=[4], sizes={PAGES: 6}, backend="cpu-capture")
+    runner.capture()
+    eager = EagerRunner(Tabled, lambda view: view.ids * 2, backend="cpu")
+    integers = functools.partial(torch.ones, dtype=torch.int32)
+    batch = {"ids": torch.ones(3).long(), "lens": torch.ones(3).long(), "table": integers(3, 5), "owners": integers(5)}
+    wrong = {**batch, "table": integers(2, 4)}
+    for take in (made.fill, runner, runner.fill, runner.decide, eager, eager.fill, eager.decide):
+        said = said_by(take, wrong)
+        assert re.search(r"'table' says (BATCH=)?2", said)
+        assert re.search(r"'owners' says PAGES=5; 'table' says 4: bring", said)
+        assert said.count(": bring the same number of rows for all of them") == 2
+        assert "expected" not in said
+        take(batch)
 
 
 @pytest.mark.parametrize("debug", [None, True, "poison,parity"])

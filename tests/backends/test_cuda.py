@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -347,6 +348,23 @@ def test_refused_operations(cuda: CudaBackend, step: Step, says: str) -> None:
     assert_usable(cuda, source)
     earlier.replay()
     assert torch.equal(earlier.outputs, source + 1)
+
+
+def test_the_line_of_a_failed_capture(cuda: CudaBackend) -> None:
+    """A runner's error says once what CUDA refused in each bucket, and its traceback ends in the step's own line."""
+
+    def reads(view: Rows) -> torch.Tensor:
+        return view.ids * view.ids.sum().item()
+
+    runner = DecodeRunner(Rows, reads, buckets=[2, 4], backend=cuda)
+    with pytest.raises(CaptureError) as refused:
+        runner.capture()
+    last, said = traceback.extract_tb(refused.value.__traceback__)[-1], str(refused.value)
+    assert last.line == "return view.ids * view.ids.sum().item()"
+    assert said.startswith("2 of 2 buckets were not captured and run eagerly: bucket 2, 4: ")
+    assert said.count(f"test_cuda.py:{last.lineno}") == 1
+    text = "".join(traceback.format_exception(refused.value))
+    assert text.count("Traceback (most recent call last)") == 1
 
 
 def hides(_: CudaBackend, x: torch.Tensor) -> torch.Tensor:
