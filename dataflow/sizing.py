@@ -25,8 +25,6 @@ from .sources import NO_SIDE, Path, Side, Source, keys_of, look_up
 Relations = Mapping[Axis, Dim]
 _DEPTH: Final = 16
 """How deep nested lists are looked into."""
-_NUMBERS: Final = (torch.Tensor, *HOST_KINDS)
-"""What a batch is not, unless it has the names of slots, as a named tuple has."""
 
 
 @attrs.frozen
@@ -162,10 +160,10 @@ class Sizer:
 
     def _no_batch(self, batch: Any) -> list[str]:
         """Say what came in place of a batch, if nothing that slots read is there."""
-        names, is_mapping = [*self._names], isinstance(batch, Mapping)
-        if is_mapping or not names or any(look_up(batch, name) is not None for name in names):
+        names = [*self._names]
+        if isinstance(batch, Mapping) or any(look_up(batch, name) is not None for name in names):
             return []
-        if not isinstance(batch, _NUMBERS) and self._nearest(batch):
+        if not names or self._nearest(batch):
             return []
         example = f"{{{names[0]!r}: ...{', ...' * (len(names) > 1)}}}"
         what = "a batch is a mapping or an object with a value for each slot"

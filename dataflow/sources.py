@@ -15,6 +15,7 @@ OUT: Final = "out"
 Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 Sources: TypeAlias = tuple[Any, ...]
+_NOT_OF_USERS: Final = frozenset({"builtins", "numpy", "torch"})
 _IS_MAPPING: Final[dict[type, bool]] = {}  # asking an abstract class costs more than the look-up itself
 
 
@@ -30,8 +31,12 @@ def look_up(holder: object, name: str) -> Any:
 
 
 def keys_of(batch: Any) -> set[str]:
-    """The names of what a batch has: of its keys, or of its attributes."""
-    return {*map(str, batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", None) or dir(batch))}
+    """The names of what a batch has: of its keys, or of its attributes; none of a tensor's, a list's and the like."""
+    if isinstance(batch, Mapping):
+        return {*map(str, batch)}
+    if type(batch).__module__.partition(".")[0] in _NOT_OF_USERS:
+        return set()
+    return {*(getattr(batch, "__dict__", None) or dir(batch))}
 
 
 class Source(abc.ABC):

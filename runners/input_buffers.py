@@ -130,7 +130,7 @@ class InputBuffers(Generic[V]):
         with self.gate.open():
             pattern = self._stage.absent(batch, side) if absent is None else absent
             key = self._key(padded, pattern)
-            given = checked_sizes(live, "live") if live else live
+            given = live if live is NO_SIZES else checked_sizes(live, "live")
             rows = self._live(batch, given, side)
             filling, turn = self._filling(key), self._buffers.turn
             if self._waits and self._filler.hosts.possible:
@@ -210,17 +210,26 @@ class InputBuffers(Generic[V]):
         for axis, size in checked_sizes(padded, "padded").items():
             most = capacity.get(axis)
             if most is None or (axis.fixed and size != most):
-                axes, near = ", ".join(one.name for one in self._axes), did_you_mean(axis, map(str, self._axes))
-                what = "it takes the axes of slots that vary, and these are"
-                raise ConfigError(f"padded names {axis}: {what} {axes}{near}")
+                raise self._unknown("padded", axis)
             if size > most:
                 raise ConfigError(f"padded size {size} of {axis} is more than its capacity, {most}")
         return tuple(padded.get(axis, capacity[axis]) for axis in self._axes), frozenset(absent)
 
+    def _unknown(self, argument: str, axis: Axis) -> ConfigError:
+        """The error for an axis that no slot varies on."""
+        axes = [one.name for one in self._axes]
+        what = f"it takes the axes of slots that vary, and these are {', '.join(axes)}"
+        return ConfigError(f"{argument} names {axis}: {what}{did_you_mean(axis, axes)}")
+
     def _sizer(self, given: frozenset[Axis]) -> Sizer:
-        """What reads live sizes of all axes but the given ones. DeclarationError where no copied slot tells one."""
+        """What reads live sizes of all axes but the given ones.
+
+        ConfigError for an axis that there is not, DeclarationError where no copied slot tells one that is not given.
+        """
         known = self._sizers.get(given)
         if known is None:
+            for axis in sorted(given - self.capacity.keys()):
+                raise self._unknown("live", axis)
             try:
                 known = self._sizers[given] = Sizer(self._stage.declaration, {}, self.capacity, known=given)
             except DeclarationError as error:

@@ -127,6 +127,21 @@ def test_what_is_no_batch(entry: str) -> None:
     take(SimpleNamespace(**batch))
 
 
+def test_what_is_no_batch_has_no_keys() -> None:
+    """A runner that names the keys that no slot reads says nothing of a tensor's attributes."""
+
+    class Graded(Inputs):
+        grads: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        names: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+    runner = DecodeRunner(Graded, lambda view: view.grads, buckets=[2], backend="cpu-capture", debug=True)
+    runner.capture()
+    for value in (torch.ones(2), [1, 2], "grads", None, torch.nn.Linear(2, 2)):
+        with capture_logs() as events:
+            assert said_by(runner, value).startswith("a batch is a mapping or an object")
+        assert events == []
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_batch_with_a_misspelt_name(entry: str) -> None:
     """A mapping and an object that lack one source, or have all under other names, are told which name was meant."""
@@ -346,6 +361,11 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: buffers().fill(placed_batch("EagerRunner"), {Axis("TOKEN"): 8}),
         "padded names TOKEN: it takes the axes of slots that vary, and these are BATCH, TOKENS; did you mean 'TOKENS'?",
     ),
+    "axis of live=": (
+        lambda: buffers().fill(placed_batch("EagerRunner"), live={Axis("TOKEN"): 3}),
+        "live names TOKEN: it takes the axes of slots that vary, and these are BATCH, TOKENS; did you mean 'TOKENS'?",
+    ),
+    "live= of another kind": (lambda: buffers().fill({}, live=None), "live: expected a mapping of axes to their"),
     "padded= by name": (lambda: buffers().fill({}, {"TOKENS": 8}), "padded: expected a mapping of axes to their sizes"),
     "live= by name": (lambda: buffers().fill({}, live={"TOKENS": 8}), "live: expected a mapping of axes to their"),
     "axis of narrow": (
