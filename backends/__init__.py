@@ -12,6 +12,7 @@ from ..dataflow import log
 from ..dataflow.capabilities import AUTO, DEVICE, HOST, Capabilities, Placement
 from ..dataflow.errors import BackendUnavailableError, ConfigError, hint
 from ..dataflow.packet import Upload
+from ..dataflow.plan import FUSED
 from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
 
 __all__ = [
@@ -85,17 +86,31 @@ def name_of(backend: str | Backend | type[Backend]) -> str:
 def choose(backend: str | Backend | type[Backend]) -> Backend:
     """A backend by name or class, or "auto" for the available one of highest priority; an instance as it is.
 
-    Raises BackendUnavailableError with the reason where it cannot run here, ConfigError for anything else.
+    Raises BackendUnavailableError with the reason where it cannot run here, ConfigError for anything else, and for a
+    backend whose record does not suit it.
     """
     name = name_of(backend)
     if isinstance(backend, Backend):
-        return backend
+        return _checked(backend)
     if name == AUTO:
-        return next(_available())()
+        return _checked(next(_available())())
     kind = load(backend) if isinstance(backend, str) else backend
     if not (available := kind.is_available()):
         raise BackendUnavailableError(f"backend {kind.name!r} cannot run here: {available.reason}")
-    return kind()
+    return _checked(kind())
+
+
+def _checked(backend: Backend) -> Backend:
+    """The backend. ConfigError where its record is none, or names what needs a verb that it has not."""
+    record, kind = backend.capabilities, type(backend)
+    if not isinstance(record, Capabilities):
+        raise ConfigError(f"backend {kind.name!r}: expected a Capabilities as its record, got {type(record).__name__}")
+    fused = [lowering for lowering in record.lowerings if lowering in FUSED]
+    needs = {"upload": [*fused, *["packed_uploads"] * record.packed_uploads], "fusion": fused}
+    for verb, names in needs.items():
+        if names and getattr(kind, verb) is getattr(Backend, verb):
+            raise ConfigError(f"backend {kind.name!r}: its record names {names[0]}, which needs {verb}(): define it")
+    return backend
 
 
 def _available() -> Iterator[type[Backend]]:

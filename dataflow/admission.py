@@ -108,7 +108,7 @@ def _admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
     made: Any = source
     if isinstance(source, HOST_KINDS):
         try:
-            made = tensor_of(source, to.tensor.dtype, len(shape))
+            made = tensor_of(source, to.tensor.dtype, shape)
         except (RuntimeError, TypeError, ValueError) as error:
             raise BatchError(f"{_expected(to, shape)}, got {type(source).__name__}: {error}") from error
     elif why := unreadable(source):

@@ -131,6 +131,7 @@ class InputBuffers(Generic[V]):
             pattern = self._stage.absent(batch, side) if absent is None else absent
             key = self._key(padded, pattern)
             rows = self._live(batch, live, side)
+            self._stage.declaration.check_fields(batch)
             filling, turn = self._filling(key), self._buffers.turn
             if self._waits and self._filler.hosts.possible:
                 self._filler.hosts.note()

@@ -266,6 +266,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         try:
             live = self.size(batch, side)
             self.check_limits(batch, side)
+            self.stage.declaration.check_fields(batch)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
         except BaseException as error:
@@ -344,7 +345,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""
-        return [limit.allow for limit in self.limits]
+        declaration = self.stage.declaration
+        fields = [lambda batch, _: not declaration.field_faults(batch)] if declaration.checked_fields else []
+        return [*fields, *(limit.allow for limit in self.limits)]
 
     @property
     def agreed(self) -> Decision | None:
