@@ -105,11 +105,11 @@ def _checked(backend: Backend) -> Backend:
     record, kind = backend.capabilities, type(backend)
     if not isinstance(record, Capabilities):
         raise ConfigError(f"backend {kind.name!r}: expected a Capabilities as its record, got {type(record).__name__}")
-    fused = [lowering for lowering in record.lowerings if lowering in FUSED]
-    needs = {"upload": [*fused, *["packed_uploads"] * record.packed_uploads], "fusion": fused}
-    for verb, names in needs.items():
-        if names and getattr(kind, verb) is getattr(Backend, verb):
-            raise ConfigError(f"backend {kind.name!r}: its record names {names[0]}, which needs {verb}(): define it")
+    fused = next((lowering for lowering in record.lowerings if lowering in FUSED), None)
+    uploads = "packed_uploads" if record.packed_uploads else fused
+    if (fused and kind.fusion is Backend.fusion) or (uploads and kind.upload is Backend.upload):
+        verbs = f"upload() and fusion(), for {fused}" if fused else "upload(), for packed_uploads"
+        raise ConfigError(f"backend {kind.name!r}: its record asks for verbs that it does not define: {verbs}")
     return backend
 
 

@@ -119,17 +119,17 @@ class Backend(abc.ABC):
         """Check that the class's verbs take what runners call them with. ConfigError names the verb."""
         super().__init_subclass__(**keywords)
         for name, verb in vars(Backend).items():
-            own = vars(cls).get(name)
-            if name.startswith("_") or not (inspect.isfunction(verb) and inspect.isfunction(own)):
+            own = None if name.startswith("_") else getattr(cls, name)
+            if not (inspect.isfunction(verb) and inspect.isfunction(own)):
                 continue
             taken = inspect.signature(verb).parameters.values()
-            given = [None for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
+            given = [one.name for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
             named = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
             try:
                 inspect.signature(own).bind(*given, **dict.fromkeys(named))
             except TypeError as error:
-                call = f"{name}{inspect.signature(verb)}"
-                raise ConfigError(f"{cls.__name__}.{name} must take what runners give it, as {call}: {error}") from error
+                call = ", ".join([*given[1:], *(f"{one}=" for one in named)])
+                raise ConfigError(f"{cls.__name__}.{name}: {error}: runners call {name}({call})") from error
 
     @classmethod
     @abc.abstractmethod

@@ -117,9 +117,9 @@ class Declaration:
                 seen[name] = field.read(batch)
             except BatchError as error:
                 faults.append(str(error))
-        made = object.__new__(checked[0].owner)
-        made.__dict__.update(seen)
-        for field in () if attrs.validators.get_disabled() else checked:
+        made: Any = object.__new__(checked[0].owner)
+        vars(made).update(seen)
+        for field in () if faults or attrs.validators.get_disabled() else checked:
             value, validate = seen.get(field.name), field.attribute.validator
             if validate is None or (value is None and field.default is attrs.NOTHING):
                 continue

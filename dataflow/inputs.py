@@ -4,7 +4,7 @@ import inspect
 import keyword
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, SupportsIndex, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, SupportsIndex, TypeVar, dataclass_transform
 
 import attrs
 import torch
@@ -23,6 +23,9 @@ _CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_exten
 _NONE: Final = re.compile(r"\b(?:None|Optional)\b")
 _REQUIRED: Final = "say default=None or when= if it may be absent, else leave None out of the annotation"
 _Bases = dict[str, list[tuple[type, Slot | None]]]
+
+
+V = TypeVar("V", bound="Inputs")
 
 
 def slot_in(field: object) -> Slot | None:
@@ -160,7 +163,8 @@ class Inputs(metaclass=_Declaring):
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
         """Refuse to be an argument of a function of torch, which is called here for each that gets a view."""
-        raise TypeError(f"{getattr(function, '__name__', function)} takes tensors, got {cls.__name__}: {cls._as_tensor()}")
+        called = getattr(function, "__name__", function)
+        raise TypeError(f"{called} takes tensors, got {cls.__name__}: {cls._as_tensor()}")
 
     @classmethod
     def _as_tensor(cls) -> str:
@@ -168,17 +172,21 @@ class Inputs(metaclass=_Declaring):
         name = next(iter(cls.slotgraph.slots), "name")
         return f"the view went into a layer as if it were a tensor: wrap it, `lambda view: module(view.{name})`"
 
+    def __copy__(self) -> Self:
+        """Copy a batch or a view with the same tensors: that of a view is a view, too."""
+        return _made_of(type(self), vars(self))
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Copy or pickle a view as a batch with memory of its own: its live rows and its fields, nothing computed."""
         if self._slotgraph_view is None:
             return super().__reduce_ex__(protocol)
-        return _batch_of, (type(self), live_values(vars(self), self.slotgraph, self._slotgraph_view))
+        return _made_of, (type(self), live_values(vars(self), self.slotgraph, self._slotgraph_view))
 
 
-def _batch_of(cls: type[Inputs], values: Mapping[str, Any]) -> Inputs:
-    """Make a batch of a class without its constructor, for `copy` and `pickle`."""
+def _made_of(cls: type[V], values: Mapping[str, Any]) -> V:
+    """Make an object of a declaration without its constructor, for `copy` and `pickle`."""
     made = cls.__new__(cls)
-    made.__dict__.update(values)
+    vars(made).update(values)
     return made
 
 
@@ -232,21 +240,24 @@ def _undeclared(name: str, value: object, otherwise: str) -> str:
 def _default_fault(attribute: Any) -> str | None:
     """Why batches cannot be given a field's default, or be compared with it, or None.
 
-    A default is one object for all batches, and graphs are captured with what it holds. If it could be changed in place,
-    no comparison with itself would tell.
+    A default is one object for all batches, and graphs are captured with what it holds. If it is changed in place, it
+    is still equal to itself, so no batch would look different.
     """
     default: Any = attribute.default
     if is_factory(default) and default.takes_self:
-        return "its default is made of the object, and a mapping as a batch is none: leave takes_self out, or compute it"
+        return "its default takes the object, and a mapping as a batch is none: leave takes_self out"
     if getattr(attribute.converter, "takes_self", False):
         return "its converter takes the object, and a mapping as a batch is none: leave takes_self out"
     if default is attrs.NOTHING or is_factory(default):
         return None
-    kind, way_out = type(default), "make one for each batch, attrs.field(factory=...), or give what cannot change"
+    kind: Any = type(default)
     try:
         hash(default)
     except TypeError:
-        return f"its default, of type {kind.__name__}, can be changed in place, which graphs would not see: {way_out}"
+        return (
+            f"its default, of type {kind.__name__}, can be changed in place, which graphs would not see: make one for "
+            "each batch, attrs.field(factory=...), or give a value that cannot change, such as a tuple"
+        )
     by_identity = kind.__hash__ is object.__hash__ and not (callable(default) or inspect.ismodule(default))
     if by_identity and (getattr(default, "__dict__", None) or getattr(kind, "__slots__", None)):
         return (
@@ -273,7 +284,7 @@ def _field_faults(cls: type) -> Faults:
         is_word = inspect.isfunction(default) and default.__module__ == slot.__module__
         if is_word or isinstance(default, _UNMADE) or _holds_slots(default):
             yield field.name, _undeclared(field.name, field if is_word else default, "its default is not a field")
-        elif fault := _default_fault(field):
+        elif slot_in(field) is None and (fault := _default_fault(field)):
             yield field.name, fault
         kind, is_faulty = slot_in(field), bool(field.metadata.get(FAULTS))
         required = kind is not None and not (kind.optional or kind.when or is_faulty)

@@ -111,9 +111,10 @@ class Field:
         """The field that attrs made. Raises what its converter raises over the default."""
         convert, default = attribute.converter, attribute.default
         if isinstance(convert, attrs.Converter):
-            plain: Any = convert  # its type has no attributes
-            make = plain.converter
-            convert = (lambda value: make(value, attribute)) if plain.takes_field else make
+            said: Any = convert  # its type has no attributes
+            make = said.converter
+            convert = (lambda value: make(value, attribute)) if said.takes_field else make
+            convert = None if said.takes_self else convert  # which its class is refused for
         if convert is not None and default is not attrs.NOTHING and not is_factory(default):
             default = convert(default)
         return cls(attribute.name, owner, attribute, convert, default)

@@ -280,7 +280,7 @@ class RunnerConfig:
     def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":
         """Check a mapping's keys and values. ConfigError names the nearest known key, or all values that are wrong."""
         known, faults = cls.options(), list[str]()
-        for key, value in options.items():
+        for key, value in checked("options", "a mapping of options", options, Mapping).items():
             if key not in known:
                 raise ConfigError(f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}")
             try:
