@@ -69,7 +69,9 @@ class Inputs(metaclass=_Declaring):
 
     A field that is no slot is carried from the batch into the view. One without a default is not to be seen while a
     graph is captured, since its value would be frozen there; one with a default is, and a batch whose value differs
-    from the default does not go through the graph.
+    from the default does not go through the graph. Hence no default can be changed in place: changed, it would still be
+    equal to itself, and go through graphs that hold what it was. Converters and validators apply to what any batch
+    brings; an object of the class has had them in its constructor.
     """
 
     slotgraph: ClassVar[Declaration]

@@ -346,8 +346,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""
         declaration = self.stage.declaration
-        fields = [lambda batch, _: not declaration.field_faults(batch)] if declaration.checked_fields else []
-        return [*fields, *(limit.allow for limit in self.limits)]
+        holds: list[Holds] = [limit.allow for limit in self.limits]
+        if declaration.checked_fields:
+            holds.append(lambda batch, _: not declaration.field_faults(batch))
+        return holds
 
     @property
     def agreed(self) -> Decision | None:
