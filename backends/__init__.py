@@ -12,6 +12,7 @@ from ..dataflow import log
 from ..dataflow.capabilities import AUTO, DEVICE, HOST, Capabilities, Placement
 from ..dataflow.errors import BackendUnavailableError, ConfigError, hint
 from ..dataflow.packet import Upload
+from ..dataflow.plan import FUSED
 from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
 
 __all__ = [
@@ -93,17 +94,31 @@ def name_of(backend: str | Backend | type[Backend]) -> str:
 def choose(backend: str | Backend | type[Backend]) -> Backend:
     """A backend by name or class, or "auto" for the available one of highest priority; an instance as it is.
 
-    Raises BackendUnavailableError with the reason where it cannot run here, ConfigError for anything else.
+    Raises BackendUnavailableError with the reason where it cannot run here, ConfigError for anything else, and for a
+    backend whose record does not suit it.
     """
     name = name_of(backend)
     if isinstance(backend, Backend):
-        return backend
+        return _checked(backend)
     if name == AUTO:
-        return next(_available())()
+        return _checked(next(_available())())
     kind = load(backend) if isinstance(backend, str) else backend
     if not (available := kind.is_available()):
         raise BackendUnavailableError(f"backend {kind.name!r} cannot run here: {available.reason}")
-    return kind()
+    return _checked(kind())
+
+
+def _checked(backend: Backend) -> Backend:
+    """The backend. ConfigError where its record is none, or names what needs a verb that it has not."""
+    record, kind = backend.capabilities, type(backend)
+    if not isinstance(record, Capabilities):
+        raise ConfigError(f"backend {kind.name!r}: expected a Capabilities as its record, got {type(record).__name__}")
+    fused = next((lowering for lowering in record.lowerings if lowering in FUSED), None)
+    uploads = "packed_uploads" if record.packed_uploads else fused
+    if (fused and kind.fusion is Backend.fusion) or (uploads and kind.upload is Backend.upload):
+        verbs = f"upload() and fusion(), for {fused}" if fused else "upload(), for packed_uploads"
+        raise ConfigError(f"backend {kind.name!r}: its record asks for verbs that it does not define: {verbs}")
+    return backend
 
 
 def _available() -> Iterator[type[Backend]]:

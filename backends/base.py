@@ -1,6 +1,7 @@
 """The abstract base of all backends: a capability record and a handful of verbs."""
 
 import abc
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Final, Protocol
@@ -9,7 +10,7 @@ import attrs
 import torch
 
 from ..dataflow.capabilities import Capabilities, Placement
-from ..dataflow.errors import CaptureError
+from ..dataflow.errors import CaptureError, ConfigError
 from ..dataflow.packet import Upload
 
 
@@ -113,6 +114,22 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Check that the class's verbs take what runners call them with. ConfigError names the verb."""
+        super().__init_subclass__(**keywords)
+        for name, verb in vars(Backend).items():
+            own = None if name.startswith("_") else getattr(cls, name)
+            if not (inspect.isfunction(verb) and inspect.isfunction(own)):
+                continue
+            taken = inspect.signature(verb).parameters.values()
+            given = [one.name for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
+            named = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
+            try:
+                inspect.signature(own).bind(*given, **dict.fromkeys(named))
+            except TypeError as error:
+                call = ", ".join([*given[1:], *(f"{one}=" for one in named)])
+                raise ConfigError(f"{cls.__name__}.{name}: {error}: runners call {name}({call})") from error
 
     @classmethod
     @abc.abstractmethod

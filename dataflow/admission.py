@@ -107,7 +107,7 @@ def _admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
     made: Any = source
     if isinstance(source, HOST_KINDS):
         try:
-            made = tensor_of(source, to.tensor.dtype, len(shape))
+            made = tensor_of(source, to.tensor.dtype, shape)
         except (RuntimeError, TypeError, ValueError) as error:
             text = f"{_expected(to, shape)}, got {type(source).__name__}: {error}"
             raise BatchError.of(Fault(to.name, text)) from error

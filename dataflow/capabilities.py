@@ -1,6 +1,7 @@
 """The capability record of a device, and the dtypes and pad values that depend on it."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
@@ -22,8 +23,57 @@ LADDER: Final[tuple[Lowering, ...]] = get_args(Lowering)
 """How a plan is run, the fewest calls first: by one kernel in the graph, or before it; foreach copies; the oracle."""
 
 
-def _frozen_mapping(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(dict(mapping))
+_ROLES: Final[set[str]] = set()
+_FILL_ROLES: Final[set[str]] = set()
+"""The names of all roles that were made so far."""
+_NEAR: Final = 0.85
+"""How much alike a name and that of a role are, for the one to be a slip of the other."""
+_Validator = Callable[[object, Any, Any], None]
+
+
+def _frozen_mapping(mapping: Any) -> Any:
+    return MappingProxyType(dict(mapping)) if isinstance(mapping, Mapping) else mapping
+
+
+def _must(expected: str, holds: Callable[[Any], bool]) -> _Validator:
+    """Make a validator: ConfigError where a value of the record does not hold."""
+
+    def check(_: object, field: Any, value: Any) -> None:
+        if not holds(value):
+            raise ConfigError(f"Capabilities({field.name}=): expected {expected}, got {value!r:.200}")
+
+    return check
+
+
+def _by_role(roles: set[str], kinds: type | tuple[type, ...], what: str) -> _Validator:
+    """Make a validator of a mapping from roles' names. An unknown name may be that of a role which is made later."""
+    expected = f"a mapping of roles' names to {what}"
+    is_mapping = _must(expected, lambda value: isinstance(value, Mapping))
+    fits = _must(expected, lambda one: isinstance(one[1], kinds) and not isinstance(one[1], bool))
+
+    def check(record: object, field: Any, value: Any) -> None:
+        is_mapping(record, field, value)
+        for one in value.items():
+            fits(record, field, one)
+            name = str(one[0])
+            near = difflib.get_close_matches(name.lower(), roles.difference(value), 1, _NEAR)
+            if near and name not in roles:
+                raise ConfigError(f"Capabilities({field.name}=): there is no role {name!r}: did you mean {near[0]!r}?")
+
+    return check
+
+
+def _flag(*, default: bool) -> bool:
+    """A field of the record that is true or false."""
+    return attrs.field(default=default, validator=_must("True or False", lambda value: isinstance(value, bool)))
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_lowerings(value: object) -> bool:
+    return isinstance(value, tuple) and 0 < len(value) == len({*value}) and {*value} <= {*LADDER}
 
 
 @attrs.frozen(kw_only=True)
@@ -43,21 +93,40 @@ class Capabilities:
     capture_error_modes: the modes that capture accepts, the default first.
     graphs_hint: how many graphs the device can take, or None where no limit is known.
     lowerings: those of `LADDER` that the device can run, the preferred first.
+
+    ConfigError for a value of another kind, and for a name that is almost a role's.
     """
 
-    roles: Mapping[str, torch.dtype] = attrs.field(factory=dict, converter=_frozen_mapping)
-    fills: Mapping[str, int] = attrs.field(factory=dict, converter=_frozen_mapping)
-    pools_inputs: bool = True
-    foreach_device: bool = True
-    foreach_host: bool = True
-    foreach_mixed: bool = False
-    foreach_chunk: int = 0
-    packed_uploads: bool = False
-    arenas: bool = True
-    host_parameters: bool = False
-    capture_error_modes: tuple[str, ...] = ()
-    graphs_hint: int | None = None
-    lowerings: tuple[Lowering, ...] = ("foreach", "slot_by_slot")
+    roles: Mapping[str, torch.dtype] = attrs.field(
+        factory=dict, converter=_frozen_mapping, validator=_by_role(_ROLES, torch.dtype, "torch dtypes")
+    )
+    fills: Mapping[str, int] = attrs.field(
+        factory=dict, converter=_frozen_mapping, validator=_by_role(_FILL_ROLES, (int, float), "numbers")
+    )
+    pools_inputs: bool = _flag(default=True)
+    foreach_device: bool = _flag(default=True)
+    foreach_host: bool = _flag(default=True)
+    foreach_mixed: bool = _flag(default=False)
+    foreach_chunk: int = attrs.field(
+        default=0, validator=_must("a whole number, 0 for no limit", lambda value: _is_whole(value, 0))
+    )
+    packed_uploads: bool = _flag(default=False)
+    arenas: bool = _flag(default=True)
+    host_parameters: bool = _flag(default=False)
+    capture_error_modes: tuple[str, ...] = attrs.field(
+        default=(),
+        validator=_must(
+            "a tuple of texts", lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+        ),
+    )
+    graphs_hint: int | None = attrs.field(
+        default=None,
+        validator=_must("a whole number, at least 1, or None", lambda value: value is None or _is_whole(value, 1)),
+    )
+    lowerings: tuple[Lowering, ...] = attrs.field(
+        default=("foreach", "slot_by_slot"),
+        validator=_must(f"a tuple of at least one of {', '.join(LADDER)}, each once", _are_lowerings),
+    )
 
 
 def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> Lowering:
@@ -82,6 +151,10 @@ class Role:
     default: torch.dtype
     accepts: tuple[torch.dtype, ...] = ()
 
+    def __attrs_post_init__(self) -> None:
+        """Let capability records name the role."""
+        _ROLES.add(str(self.name))
+
     def on(self, capabilities: Capabilities) -> torch.dtype:
         """The dtype on one device."""
         return capabilities.roles.get(self.name, self.default)
@@ -93,6 +166,10 @@ class FillRole:
 
     name: str
     default: int = attrs.field(converter=python_number)
+
+    def __attrs_post_init__(self) -> None:
+        """Let capability records name the role."""
+        _FILL_ROLES.add(str(self.name))
 
     def on(self, capabilities: Capabilities) -> int:
         """The pad value on one device."""

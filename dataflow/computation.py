@@ -18,7 +18,7 @@ from .guard import outside_inference
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
 from .slots import Slot
-from .sources import OUT, Compute, look_up
+from .sources import OUT, Compute, Field
 from .tails import holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
@@ -55,7 +55,7 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
     tensor = value
     if isinstance(value, HOST_KINDS):  # an array keeps its own dtype
         try:
-            tensor = tensor_of(value, target.dtype, target.dim())
+            tensor = tensor_of(value, target.dtype, target.shape)
         except (RuntimeError, TypeError, ValueError) as error:
             raise _misfit(what, target, f"{value!r}: {error}") from error
     if not isinstance(tensor, torch.Tensor):
@@ -75,14 +75,6 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
     return ComputeError(f"{what}: expected {dtype_text(target.dtype)} of shape {list(target.shape)}, got {got}")
 
 
-def field_of(batch: Any, name: str, default: Any) -> Any:
-    """A field that is not a slot: the batch's own, else the declaration's default, else None."""
-    value = look_up(batch, name)
-    if value is not None or default is attrs.NOTHING:
-        return value
-    return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
-
-
 @attrs.frozen(eq=False)
 class Computation:
     """A function with all that is known of its arguments before the batch; `fields` come from the batch.
@@ -94,7 +86,7 @@ class Computation:
     slot: str
     compute: Compute
     function: Callable[..., Any]
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Field]
     target: torch.Tensor
     numbers: tuple[Any, float, float]
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -139,7 +131,7 @@ class Computation:
         """Call the function, with fields of the batch. ComputeError where it raises, or changes what it is given."""
         try:
             if self.fields:
-                value = self.function(**{name: field_of(batch, name, default) for name, default in self.fields.items()})
+                value = self.function(**{name: field.read(batch) for name, field in self.fields.items()})
             else:
                 value = self.function()
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything

@@ -13,7 +13,7 @@ from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
-from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Path, Source, keys_of, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, look_up
 
 Faults = Iterator[tuple[str, str]]  # the names of slots or fields, and what is wrong with each
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
@@ -23,7 +23,7 @@ _GIVEN: Final = (STEP, SETTINGS, RANKS)
 class Declaration:
     """The slots of one declaration class, checked.
 
-    fields: names that are not slots, carried from the batch into the view, with their defaults, or attrs.NOTHING.
+    fields: those that are not slots, carried from the batch into the view.
     disabled: slots that the settings switch off. settings, ranks: those of the runner, which functions may ask for.
     arguments: the side arguments that slots read, disabled ones too; None where a source of one's own may read any.
     following: axes that no slot has, but whose sizes follow by the runner's relations: see `related`.
@@ -31,7 +31,7 @@ class Declaration:
 
     name: str
     slots: Mapping[str, Slot]
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Field]
     disabled: tuple[str, ...] = ()
     settings: object = None
     ranks: Any = None
@@ -78,6 +78,11 @@ class Declaration:
         return MappingProxyType({name: read for name, slot in slots if (read := slot.reads(name)) is not None})
 
     @functools.cached_property
+    def checked_fields(self) -> tuple[Field, ...]:
+        """Fields whose values attrs converts or validates."""
+        return tuple(one for one in self.fields.values() if one.convert or one.attribute.validator)
+
+    @functools.cached_property
     def parameters(self) -> Mapping[str, str]:
         """Host parameters: by the operator's argument that takes it, the slot's name."""
         slots = self.slots.items()
@@ -96,6 +101,38 @@ class Declaration:
         known = ", ".join(map(repr, sorted(self.arguments))) or "none"
         instead = hint(unknown, self.arguments, f"the side arguments that its slots read are: {known}")
         raise BatchError(f"{self.name}: no slot reads the side argument {unknown!r}: {instead}")
+
+    def field_faults(self, batch: Any) -> list[str]:
+        """What converters and validators refuse of a batch, field by field.
+
+        The constructor has checked objects of the class. Of any other batch validators see an object of the class with
+        what the batch has by the names of copied slots and of fields.
+        """
+        checked = self.checked_fields
+        if not checked or isinstance(batch, checked[0].owner):
+            return []
+        faults, seen = list[str](), {name: look_up(batch, name) for name in self.sources}
+        for name, field in self.fields.items():
+            try:
+                seen[name] = field.read(batch)
+            except BatchError as error:
+                faults.append(str(error))
+        made: Any = object.__new__(checked[0].owner)
+        vars(made).update(seen)
+        for field in () if faults or attrs.validators.get_disabled() else checked:
+            value, validate = seen.get(field.name), field.attribute.validator
+            if validate is None or (value is None and field.default is attrs.NOTHING):
+                continue
+            try:
+                validate(made, field.attribute, value)
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+                faults.append(field.refusal(error))
+        return faults
+
+    def check_fields(self, batch: Any) -> None:
+        """BatchError with all that converters and validators refuse of a batch."""
+        if faults := self.field_faults(batch):
+            raise BatchError("; ".join(faults))
 
     def check_names(self, argument: str, names: Iterable[str], kind: Literal["", "optional", "copied"] = "") -> None:
         """ConfigError where an argument names what is not a slot of the class, or none of a kind."""
@@ -136,7 +173,7 @@ class Declaration:
 
 
 def declare(
-    name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any], found: Sequence[DeclarationError] = ()
+    name: str, slots: Mapping[str, Slot], fields: Mapping[str, Field], found: Sequence[DeclarationError] = ()
 ) -> Declaration:
     """Check slots and make them a declaration. DeclarationErrors with every fault, those `found` already first."""
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))

@@ -32,6 +32,10 @@ class DeclarationError(SlotGraphError, TypeError):
 class DeclarationErrors(ExceptionGroup[DeclarationError], SlotGraphError):  # noqa: N818 - the plural says it
     """All faults of one declaration together."""
 
+    def __str__(self) -> str:
+        """Show each fault on a line of its own: a logger, or a line of pytest, shows nothing else of a group."""
+        return f"{self.message}: " + "\n".join(map(str, self.exceptions))
+
     def derive(self, excs: Sequence[DeclarationError]) -> "DeclarationErrors":  # type: ignore[override]
         """A part of the group, as `except*` asks for it."""
         return DeclarationErrors(self.message, excs)

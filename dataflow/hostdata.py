@@ -4,7 +4,7 @@ import ctypes
 import itertools
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -31,25 +31,29 @@ LETTERS: Final = {
 _BOOLS: Final = frozenset({bool, np.bool_})
 _BITS: Final = frozenset({0, 1})  # a list without these need not be asked for bools, which takes twice as long
 _LISTS: Final = frozenset({list, tuple})
+_DIMS: Final = 64  # that torch's tensors have at most
 _PAD_THEM: Final = "pad them to one length"
 
 
-def tensor_of(value: Any, dtype: torch.dtype, dims: int = 64) -> torch.Tensor:
+def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = None) -> torch.Tensor:
     """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
 
-    dims: of the slot. A bool is not a number here, a float no index: such a list comes back in its own dtype. Raises
-    RuntimeError, TypeError or ValueError for what is no box of numbers, or holds bools or what `dtype` cannot hold.
+    wanted: the shape of the slot, where it is known: lists without a number leave the dims inside of them open. A bool
+    is not a number here, a float no index: such a list comes back in its own dtype. Raises RuntimeError, TypeError or
+    ValueError for what is no box of numbers, or holds bools, masked numbers or what `dtype` cannot hold.
     """
     if isinstance(value, np.ndarray | np.generic):
+        _refuse_masks([value])
         array = np.asarray(value)
         if array.dtype == object:
             raise TypeError(f"an array of objects, which NumPy makes of ragged rows: {_PAD_THEM}")
         flags = array.flags
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # of one row any
         return torch.from_numpy(array if is_plain else array.copy())
-    numbers, shape = unnested(value, dims)
+    numbers, shape = unnested(value, _DIMS if wanted is None else len(wanted))
     if not numbers:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        is_open = wanted is not None and [*wanted[: len(shape)]] == shape
+        return torch.empty(wanted if is_open else shape, dtype=dtype, device="cpu")  # type: ignore[arg-type] # not None
     try:  # one list of numbers of the dtype's kind, at a tenth of torch's time
         made: torch.Tensor | None = torch.frombuffer(bytearray(list_carrier(len(numbers), dtype)(numbers)), dtype=dtype)
     except NOT_CARRIED:
@@ -75,8 +79,15 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
     return value, shape
 
 
+def _refuse_masks(values: Iterable[Any]) -> None:
+    """TypeError where an array among the values has a mask, which a tensor would not have."""
+    if any(isinstance(one, np.ma.MaskedArray) for one in values):
+        raise TypeError("a masked array, whose mask would be lost: say what stands in masked places, array.filled(...)")
+
+
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """A tensor made by NumPy, for dtypes without a letter and numbers of another kind."""
+    _refuse_masks(numbers)
     if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
         raise TypeError(
             f"a list of tensors: bring one tensor, such as torch.stack makes of them; if ragged, {_PAD_THEM}"

@@ -2,22 +2,30 @@
 
 import inspect
 import keyword
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, dataclass_transform
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, SupportsIndex, TypeVar, dataclass_transform
 
 import attrs
+import torch
 
 from .axes import TOKENS, Axis, Step
 from .declaration import Declaration, Faults, declare, refused
 from .errors import DeclarationError, DeclarationErrors, did_you_mean
 from .slots import FAULTS, SLOT, Slot, computed, constant, copied, output, slot, staged
-from .views import ViewInfo, narrowed
+from .sources import Field, is_factory
+from .views import ViewInfo, live_values, narrowed
 
 _NEEDED: Final = frozenset({"slotgraph", "narrow", "placeholder", "self", "attr_dict", "NOTHING"})
 """Names that the class itself needs, the last three in the constructor that attrs writes."""
 _UNMADE: Final = type(attrs.field())  # what a field is until attrs makes an attribute of it
 _CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")  # attrs ignores these
+_NONE: Final = re.compile(r"\b(?:None|Optional)\b")
+_REQUIRED: Final = "say default=None or when= if it may be absent, else leave None out of the annotation"
 _Bases = dict[str, list[tuple[type, Slot | None]]]
+
+
+V = TypeVar("V", bound="Inputs")
 
 
 def slot_in(field: object) -> Slot | None:
@@ -26,12 +34,20 @@ def slot_in(field: object) -> Slot | None:
     return metadata.get(SLOT) if isinstance(metadata, Mapping) else None
 
 
+def _holds_slots(value: object, depth: int = 4) -> bool:
+    """Whether something is a slot, or a list, tuple, set or mapping of some, nested so deep at most."""
+    inner = value.values() if isinstance(value, Mapping) else value
+    if depth and isinstance(inner, Collection) and not isinstance(inner, str | bytes | torch.Tensor):
+        return any(_holds_slots(one, depth - 1) for one in inner)
+    return isinstance(value, Slot) or slot_in(value) is not None
+
+
 class _Declaring(type):
     """Refuses what would lose slots of a declared class: to make it anew in place, and slots that come too late."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         makes_anew = name == "__attrs_attrs__" or name.startswith("__dataclass_")
-        if isinstance(vars(cls).get("slotgraph"), Declaration) and (makes_anew or slot_in(value) is not None):
+        if isinstance(vars(cls).get("slotgraph"), Declaration) and (makes_anew or _holds_slots(value)):
             raise _made_already(cls.__name__)
         super().__setattr__(name, value)
 
@@ -53,7 +69,9 @@ class Inputs(metaclass=_Declaring):
 
     A field that is no slot is carried from the batch into the view. One without a default is not to be seen while a
     graph is captured, since its value would be frozen there; one with a default is, and a batch whose value differs
-    from the default does not go through the graph.
+    from the default does not go through the graph. Hence no default can be changed in place: changed, it would still be
+    equal to itself, and go through graphs that hold what it was. Converters and validators apply to what any batch
+    brings; an object of the class has had them in its constructor.
     """
 
     slotgraph: ClassVar[Declaration]
@@ -64,10 +82,14 @@ class Inputs(metaclass=_Declaring):
 
         drop: slots and fields of a base that this declaration does without. Raises DeclarationErrors.
         """
-        super().__init_subclass__(**keywords)
+        bases, found = _inherited(cls), list[DeclarationError]()
+        try:
+            super().__init_subclass__(**keywords)
+        except TypeError as error:
+            near = "".join(did_you_mean(name, ["drop"]) for name in keywords)
+            found.append(DeclarationError(f"{cls.__name__}: {error}, but for drop={near}"))
         if isinstance(vars(cls).get("slotgraph"), Declaration):
             raise _made_already(cls.__name__)
-        bases, found = _inherited(cls), list[DeclarationError]()
         if isinstance(drop, str) or not isinstance(drop, Iterable):
             found.append(DeclarationError(f"{cls.__name__}: drop={drop!r}: give a list of names, such as ['ids']"))
             drop = ()
@@ -77,9 +99,14 @@ class Inputs(metaclass=_Declaring):
                 found.append(DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares{near}"))
         faults = [*_define(cls, bases), *_field_faults(cls), *_base_faults(cls, bases)]
         slots = {a.name: kind for a in _attributes(cls) if (kind := slot_in(a)) is not None}
-        fields = {a.name: a.default for a in _attributes(cls) if a.name not in slots}
+        plain, fields = {a.name: a for a in _attributes(cls) if a.name not in slots}, dict[str, Field]()
+        for name, attribute in plain.items():
+            try:
+                fields[name] = Field.of(cls, attribute)
+            except Exception as error:  # noqa: BLE001 - a converter may raise anything
+                faults.append((name, f"its converter raised {type(error).__name__} for its default: {error}"))
         for name, fault in faults:
-            what = "field" if name in fields else "slot"
+            what = "field" if name in plain else "slot"
             found.append(DeclarationError(f"{cls.__name__}.{name}: {what} {name!r}: {fault}"))
         cls.slotgraph = declare(cls.__name__, slots, fields, found)
 
@@ -113,12 +140,18 @@ class Inputs(metaclass=_Declaring):
 
         def __getattr__(self, name: str) -> Any:
             """Say why a declared name has no value here."""
-            if name in type(self).slotgraph.fields:
+            declaration = type(self).slotgraph
+            if name in declaration.fields:
                 message = (
                     f"{name!r} is carried from the batch and has no default, so no graph may depend on it: it is not "
                     "to be seen during capture. Make it a slot, or give it a default that holds for every graph"
                 )
-            elif self._slotgraph_view is not None and name in type(self).slotgraph.slots:
+            elif name in declaration.slots and self._slotgraph_view is None:
+                message = (
+                    f"slot {name!r} is not brought by a batch, and this is one, as attrs.evolve makes of a view, too: "
+                    "read it in the view that a fill hands out"
+                )
+            elif name in declaration.slots:
                 message = (
                     f"slot {name!r} follows from what the host computes, and a captured step cannot have it anew for a "
                     "micro-batch: each replay would see the value of the capture. Read the whole view's, or compute it "
@@ -127,7 +160,38 @@ class Inputs(metaclass=_Declaring):
             else:
                 known = (*type(self).slotgraph.slots, *type(self).slotgraph.fields)
                 message = f"{type(self).__name__!r} has no slot or field {name!r}{did_you_mean(name, known)}"
+                if hasattr(torch.Tensor, name):
+                    message += f", but tensors have: {self._as_tensor()}"
             raise AttributeError(message)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
+        """Refuse to be an argument of a function of torch, which is called here for each that gets a view."""
+        called = getattr(function, "__name__", function)
+        raise TypeError(f"{called} takes tensors, got {cls.__name__}: {cls._as_tensor()}")
+
+    @classmethod
+    def _as_tensor(cls) -> str:
+        """Say how a layer is called on a slot."""
+        name = next(iter(cls.slotgraph.slots), "name")
+        return f"the view went into a layer as if it were a tensor: wrap it, `lambda view: module(view.{name})`"
+
+    def __copy__(self) -> Self:
+        """Copy a batch or a view with the same tensors: that of a view is a view, too."""
+        return _made_of(type(self), vars(self))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copy or pickle a view as a batch with memory of its own: its live rows and its fields, nothing computed."""
+        if self._slotgraph_view is None:
+            return super().__reduce_ex__(protocol)
+        return _made_of, (type(self), live_values(vars(self), self.slotgraph, self._slotgraph_view))
+
+
+def _made_of(cls: type[V], values: Mapping[str, Any]) -> V:
+    """Make an object of a declaration without its constructor, for `copy` and `pickle`."""
+    made = cls.__new__(cls)
+    vars(made).update(values)
+    return made
 
 
 def _attributes(cls: type) -> Any:
@@ -158,11 +222,53 @@ def _define(cls: type[Inputs], bases: _Bases) -> Faults:
     annotations = inspect.get_annotations(cls)
     for name, value in list(vars(cls).items()):
         annotation = str(annotations.get(name, "ClassVar")).strip("'\"")
-        if isinstance(value, Slot | _UNMADE) and annotation.startswith(_CLASS_VARS):
-            yield name, f"it has no annotation as a tensor: write `{name}: torch.Tensor = copied(...)`"
+        if annotation.startswith(_CLASS_VARS) and (isinstance(value, _UNMADE) or _holds_slots(value)):
+            yield name, _undeclared(name, value, "it has no annotation as a tensor")
             delattr(cls, name)
-    attrs.define(cls, slots=False, kw_only=True, eq=False, auto_attribs=True, field_transformer=without_dropped)
+    try:
+        attrs.define(cls, slots=False, kw_only=True, eq=False, auto_attribs=True, field_transformer=without_dropped)
+    except Exception as error:
+        message = f"{cls.__name__}: attrs cannot make a class of it: {type(error).__name__}: {error}"
+        raise refused(cls.__name__, [DeclarationError(message)]) from error
     yield from wrong.items()
+
+
+def _undeclared(name: str, value: object, otherwise: str) -> str:
+    """What is wrong with a slot that attrs would not see, alone or in a container."""
+    if not isinstance(value, Slot | _UNMADE):
+        comma = " (is there a comma behind it?)" if isinstance(value, tuple) else ""
+        otherwise = f"a {type(value).__name__} of slots{comma} declares none of them: give each a name of its own"
+    return f"{otherwise}: write `{name}: torch.Tensor = copied(...)`, or slot(...)"
+
+
+def _default_fault(attribute: Any) -> str | None:
+    """Why batches cannot be given a field's default, or be compared with it, or None.
+
+    A default is one object for all batches, and graphs are captured with what it holds. If it is changed in place, it
+    is still equal to itself, so no batch would look different.
+    """
+    default: Any = attribute.default
+    if is_factory(default) and default.takes_self:
+        return "its default takes the object, and a mapping as a batch is none: leave takes_self out"
+    if getattr(attribute.converter, "takes_self", False):
+        return "its converter takes the object, and a mapping as a batch is none: leave takes_self out"
+    if default is attrs.NOTHING or is_factory(default):
+        return None
+    kind: Any = type(default)
+    try:
+        hash(default)
+    except TypeError:
+        return (
+            f"its default, of type {kind.__name__}, can be changed in place, which graphs would not see: make one for "
+            "each batch, attrs.field(factory=...), or give a value that cannot change, such as a tuple"
+        )
+    by_identity = kind.__hash__ is object.__hash__ and not (callable(default) or inspect.ismodule(default))
+    if by_identity and (getattr(default, "__dict__", None) or getattr(kind, "__slots__", None)):
+        return (
+            f"its default, of type {kind.__name__}, has attributes, but is equal to itself whatever they are: give the "
+            "class an __eq__ and a __hash__, as attrs.frozen does, or leave the default out"
+        )
+    return None
 
 
 def _name_fault(name: Any) -> str | None:
@@ -180,11 +286,14 @@ def _field_faults(cls: type) -> Faults:
         yield from ((field.name, fault) for fault in field.metadata.get(FAULTS, ()))
         default = field.default
         is_word = inspect.isfunction(default) and default.__module__ == slot.__module__
-        if is_word or isinstance(default, Slot | _UNMADE):
-            yield (
-                field.name,
-                f"its default is not a field: write `{field.name}: torch.Tensor = copied(...)`, or slot(...)",
-            )
+        if is_word or isinstance(default, _UNMADE) or _holds_slots(default):
+            yield field.name, _undeclared(field.name, field if is_word else default, "its default is not a field")
+        elif slot_in(field) is None and (fault := _default_fault(field)):
+            yield field.name, fault
+        kind, is_faulty = slot_in(field), bool(field.metadata.get(FAULTS))
+        required = kind is not None and not (kind.optional or kind.when or is_faulty)
+        if required and _NONE.search(str(field.type)):
+            yield field.name, f"{field.type} says that it may be None, but it is always there: {_REQUIRED}"
         if hasattr(type(inspect.getattr_static(cls, field.name, None)), "__set__"):
             yield field.name, "a base has a property of that name, which would hide it: rename one of them"
 
@@ -193,7 +302,7 @@ def _base_faults(cls: type, bases: _Bases) -> Faults:
     """Slots that a class would lose: of bases that attrs does not read, overridden by no slot, or one of two rivals."""
     for base in cls.__mro__[1:]:
         for name, value in vars(base).items():
-            if slot_in(value) is not None:
+            if not name.startswith("__") and _holds_slots(value):
                 yield name, f"{base.__name__}, which is not a declaration, has it: derive {base.__name__} from Inputs"
     own, taken = _own(cls), {*vars(cls), *inspect.get_annotations(cls)}
     for name, ((nearest, declared), *others) in bases.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .axes import Step
+from .axes import Step, extent
 from .buffers import Buffers
 from .capabilities import Capabilities
 from .computation import Computation
@@ -35,7 +35,7 @@ def fill_slot_by_slot(
         source, rule, view = slot.reads(name), slot.rule(), buffers[name].view(step.padded_sizes)
         value = given.get(name) if given is not None else None if source is None else source.read(batch, side)
         if value is not None and not isinstance(value, torch.Tensor):
-            value = tensor_of(value, view.dtype, len(slot.shape))
+            value = tensor_of(value, view.dtype, extent(slot.shape, step.live_sizes))
         is_absent = source is not None and value is None
         views[name] = None if is_absent else view
         if isinstance(rule, Pad) and not is_absent:

@@ -306,9 +306,8 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
     if default is not None and default is not attrs.NOTHING:
         faults.append(f"default={_brief(default)}: say default=None, which makes the slot optional, or leave it out")
     metadata = {SLOT: kind, FAULTS: tuple(faults)}
-    brought = init is not False
     return attrs.field(
-        default=default if brought else None, init=brought, metadata=metadata, repr=lambda value: _brief(value, repr)
+        default=default, init=init is not False, metadata=metadata, repr=lambda value: _brief(value, repr)
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
+from .errors import BatchError
+
 STEP: Final = "step"
 SETTINGS: Final = "settings"
 RANKS: Final = "ranks"
@@ -92,6 +94,61 @@ class Call(Source):
     def __str__(self) -> str:
         """The function's name."""
         return f"{getattr(self.function, '__qualname__', self.function)}(batch)"
+
+
+@final
+@attrs.frozen(eq=False)
+class Field:
+    """A field of a declaration that is no slot, and what attrs does to its values.
+
+    owner: the declaration, whose constructor has converted what its objects have. attribute: its own description of the
+    field. convert: its converter, or None. default: converted, too; attrs.NOTHING where there is none.
+    """
+
+    name: str
+    owner: type
+    attribute: Any
+    convert: Callable[[Any], Any] | None
+    default: Any
+
+    @classmethod
+    def of(cls, owner: type, attribute: Any) -> "Field":
+        """The field that attrs made. Raises what its converter raises over the default."""
+        convert, default = attribute.converter, attribute.default
+        if isinstance(convert, attrs.Converter):
+            said: Any = convert  # its type has no attributes
+            make = said.converter
+            convert = (lambda value: make(value, attribute)) if said.takes_field else make
+            convert = None if said.takes_self else convert  # which its class is refused for
+        if convert is not None and default is not attrs.NOTHING and not is_factory(default):
+            default = convert(default)
+        return cls(attribute.name, owner, attribute, convert, default)
+
+    def read(self, batch: Any) -> Any:
+        """The batch's own value, else the default, converted; None where there is neither.
+
+        BatchError where the converter raises. It must take what it has made, as `attrs.evolve` asks of it, too.
+        """
+        value = look_up(batch, self.name)
+        if value is None:
+            if not is_factory(self.default):
+                return None if self.default is attrs.NOTHING else self.default
+            value = self.default.factory()
+        elif self.convert is None or isinstance(batch, self.owner):
+            return value
+        try:
+            return value if self.convert is None else self.convert(value)
+        except Exception as error:
+            raise BatchError(self.refusal(error)) from error
+
+    def refusal(self, error: Exception) -> str:
+        """What to say where the converter or the validator raised; attrs' own errors begin with the sentence."""
+        return f"field {self.name!r}: {error.args[0] if error.args else type(error).__name__}"
+
+
+def is_factory(default: Any) -> bool:
+    """Whether a field's default is made anew for each batch."""
+    return isinstance(default, attrs.Factory)  # type: ignore[arg-type] # a class
 
 
 def plain_name(source: Source | None) -> str | None:

@@ -8,12 +8,12 @@ import torch
 
 from .axes import BATCH, TOKENS, Axis, Dim, Step, extent
 from .capabilities import DEVICE
-from .computation import Computation, field_of
+from .computation import Computation
 from .declaration import Declaration
 from .errors import BatchError, ReplayError, did_you_mean
 from .guard import POINTER, Guard, outside_inference, own_guard
 from .slots import Constant, Slot
-from .sources import STEP
+from .sources import STEP, Field
 
 T = TypeVar("T")
 Views = Mapping[str, torch.Tensor | None]
@@ -81,7 +81,7 @@ class ViewInfo:
     exact: bool = False
 
 
-def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Any], info: ViewInfo) -> Callable[[Any], T]:
+def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Field], info: ViewInfo) -> Callable[[Any], T]:
     """Make a call that makes the view of one batch. shown: gives the slots' tensors. info: what a view remembers."""
 
     def view(batch: Any) -> T:
@@ -97,16 +97,26 @@ def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Any], 
     return view
 
 
-def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
+def carried(fields: Mapping[str, Field], batch: Any) -> dict[str, Any]:
     """The fields that are not slots: the batch's own, else the defaults; those with neither are left out."""
     found, plain = {}, type(batch) is dict
-    for name, default in fields.items():
-        value = batch.get(name) if plain else None
+    for name, field in fields.items():
+        value = batch.get(name) if plain and field.convert is None else None
         if value is None:
-            value = field_of(batch, name, default)
-        if value is not None or default is not attrs.NOTHING:
+            value = field.read(batch)
+        if value is not None or field.default is not attrs.NOTHING:
             found[name] = value
     return found
+
+
+def live_values(values: Mapping[str, Any], declaration: Declaration, info: ViewInfo) -> dict[str, Any]:
+    """Copies of what a batch would have brought for a view: live rows of copied slots, and fields."""
+    sizes, found = {**info.step.padded_sizes, **info.step.live_sizes}, dict[str, Any]()
+    for name in declaration.sources:
+        tensor = values.get(name)
+        rows = map(slice, extent(declaration.slots[name].shape, sizes))
+        found[name] = None if tensor is None else tensor[tuple(rows)].clone()
+    return found | {name: values[name] for name in declaration.fields if name in values}
 
 
 def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:

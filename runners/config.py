@@ -20,7 +20,7 @@ from ..backends import name_of
 from ..dataflow.axes import Axis, Dim
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, did_you_mean, hint, kind_text
+from ..dataflow.errors import ConfigError, DeclarationError, did_you_mean, hint, kind_text
 from ..dataflow.inputs import Inputs
 
 
@@ -62,7 +62,13 @@ def declaration_of(inputs: Any) -> Declaration:
     """What a declaration class declares. ConfigError where it is not a subclass of Inputs."""
     if not (isinstance(inputs, type) and issubclass(inputs, Inputs) and inputs is not Inputs):
         refuse("inputs", "a declaration, a subclass of Inputs", inputs)
-    return inputs.slotgraph
+    declaration = vars(inputs).get("slotgraph")
+    if not isinstance(declaration, Declaration):
+        raise DeclarationError(
+            f"{inputs.__name__} is no valid declaration: its class statement raised an error, or a base overrides "
+            "__init_subclass__ and does not call super().__init_subclass__()"
+        )
+    return declaration
 
 
 def check_step(argument: str, step: Any, takes: str = "the view") -> None:
@@ -132,16 +138,30 @@ MODES: Final = (GENERATIONS, ADDRESSES, KEYS, POISON, PARITY)
 CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, KEYS})
 """What `True` means: the modes that run no step a second time."""
 Wanted: TypeAlias = bool | str | Collection[str] | None
-_WORDS: Final = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
-"""What the environment may say in place of names."""
+_WORDS: Final = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("", "0", "false", "no", "off"), False),
+}
+
+
+def switch_of(variable: str, *, or_names: bool = False) -> bool | str:
+    """Whether an environment variable is on: off where it is not set. or_names: hand out any other text as it is.
+
+    ConfigError for a text that is neither 1, true, yes, on nor 0, false, no, off, in whatever case.
+    """
+    text = os.environ.get(variable, "").strip()
+    found = _WORDS.get(text.lower(), text)
+    if isinstance(found, bool) or or_names:
+        return found
+    raise ConfigError(f"{variable}={text!r:.80}: say 1, true, yes or on, else 0, false, no or off, or unset it")
 
 
 def modes_of(wanted: Wanted) -> frozenset[str]:
     """The debug modes that are on: of a bool, of names, of one text with commas, or, for None, of the environment."""
     said = "option 'debug'"
     if wanted is None:
-        said, wanted = VARIABLE, os.environ.get(VARIABLE, "").strip()
-        wanted = _WORDS.get(wanted.lower(), wanted)
+        said = VARIABLE
+        wanted = switch_of(VARIABLE, or_names=True)
     if isinstance(wanted, bool):
         return CHEAP if wanted else frozenset()
     names: Any = wanted.split(",") if isinstance(wanted, str) else wanted
@@ -237,7 +257,7 @@ class RunnerConfig:
     at most. max_waste: the largest share of padding worth a replay. width: tokens a request has in each step.
     warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only). debug: modes of
     debugging, by name, or True for those that run no step twice; None asks the environment, SLOTGRAPH_DEBUG. no_copy:
-    an eager runner hands the batch through; None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether a
+    an eager runner hands the batch through; None asks the environment, SLOTGRAPH_EAGER_NO_COPY. sharing: whether a
     runner shares input memory with others of its pool; None for what the backend's record says. graphs: whether steps
     are captured at all; without, nothing is, and all run eagerly. lowering: how fills are run, one of the backend's
     `lowerings`, or "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode:
@@ -268,7 +288,7 @@ class RunnerConfig:
     def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":
         """Check a mapping's keys and values. ConfigError names the nearest known key, or all values that are wrong."""
         known, faults = cls.options(), list[str]()
-        for key, value in options.items():
+        for key, value in checked("options", "a mapping of options", options, Mapping).items():
             if key not in known:
                 raise ConfigError(f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}")
             try:
@@ -285,9 +305,9 @@ class RunnerConfig:
         return tuple(field.name for field in attrs.fields(cls) if field.name != "told")
 
     @classmethod
-    def load(cls, path: str | pathlib.Path) -> "RunnerConfig":
+    def load(cls, path: str | os.PathLike[str]) -> "RunnerConfig":
         """Read a `.toml` or `.json` file. ConfigError where it cannot be read, does not parse or has unknown keys."""
-        file = pathlib.Path(path)
+        file = pathlib.Path(checked("path", "the path of a .toml or .json file", path, (str, os.PathLike)))
         readers: dict[str, Any] = {".toml": tomllib.loads, ".json": json_data}
         read = readers.get(file.suffix)
         if read is None:

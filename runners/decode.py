@@ -15,13 +15,12 @@ from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
-from ..dataflow.computation import field_of
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
 from ..dataflow.guard import own_guard
 from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import NO_SIDE, Side, look_up
+from ..dataflow.sources import NO_SIDE, Field, Side, look_up
 from ..dataflow.specialization import Run, Specialization
 from .ahead import Ahead, LaunchedStep, Read
 from .capture import Captured
@@ -91,13 +90,13 @@ class DecodeArguments(ExtendArguments, total=False):
     width: int
 
 
-def _differing(seen: Mapping[str, Any], batch: Any) -> str:
+def _differing(seen: Mapping[Field, Any], batch: Any) -> str:
     """The first field whose value in the batch is not the one that graphs saw, or nothing."""
-    for name, captured in seen.items():
-        value = look_up(batch, name)
+    for field, captured in seen.items():
+        value = look_up(batch, field.name) if field.convert is None else field.read(batch)
         # a tensor or an array, of which `!=` makes another, is never the same
         if value is not None and value is not captured and (hasattr(value, "shape") or value != captured):
-            return name
+            return field.name
     return ""
 
 
@@ -144,8 +143,8 @@ class GraphRunner(Runner[V]):
         self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
         varying = enumerate(stage.declaration.varying)
         self._most = [(place, axis, self._capacity[axis]) for place, axis in varying if axis not in leading]
-        fields = stage.declaration.fields.items()
-        self._seen = {name: field_of(None, name, seen) for name, seen in fields if seen is not attrs.NOTHING}
+        fields = stage.declaration.fields.values()
+        self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
         phase = given.get("phase")
         self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
             self.name, stage, self._capacity, given.get("bind", {}), phase, config.sharing
@@ -272,7 +271,8 @@ class GraphRunner(Runner[V]):
             why = "absent" if failed is None else "not_captured"
             reason = failed or f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
         elif name := _differing(self._seen, batch):
-            came, seen = _brief(look_up(batch, name)), self._seen[name]
+            field = self.stage.declaration.fields[name]
+            came, seen = _brief(field.read(batch)), self._seen[field]
             why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
         else:
             return self._fits[bucket]

@@ -1,6 +1,5 @@
 """The eager runner: the same declaration, never padded, buffers that grow on demand."""
 
-import os
 from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack, final
 
@@ -9,7 +8,7 @@ from ..dataflow.axes import BATCH, TOKENS, Live, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .config import config_of
+from .config import config_of, switch_of
 from .eagerly import Eagerly
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
@@ -55,7 +54,7 @@ class EagerRunner(Runner[V]):
         config = config_of(type(self), options)
         stage = Stage.of(inputs, step, **options)
         declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying
-        no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
+        no_copy = bool(switch_of(NO_COPY_VARIABLE)) if config.no_copy is None else config.no_copy
         # rows are counted on requests where there are any, else on tokens, else on what varies
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)

@@ -132,6 +132,7 @@ class InputBuffers(Generic[V]):
             key = self._key(padded, pattern)
             given = live if live is NO_SIZES else checked_sizes(live, "live")
             rows = self._live(batch, given, side)
+            self._stage.declaration.check_fields(batch)
             filling, turn = self._filling(key), self._buffers.turn
             if self._waits and self._filler.hosts.possible:
                 self._filler.hosts.note()

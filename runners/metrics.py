@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
+from .config import checked
 from .runner import Runner
 from .statistics import EVERY, Counts, Statistics, Why
 
@@ -31,7 +32,9 @@ class Collector:
             self.add(label, runner)
 
     def add(self, label: str, runner: Runner[Any]) -> None:
-        """Tell of one more runner, from the next scrape on. ConfigError where another has that label."""
+        """Tell of one more runner, from the next scrape on. ConfigError where it is none, or another has that label."""
+        checked("label", "a text", label, str)
+        checked(f"what label {label!r} names", "a runner", runner, Runner)
         if self._living().get(label, runner) is not runner:
             raise ConfigError(f"label {label!r} is that of another runner: give each its own")
         self._runners[label] = weakref.ref(runner)

@@ -302,6 +302,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         try:
             live = self.size(batch, side)
             self.check_limits(batch, side)
+            self.stage.declaration.check_fields(batch)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
         except BaseException as error:
@@ -380,7 +381,11 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""
-        return [limit.allow for limit in self.limits]
+        declaration = self.stage.declaration
+        holds: list[Holds] = [limit.allow for limit in self.limits]
+        if declaration.checked_fields:
+            holds.append(lambda batch, _: not declaration.field_faults(batch))
+        return holds
 
     @property
     def agreed(self) -> Decision | None:

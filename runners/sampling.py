@@ -62,11 +62,11 @@ def sample_batch(
                     f"slot {name!r} reads {path}, where another slot's tensor stands: give batches of your own, "
                     "batches="
                 )
-    for name, default in declaration.fields.items():
+    for name, field in declaration.fields.items():
         if name in values:
             value = values[name]
             sample.batch[name] = value(live, generator) if callable(value) else value
-        elif default is attrs.NOTHING:
+        elif field.default is attrs.NOTHING:
             raise ConfigError(
                 f"field {name!r} of {declaration.name} has no default: give its value, values={{{name!r}: ...}}"
             )

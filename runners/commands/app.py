@@ -26,7 +26,6 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import (
     CaptureError,
     ConfigError,
-    DeclarationErrors,
     RecordingError,
     SlotGraphError,
     did_you_mean,
@@ -86,8 +85,6 @@ def reported() -> Iterator[None]:
         raise
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    except DeclarationErrors as group:
-        told = "\n  ".join((f"{group.message}:", *map(str, group.exceptions)))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's module raises can be anything
         place = "" if isinstance(error, SlotGraphError) else place_of(error)
         what = f"it ended the process with {error.code!r}" if isinstance(error, SystemExit) else str(error)

@@ -67,7 +67,7 @@ def declare_decode(slots: int, **more: Any) -> type[Inputs]:
         body[f"{name}_{again}" if again else name] = copied(axis, dtype=dtype, pad=pad)
     body |= {"num_token_non_padded": computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)}
     body |= more
-    body |= {"__annotations__": dict.fromkeys(body, torch.Tensor | None), "__module__": __name__}
+    body |= {"__annotations__": dict.fromkeys(body, torch.Tensor), "__module__": __name__}
     made: type[Inputs] = types.new_class(f"Decode{slots}", (Inputs,), {}, lambda space: space.update(body))
     return made
 

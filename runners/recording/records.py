@@ -212,6 +212,8 @@ class RecordedFile:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "RecordedFile":
         """Read a file and check it. RecordingError says what is wrong with it."""
+        if not isinstance(path, str | os.PathLike):
+            raise RecordingError(f"expected the path of a recording, got {path!r:.80}")
         file = pathlib.Path(path)
         try:
             need(file.is_file() or not file.exists(), "it is not a file")  # to open a pipe would wait for its writer

@@ -63,10 +63,10 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
             target.fill_(first)
         else:
             write(target, first, f"slot {name!r}: its placeholder")
-    fields = carried(declaration.fields, values)
+    declaration.check_fields(values)
     buffers.distrust()
-    fill_slot_by_slot(declaration, buffers, capabilities, step, fields, given=given)
-    return fields
+    fill_slot_by_slot(declaration, buffers, capabilities, step, values, given=given)
+    return carried(declaration.fields, values)
 
 
 def live_viewer(stage: Stage[V], buffers: Buffers, ready: Ready) -> Callable[[Any], V]:

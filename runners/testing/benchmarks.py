@@ -13,7 +13,7 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import Live, Sizes, Step, extent
 from ...dataflow.capabilities import Lowering
-from ...dataflow.computation import Computation, field_of
+from ...dataflow.computation import Computation
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.hostdata import tensor_of
@@ -95,7 +95,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
         for targets, sources in copies.values():
             _FOREACH_COPY(targets, sources, non_blocking=True)
         for target, function, fields in computed:
-            value = function(**{need: field_of(batch, need, default) for need, default in fields.items()})
+            value = function(**{need: field.read(batch) for need, field in fields.items()})
             if isinstance(value, int | float):
                 target.fill_(value)
             elif value is not None:  # else it has written its slot itself

@@ -1,7 +1,6 @@
 """Tables, page and pictures: whole, offline, readable, and deaf to what names try to say to a browser."""
 
 import json
-import os
 import re
 import runpy
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
+from slotgraph.runners.config import switch_of
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation, drawn_fills, drawn_memory
 from slotgraph.runners.explained.pages import STYLE, html, printable
@@ -169,7 +169,7 @@ def test_pictures_of_the_docs(tmp_path: Path) -> None:
     found = slotgraph.explain(runpy.run_path(str(example))["verify"])
     for name, height, drawn in (("fills", 220, drawn_fills(found)), ("memory", 330, drawn_memory(found))):
         file, picture = PAGE.parent / "pictures" / f"reading-{name}.svg", PICTURE.format(height, STYLE, drawn)
-        if os.environ.get(VARIABLE) == "1":
+        if switch_of(VARIABLE):
             file.write_text(picture, encoding="utf-8")
         assert file.read_text(encoding="utf-8") == picture, f"draw it anew: {VARIABLE}=1 pytest {__file__}"
         assert f"](pictures/{file.name})" in page
