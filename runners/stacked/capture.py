@@ -99,8 +99,8 @@ def capture_stack(
     calls, outputs = list[tuple[Any, Any]](), None
     with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
         fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), absent)
-        make = live_viewer(stage, buffers, bucket.ready(live, absent))
-        view, shown = make(fields), stage.sealed(make(None))
+        view_of = live_viewer(stage, buffers, bucket.ready(live, absent))
+        view, shown = view_of(fields), stage.sealed(view_of(None))
         for name in slots_of(shown).values():  # the stack has tensors of its own, to be told from the step's
             vars(shown)[name] = alias(vars(shown)[name])
 
@@ -118,11 +118,9 @@ def capture_stack(
         state = look(whole)
         with state.kept():
             names = frozenset[str]() if splitter is None else splitter.names
-            rehearsal = Rehearsal(stage, stack, buffers, names)
+            make = functools.partial(StackCall, stage.backend, code, own=view, view=shown, holds=buffers.holds)
             try:
-                call = rehearsal.run(
-                    view, calls[0], lambda given: StackCall(stage.backend, code, given, view, shown, buffers.holds)
-                )
+                call = Rehearsal(stage, stack, buffers, names, make).run(view, calls[0])
             except CaptureError as error:
                 if not names:
                     raise

@@ -21,9 +21,9 @@ from ..bits import text_of
 from ..outputs import map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage
-from ..state import reached
+from ..state import CLOSED, reached
 from .breaks import VALUES, Break, broken, share_storage
-from .replay import Stack, StackCall, other_object, share_memory, shared_arguments, slots_of
+from .replay import Stack, StackCall, hand_out, other_object, share_memory, shared_arguments, slots_of
 
 T = TypeVar("T")
 _DEPTH: Final = 5
@@ -43,11 +43,22 @@ class Rehearsal:
     (`stored`, if anything else finds it). A replay runs the first and the breaks, but not the stack: a graph or a break
     that finds a tensor past the boundary between them would have that of the capture in all later steps.
 
-    read, written: places of arguments whose memory graphs read, and that graphs or breaks write.
+    breaks: operators that are breaks, by name. make: makes a call of the stack's arguments. read, written: places of
+    arguments whose memory graphs read, and that graphs or breaks write.
     """
 
-    def __init__(self, stage: Stage[Any], stack: Stack, buffers: Buffers, breaks: frozenset[str]) -> None:
+    def __init__(
+        self,
+        stage: Stage[Any],
+        stack: Stack,
+        buffers: Buffers,
+        breaks: frozenset[str],
+        make: Callable[[Any], StackCall],
+    ) -> None:
         self.read, self.written = set[int](), set[int]()
+        self._make = make
+        self._calls = list[StackCall]()
+        self._origins: Sequence[Any] = ()  # what the step has handed over as arguments
         self._stage = stage
         self._stack = stack
         self._requests = [
@@ -64,30 +75,30 @@ class Rehearsal:
         self._functions, self._operators = _Functions(self, breaks), _Operators(self)
         self._is_paused = False
 
-    def run(self, view: Any, first: Any, make: Callable[[Any], StackCall]) -> StackCall:
+    def run(self, view: Any, first: Any) -> StackCall:
         """Run the step; returns the call of its stack, ready to be captured. CaptureError if it cannot be.
 
-        first: the arguments of the stack in an earlier run. make: makes a call of arguments.
+        first: the arguments of the stack in an earlier run.
         """
-        calls = list[tuple[StackCall, Sequence[Any]]]()
-
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            if calls:
-                raise CaptureError(self._stack.wrong_calls(2))
-            with self._paused():
-                call = make((args, kwargs))
-                calls.append((call, pytree.tree_leaves((args, kwargs))))
-                step = self._begin(*calls[0])
-            args, kwargs = call.arguments()
-            outputs = under_way(step, lambda: call.run(*args, **kwargs))
-            return self._end(outputs)
-
         with compiled_eagerly():
-            run = functools.partial(self._stack.run, self._stage, view, answer)
+            run = functools.partial(self._stack.run, self._stage, view, self._answer)
             under_way(Running(view, "capture"), self.watched, run)
-        [(call, origins)] = calls
-        self._conclude(call, origins, pytree.tree_leaves(first))
+        [call] = self._calls
+        self._conclude(call, pytree.tree_leaves(first))
         return call
+
+    def _answer(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stack in the place of its code."""
+        if self._calls:
+            raise CaptureError(self._stack.wrong_calls(2))
+        with self._paused():
+            call = self._make((args, kwargs))
+            self._calls.append(call)
+            self._origins = pytree.tree_leaves((args, kwargs))
+            step = self._begin(call)
+        args, kwargs = call.arguments()
+        outputs = under_way(step, lambda: call.run(*args, **kwargs))
+        return self._end(call, outputs)
 
     def watched(self, run: Callable[[], T]) -> T:
         """Call something under watch."""
@@ -112,7 +123,7 @@ class Rehearsal:
         finally:
             self._is_paused = False
 
-    def _begin(self, call: StackCall, origins: Sequence[Any]) -> Running:
+    def _begin(self, call: StackCall) -> Running:
         """Learn which memory arguments have; returns the step that the code of the stack runs in."""
         named = {**slots_of(call.view), **slots_of(call.own)}
         requests = {name for *_, name in self._requests}
@@ -123,7 +134,7 @@ class Rehearsal:
             if isinstance(leaf, torch.Tensor):
                 self._arguments.append((*span(leaf), place))
                 if place not in call.inside:
-                    self._originals.append((*span(origins[place]), place))
+                    self._originals.append((*span(self._origins[place]), place))
                     self._stored.add(leaf)
                     given[place] = alias(leaf)
             elif leaf is not call.view and not isinstance(leaf, (*VALUES, *_CLOSED)):
@@ -134,8 +145,8 @@ class Rehearsal:
         step.arguments = given
         return step
 
-    def _end(self, outputs: Any) -> Any:
-        """Let the code around the stack have its outputs."""
+    def _end(self, call: StackCall, outputs: Any) -> Any:
+        """Return what the code around the stack has of its outputs after a replay."""
         for tensor in tensors_in(outputs):
             if tensor in self._anew:
                 raise CaptureError(_made_anew("the stack returns", tensor))
@@ -146,7 +157,8 @@ class Rehearsal:
             return leaf
 
         with self._paused():
-            return map_tensors(outputs, alias, hand)
+            named = map_tensors(call.named(outputs), alias, hand)
+            return hand_out(named, Running(call.own, "capture", self._origins))
 
     def interrupt(self, run: Any, /) -> Any:
         """Call a break as a backend does: it gets tensors in the same memory, and results have places."""
@@ -189,10 +201,10 @@ class Rehearsal:
         for tensor in tensors:
             if tensor not in self._stored or tensor in self._handed:
                 continue
-            holder = [self._stage.step, self._stack.code(self._stage), *self._objects.values()]
-            names = [name for name, _, found in reached(holder) if found is tensor]
+            holder = [self._objects, self._stack.module, self._stage.step]  # the last one is looked into first
+            names = [name for name, _, found in reached(holder, (*CLOSED, Rehearsal)) if found is tensor]
             if names or not only_named:
-                where = f", as {names[0].partition(']')[2].removeprefix('.')!r}" if names else ""
+                where = f", as {names[0].removeprefix('[2].')!r}" if names else ""
                 raise CaptureError(
                     f"{what} reads a tensor that the code of the stack has stored, {text_of(tensor)}{where}: no replay "
                     "runs that code, so that later steps would find what the capture has stored; hand it to the break "
@@ -244,7 +256,7 @@ class Rehearsal:
                 raise CaptureError(_reads(name, slot))
             self.read.update(_at(taken, self._arguments))
 
-    def _conclude(self, call: StackCall, origins: Sequence[Any], first: Sequence[Any]) -> None:
+    def _conclude(self, call: StackCall, first: Sequence[Any]) -> None:
         """Settle how arguments are handed over. CaptureError if a graph's copies would not do for them."""
         for place in sorted(self.read):
             leaf = call.leaves[place]
@@ -264,7 +276,7 @@ class Rehearsal:
             if {one, other} & self.written and {one, other} & self.read and not {one, other} <= call.inside
         ]
         for one, other in apart:
-            if share_memory(origins[one], origins[other]):
+            if share_memory(self._origins[one], self._origins[other]):
                 raise CaptureError(shared_arguments(one, other))
         call.settle(self.read, self.written, apart)
 
@@ -366,7 +378,7 @@ def _reads(what: str, slot: str) -> str:
 
 def _made_anew(what: str, tensor: torch.Tensor) -> str:
     return (
-        f"{what} a tensor that the step makes anew and does not hand to the stack, {text_of(tensor)}: later steps "
-        "would have that of the capture in its place. Hand it to the stack as an argument, or read it in a break, from "
-        "where the step puts it"
+        f"{what} a tensor that the step makes anew, past the arguments of the stack, {text_of(tensor)}: later steps "
+        "would have that of the capture in its place. Hand it to the stack as an argument, or read it in a break, where "
+        "the step has put it"
     )

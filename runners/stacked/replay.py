@@ -61,7 +61,7 @@ class StackCall:
 
     own: the step's view. view: what the captured part sees in its place. leaves: the arguments of the capture, flat.
     sources: by identity of what the captured part was given, what each step has in its place. written: places of
-    arguments that graphs or breaks write, and that graphs read.
+    arguments that graphs or breaks write, and that graphs read. hands_out: whether outputs are each step's own.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StackCall:
         self.sources |= {
             id(leaf): _argument(place) for place, leaf in enumerate(self.leaves) if not isinstance(leaf, VALUES)
         }
-        self.returned: list[Source | None] = []
+        self.hands_out = False
         self.settle(frozenset(), frozenset(), ())
 
     def _kept(self, place: int, leaf: Any) -> Any:
@@ -137,11 +137,10 @@ class StackCall:
         """Run it as it is captured, and as a backend without graphs replays it."""
         step, (args, kwargs) = running(), self.arguments()
         if step is not None and step.sources is self._live:  # a replay
-            return self.run(*args, **kwargs)
+            outputs = self.run(*args, **kwargs)
+            return self.named(outputs) if self.hands_out else outputs
         with torch.no_grad():
-            outputs = under_way(self.at_capture(self._backend), lambda: self.run(*args, **kwargs))
-        self._name_outputs(outputs)
-        return outputs
+            return under_way(self.at_capture(self._backend), lambda: self.named(self.run(*args, **kwargs)))
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running) -> None:
         """Move a step's arguments to where graphs read them, and let breaks find them, flat."""
@@ -181,19 +180,23 @@ class StackCall:
                 raise ReplayError(shared_arguments(one, other))
         step.arguments, step.sources = leaves, self._live
 
-    def _name_outputs(self, outputs: Any) -> None:
-        """Note which outputs are the step's own: arguments, parts of them, the view and its slots."""
-        returned = list[Source | None]()
+    def named(self, outputs: Any) -> Any:
+        """The outputs, with a name in the place of what is the step's own: arguments, the view, and parts of them."""
+        self.hands_out = False
 
         def name(leaf: Any) -> Any:
             source = self.sources.get(id(leaf))
             if source is None and isinstance(leaf, torch.Tensor):
                 source = self._part(leaf)
-            returned.append(source)
+            if source is not None:
+                self.hands_out = True
+                return Own(source)
             return leaf
 
-        map_tensors(outputs, name, name)
-        self.returned = returned if any(returned) else []
+        def name_within(leaf: Any) -> Any:
+            return name(leaf) if id(leaf) in self.sources else map_tensors(leaf, name, name)
+
+        return pytree.tree_map(name_within, outputs, is_leaf=lambda one: id(one) in self.sources)
 
     def _part(self, output: torch.Tensor) -> Source | None:
         """The source of an output that lies in a tensor argument's memory; None for any other output."""
@@ -207,15 +210,17 @@ class StackCall:
                 return _part_of(place, kept, output)
         return None
 
-    def hand_out(self, outputs: Any, step: Running) -> Any:
-        """The outputs of a replay, with the step's own in the place of what was the capture's."""
-        sources = iter(self.returned)
 
-        def own(leaf: Any) -> Any:
-            source = next(sources)
-            return leaf if source is None else source(step)
+class Own:
+    """Stands in a graph's outputs for what is each step's own. No attrs class, which is a structure of outputs."""
 
-        return map_tensors(outputs, own, own)
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+
+def hand_out(outputs: Any, step: Running) -> Any:
+    """The outputs of a replay, with the step's own in the place of names."""
+    return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
 
 
 _VIEW: Final[Source] = operator.attrgetter("view")
@@ -362,6 +367,6 @@ def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Cal
             leaf, kept = step.arguments[place], call.leaves[place]
             if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)
-        return call.hand_out(outputs, step) if call.returned else outputs
+        return hand_out(outputs, step) if call.hands_out else outputs
 
     return answer
