@@ -87,11 +87,14 @@ def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
 
 @attrs.frozen
 class Alias:
-    """A result that lies in the memory of an argument: in which one, so many bytes behind its first element."""
+    """A result that lies in the memory of an argument.
+
+    argument: in which one. offset: bytes behind its first element. geometry: that of a part; None for all of it.
+    """
 
     argument: int
     offset: int
-    facts: tuple[Any, ...]
+    geometry: Any
 
     @classmethod
     def of(cls, result: torch.Tensor, arguments: Sequence[Any]) -> "Alias | None":
@@ -101,15 +104,21 @@ class Alias:
         if not shared:
             return None
         nearest = max(shared, key=lambda place: tensors[place].data_ptr() == result.data_ptr())
-        return cls(nearest, result.data_ptr() - tensors[nearest].data_ptr(), (*FACTS(result), result.stride()))
+        offset, geometry = result.data_ptr() - tensors[nearest].data_ptr(), _geometry(result)
+        is_whole = offset == 0 and geometry == _geometry(tensors[nearest])
+        return cls(nearest, offset, None if is_whole else geometry)
 
     def is_kept(self, result: Any, argument: torch.Tensor) -> bool:
         """Whether a later result lies in the same part of the argument."""
         return (
             isinstance(result, torch.Tensor)
             and result.data_ptr() - argument.data_ptr() == self.offset
-            and (*FACTS(result), result.stride()) == self.facts
+            and _geometry(result) == (self.geometry or _geometry(argument))
         )
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

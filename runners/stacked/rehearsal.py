@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...backends.operators import OperatorWatch, compiled_eagerly, is_plain, kernel_of, run_under, tensors_in, written
 from ...dataflow.axes import BATCH
 from ...dataflow.buffers import Buffers, span
-from ...dataflow.errors import CaptureError
+from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.views import alias
 from ..bits import text_of
 from ..outputs import map_tensors
@@ -158,7 +158,10 @@ class Rehearsal:
 
         with self._paused():
             named = map_tensors(call.named(outputs), alias, hand)
-            return hand_out(named, Running(call.own, "capture", self._origins))
+            try:
+                return hand_out(named, Running(call.own, "capture", self._origins))
+            except ReplayError as error:
+                raise CaptureError(str(error)) from None
 
     def interrupt(self, run: Any, /) -> Any:
         """Call a break as a backend does: it gets tensors in the same memory, and results have places."""

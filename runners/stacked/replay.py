@@ -242,8 +242,8 @@ def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:
         leaf: torch.Tensor = step.arguments[place]
         if leaf.stride() != kept.stride():
             raise ReplayError(
-                f"the stack returns a part of its argument {place}, which has strides {leaf.stride()}, and had "
-                f"{kept.stride()} at capture: hand it over as a contiguous tensor, or return a clone"
+                f"the stack returns a part of its argument {place}, whose strides are {leaf.stride()} in this step, and "
+                f"{kept.stride()} in its graphs: hand over a contiguous tensor, or return a clone"
             )
         return leaf.as_strided(size, stride, leaf.storage_offset() + offset)
 
