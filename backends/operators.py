@@ -95,6 +95,17 @@ class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call
         return run_under(self, parts)
 
 
+def kernel_of(operator: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
+    """A call of the kernel of a user's operator, in which watches see the kernel's own operators; None for torch's."""
+    if operator.namespace == "aten":
+        return None
+    kinds = {tensor.device.type for tensor in tensors} - {"cpu"}
+    key = getattr(_C.DispatchKey, kinds.pop().upper() if kinds else "CPU", _C.DispatchKey.PrivateUse1)
+    if not _C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), key.name):  # noqa: SLF001
+        return None
+    return functools.partial(operator.redispatch, _C.DispatchKeySet(key))
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors of an operator's arguments or results, in order."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

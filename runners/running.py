@@ -4,13 +4,13 @@ import contextvars
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NoReturn, SupportsIndex, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NoReturn, Protocol, SupportsIndex, TypeVar
 
 import attrs
 import torch
 
-from ..backends.base import Backend
+from ..backends.base import Interruption
 from ..dataflow.errors import ReplayError
 from ..dataflow.inputs import Inputs
 
@@ -72,8 +72,20 @@ T = TypeVar("T")
 RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextvars.ContextVar(
     "slotgraph_running", default=None
 )
-_NOTHING: Final[Mapping[int, Any]] = {}
 Phase = Literal["capture", "replay", "eager"]
+Source = Callable[["Running"], Any]
+"""Tells what a step has of its own in the place of an object that the capture was given."""
+NO_SOURCES: Final[Mapping[int, Source]] = {}
+
+
+class Interrupts(Protocol):
+    """What a break asks to be called between two graphs: a backend that captures, or the rehearsal of a capture."""
+
+    def interrupt(self, run: Interruption, /) -> Any:
+        """Call it, and return the places of its answer."""
+
+    def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """The same memory, free for later graphs."""
 
 
 @attrs.define(eq=False)
@@ -81,16 +93,17 @@ class Running:
     """One step under way.
 
     view: what its eager parts see: token slots padded, request slots cut to the live requests, and all fields.
-    phase: what it is run for. now: by identity of something that the captured step was given, what stands for it in
-    this step. backend: what a break asks to be called between two graphs; None where nothing is being recorded.
+    phase: what it is run for. arguments: those of the captured part, flat. sources: by identity of what the captured
+    part was given, what each step has in its place. backend: calls breaks between graphs; None if nothing is recorded.
     shown: what graphs see in the view's place while their code runs. inside: the break that is being run.
     operator: the operator that is being run in a graph that is looked at. calls: of the stack so far, in a replay.
     """
 
     view: Inputs
     phase: Phase = "eager"
-    now: Mapping[int, Any] = _NOTHING
-    backend: Backend | None = None
+    arguments: Sequence[Any] = ()
+    sources: Mapping[int, Source] = NO_SOURCES
+    backend: Interrupts | None = None
     shown: Inputs | None = None
     inside: str | None = None
     operator: str | None = None

@@ -33,7 +33,7 @@ SHARE: Final = 0.5  # of a device's free memory that copies of a state may take
 WORD: Final = 16  # bytes of the largest element, a complex number's
 DEPTH: Final = 12  # how far from the step tensors are looked for
 MOST: Final = 200_000  # objects that are looked at
-_CLOSED: Final = (
+CLOSED: Final = (
     type,
     types.ModuleType,
     types.BuiltinFunctionType,
@@ -355,7 +355,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def reached(
-    holder: Any, closed: tuple[type, ...] = _CLOSED, depth: int = DEPTH
+    holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = DEPTH
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
     """The tensors that an object leads to, with their names and ways, but for what lies beyond `closed` or `depth`."""
     seen, todo = set[int](), [(holder, "", Leads())]

@@ -1,11 +1,10 @@
-"""A step whose stack is captured: the breaks between its graphs, the call that they are of, and a replay of it."""
+"""A step whose stack is captured: the call that its graphs are of, what each boundary hands over, and a replay of it."""
 
-import enum
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
 
 import attrs
 import torch
@@ -13,160 +12,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...backends.base import Backend
-from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
+from ...dataflow.buffers import overlaps, span
+from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import Inputs
 from ..bits import text_of
 from ..capture import Captured
 from ..graphs import GraphSet
-from ..outputs import cut_rows
-from ..running import RUNNING, Running, running, under_way
+from ..outputs import cut_rows, map_tensors
+from ..running import RUNNING, Interrupts, Running, Source, running, under_way
 from ..stage import Stage
 from ..statistics import Counts
-
-VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
-"""What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
-EAGER: Final[Sequence[Any]] = []
-"""Where the answer of a break goes that runs outside of graphs: to its caller alone."""
-_FACTS: Final = operator.attrgetter("shape", "dtype")
-P = ParamSpec("P")
-R = TypeVar("R")
-V = TypeVar("V", bound=Inputs)
-
-
-def current_view(inputs: type[V]) -> V:
-    """The view of the step that runs now, for code that is not handed it: an attention operator, a break's body.
-
-    Slots over tokens have the bucket's rows, those over requests as many as the batch has.
-
-    Raises:
-        ReplayError: No step runs, or one of another declaration.
-        CaptureError: An operator asks inside a graph, which would hold for the values of its capture.
-    """
-    reference = RUNNING.get()
-    step = None if reference is None else reference()
-    if step is None:
-        raise ReplayError("no step is running: current_view() is for what a runner's step calls")
-    if not isinstance(step.view, inputs):
-        raise ReplayError(f"the running step's view is of {type(step.view).__name__}, not of {inputs.__name__}")
-    if step.inside is not None:
-        return step.view
-    if step.operator is not None:
-        raise CaptureError(
-            f"operator {step.operator} asks for the step's view inside of a graph, which would keep what it finds: run "
-            "it between graphs, by splits= or graph_break, or hand it the slots that it reads"
-        )
-    return step.view if step.shown is None else step.shown  # type: ignore[return-value] # of the same declaration
-
-
-def graph_break(body: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function at which a capture ends one graph, to begin the next one after it.
-
-    In each step it is called as it is, without gradients: it may read the host, and take any shape. Its tensor
-    arguments have the addresses of the capture and the contents of the step. What the captured part was given (the
-    view, a slot over requests, metadata) is replaced by this step's. Its results must have the shapes and dtypes that
-    they had at capture; they are copied to where later graphs read them. Elsewhere it is an ordinary function.
-
-    A decorator and no context manager, because a replay calls the body again, and of a `with` block there is nothing
-    to call.
-    """
-    return functools.wraps(body)(broken(str(getattr(body, "__qualname__", body)), body))
-
-
-def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
-    """The same under a name of its own."""
-
-    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        step = running()
-        if step is None:
-            return body(*args, **kwargs)
-        one = Break(name, body, args, kwargs)
-        result: R = one(EAGER) if step.backend is None or step.inside else step.backend.interrupt(one)
-        return result
-
-    return marked
-
-
-class Break:
-    """One call of a function between two graphs, with the arguments of its capture."""
-
-    def __init__(self, name: str, body: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._name = name
-        self._body = body
-        self._leaves, self._arguments = pytree.tree_flatten((args, dict(kwargs)))
-        self._fixed: tuple[Any, Any] = (args, kwargs)
-        self._changing: list[tuple[int, int]] | None = None
-        self._answered: Any = None
-
-    def __call__(self, places: Sequence[Any] | None) -> Any:  # noqa: C901 - in one piece, for each step's sake
-        """Call it in the step that runs, and write the answer to the places which later graphs read.
-
-        places: None at capture, where they are not known yet, and `EAGER` outside of graphs.
-        """
-        reference = RUNNING.get()
-        step = None if reference is None else reference()
-        if step is None:
-            raise ReplayError(f"break {self._name!r} needs a step: replay through the runner, not the graph")
-        if step.inside is not None:
-            raise CaptureError(
-                f"break {self._name!r} is called inside break {step.inside!r}, which runs eagerly as a whole already: "
-                "leave out the inner mark"
-            )
-        if self._changing is None:  # in each step the same ones
-            self._changing = [(place, id(leaf)) for place, leaf in enumerate(self._leaves) if id(leaf) in step.now]
-        args, kwargs = self._fixed
-        if self._changing:  # what a step has in the place of what the capture was given
-            leaves = list(self._leaves)
-            for place, key in self._changing:
-                leaves[place] = step.now[key]
-            args, kwargs = pytree.tree_unflatten(leaves, self._arguments)
-        step.inside = self._name
-        try:
-            answer = self._body(*args, **kwargs)
-        except Exception as error:
-            if step.phase == "eager" or isinstance(error, SlotGraphError):
-                raise
-            raise (CaptureError if step.phase == "capture" else ReplayError)(
-                f"break {self._name!r} raised {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            step.inside = None
-        if places is None:
-            self._keep(answer, step)
-        elif len(places) == 1 and type(answer) is torch.Tensor and _FACTS(answer) == _FACTS(places[0]):
-            places[0].copy_(answer)
-        elif places is not EAGER:
-            self._move(answer, places)
-        return answer
-
-    def _keep(self, answer: Any, step: Running) -> None:
-        """Note the answer's structure, and hold what later graphs may use again only as memory."""
-        found, self._answered = pytree.tree_flatten(answer)
-        for leaf in found:
-            if not isinstance(leaf, (torch.Tensor, *VALUES)):
-                raise CaptureError(
-                    f"break {self._name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each "
-                    "step's own: return tensors, or tuples, lists and dicts of them"
-                )
-        if step.backend is not None:
-            borrow = step.backend.borrow
-            self._leaves = [borrow(one) if isinstance(one, torch.Tensor) else one for one in self._leaves]
-            self._fixed = pytree.tree_unflatten(self._leaves, self._arguments)
-
-    def _move(self, answer: Any, places: Sequence[Any]) -> None:
-        """Copy tensors to where later graphs read them; anything else must be what it was."""
-        leaves, structure = pytree.tree_flatten(answer)
-        if structure != self._answered:
-            raise ReplayError(f"break {self._name!r} returned another structure than at capture")
-        for number, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
-            if isinstance(place, torch.Tensor) and isinstance(leaf, torch.Tensor) and _FACTS(leaf) == _FACTS(place):
-                place.copy_(leaf)
-            elif isinstance(place, torch.Tensor) or type(leaf) is not type(place) or leaf != place:
-                raise ReplayError(
-                    f"break {self._name!r}: result {number} is {text_of(leaf)}, and was {text_of(place)} at capture: "
-                    "return what changes as a tensor of one shape"
-                )
-
+from .breaks import FACTS, VALUES, share_storage
 
 @attrs.frozen(eq=False)
 class Stack:
@@ -202,7 +59,9 @@ class Stack:
 class StackCall:
     """What is captured of one bucket: a function and its arguments; tensors beside the slots have memory of their own.
 
-    own: the step's view. view: what the captured part sees in its place. read, written: places of arguments.
+    own: the step's view. view: what the captured part sees in its place. leaves: the arguments of the capture, flat.
+    sources: by identity of what the captured part was given, what each step has in its place. written: places of
+    arguments that graphs or breaks write, and that graphs read. hands_out: whether outputs are each step's own.
     """
 
     def __init__(
@@ -223,68 +82,195 @@ class StackCall:
         given = (*args, *kwargs.values())
         is_flat = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
         self._kinds = (*map(type, given), *kwargs) if is_flat else None
-        self._inside = {place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and holds(leaf)}
+        self.inside = {place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and holds(leaf)}
         self.leaves = [view if leaf is own else self._kept(place, leaf) for place, leaf in enumerate(leaves)]
-        self._slots = slots_of(view)
-        self.read, self.written = set[int](), set[int]()
+        self.sources: dict[int, Source] = {id(view): _VIEW, id(own): _VIEW}
+        for one in (view, own):
+            self.sources |= {key: _slot(name) for key, name in slots_of(one).items()}
+        self.sources |= {
+            id(leaf): _argument(place) for place, leaf in enumerate(self.leaves) if not isinstance(leaf, VALUES)
+        }
+        self.hands_out = False
+        self.settle(frozenset(), frozenset(), ())
 
     def _kept(self, place: int, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or place in self._inside:
+        if not isinstance(leaf, torch.Tensor) or place in self.inside:
             return leaf
         with outside_inference():  # a step outside of it will write there
             return leaf.detach().clone()
+
+    def settle(self, read: Collection[int], written: Collection[int], apart: Sequence[tuple[int, int]]) -> None:
+        """Decide how each argument is handed over, given what graphs read, and what graphs and breaks write.
+
+        apart: pairs of arguments that may not share memory, because one of them is written.
+        """
+        self.written, self.apart = sorted(set(written) & set(read)), apart
+        self._views, self._values = list[int](), list[tuple[int, Any]]()
+        self._moved, self._same = list[tuple[int, torch.Tensor]](), list[tuple[int, Any]]()
+        first = dict[int, int]()
+        self._twins = list[tuple[int, int]]()
+        for place, kept in enumerate(self.leaves):
+            if kept is self.view:
+                self._views.append(place)
+            elif isinstance(kept, VALUES):
+                self._values.append((place, kept))
+            elif place not in read:
+                if first.setdefault(id(kept), place) != place:
+                    self._twins.append((first[id(kept)], place))
+            elif isinstance(kept, torch.Tensor):
+                self._moved.append((place, kept))
+            else:
+                self._same.append((place, kept))
+        moved = {id(kept) for _, kept in (*self._moved, *self._same)}
+        self._live = {key: source for key, source in self.sources.items() if key not in moved}
 
     def arguments(self) -> Any:
         """The arguments of the capture."""
         return pytree.tree_unflatten(self.leaves, self._structure)
 
-    def at_capture(self, recording: Backend | None = None) -> Running:
-        """The step of the capture; it has every key that `take` may give."""
-        rest = [leaf for place, leaf in enumerate(self.leaves) if place not in self.read]
-        now = {id(leaf): leaf for leaf in rest if not isinstance(leaf, VALUES)} | {id(self.view): self.own}
-        now |= {key: vars(self.own)[name] for key, name in self._slots.items()}
-        return Running(self.own, "capture", now, recording, self.view)
+    def at_capture(self, recording: Interrupts | None = None) -> Running:
+        """The step of the capture."""
+        arguments = [self.own if leaf is self.view else leaf for leaf in self.leaves]
+        return Running(self.own, "capture", arguments, self._live, recording, self.view)
 
     def __call__(self) -> Any:
         """Run it as it is captured, and as a backend without graphs replays it."""
         step, (args, kwargs) = running(), self.arguments()
-        if step is not None and id(self.view) in step.now:  # a replay
-            return self.run(*args, **kwargs)
+        if step is not None and step.sources is self._live:  # a replay
+            outputs = self.run(*args, **kwargs)
+            return self.named(outputs) if self.hands_out else outputs
         with torch.no_grad():
-            return under_way(self.at_capture(self._backend), lambda: self.run(*args, **kwargs))
+            return under_way(self.at_capture(self._backend), lambda: self.named(self.run(*args, **kwargs)))
 
-    def take(  # noqa: C901 - in one piece, for each step's sake
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
-    ) -> list[Any]:
-        """Move a step's arguments to where graphs read them, and let breaks find them; returns them flat."""
-        leaves, view, shown, read = [*args, *kwargs.values()], step.view, self.view, self.read
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running) -> None:
+        """Move a step's arguments to where graphs read them, and let breaks find them, flat."""
+        leaves, view = [*args, *kwargs.values()], step.view
         if (*map(type, leaves), *kwargs) != self._kinds:  # what follows takes ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if structure != self._structure:
                 raise ReplayError("the stack was called with other arguments than at capture")
-        values, now = view.__dict__, dict[int, Any]()
-        for key, name in self._slots.items():
-            now[key] = values[name]
-        for place, kept in enumerate(self.leaves):
+        for place in self._views:
+            if leaves[place] is not view:
+                raise ReplayError(other_object(place, view))
+        for place, kept in self._values:
             leaf = leaves[place]
-            if kept is shown or place in read:
-                if leaf is (view if kept is shown else kept):
-                    continue
-                if not isinstance(kept, torch.Tensor):
-                    raise ReplayError(other_object(place, kept))
-                if not isinstance(leaf, torch.Tensor) or _FACTS(leaf) != _FACTS(kept):
-                    raise _changed(place, leaf, kept)
-                if leaf.data_ptr() != kept.data_ptr() or leaf.stride() != kept.stride():
-                    if place in self._inside:
-                        raise ReplayError(other_object(place, kept))
-                    kept.copy_(leaf)
-            elif not isinstance(kept, VALUES):
-                now[id(kept)] = leaf
-            elif type(leaf) is not type(kept) or leaf != kept:
+            if type(leaf) is not type(kept) or leaf != kept:
                 raise _changed(place, leaf, kept)
-        now[id(shown)] = view
-        step.now = now
-        return leaves
+        for place, kept in self._same:
+            if leaves[place] is not kept:
+                raise ReplayError(other_object(place, kept))
+        for place, kept in self._moved:
+            leaf = leaves[place]
+            if leaf is kept:
+                continue
+            if not isinstance(leaf, torch.Tensor) or FACTS(leaf) != FACTS(kept):
+                raise _changed(place, leaf, kept)
+            if leaf.data_ptr() != kept.data_ptr() or leaf.stride() != kept.stride():
+                if place in self.inside:
+                    raise ReplayError(other_object(place, kept))
+                kept.copy_(leaf)
+        for one, other in self._twins:
+            if leaves[one] is not leaves[other]:
+                raise ReplayError(
+                    f"arguments {one} and {other} of the stack were one object at capture, and are two now: breaks "
+                    "could not tell them apart"
+                )
+        for one, other in self.apart:
+            if share_memory(leaves[one], leaves[other]):
+                raise ReplayError(shared_arguments(one, other))
+        step.arguments, step.sources = leaves, self._live
+
+    def named(self, outputs: Any) -> Any:
+        """The outputs, with a name in the place of what is the step's own: arguments, the view, and parts of them."""
+        self.hands_out = False
+
+        def name(leaf: Any) -> Any:
+            source = self.sources.get(id(leaf))
+            if source is None and isinstance(leaf, torch.Tensor):
+                source = self._part(leaf)
+            if source is not None:
+                self.hands_out = True
+                return Own(source)
+            return leaf
+
+        def name_within(leaf: Any) -> Any:
+            return name(leaf) if id(leaf) in self.sources else map_tensors(leaf, name, name)
+
+        return pytree.tree_map(name_within, outputs, is_leaf=lambda one: id(one) in self.sources)
+
+    def _part(self, output: torch.Tensor) -> Source | None:
+        """The source of an output that lies in a tensor argument's memory; None for any other output."""
+        for place, kept in enumerate(self.leaves):
+            if isinstance(kept, torch.Tensor) and place not in self.inside and share_storage(kept, output):
+                if output.dtype != kept.dtype:
+                    raise CaptureError(
+                        f"the stack returns a part of its argument {place} as another dtype, {text_of(output)}, of "
+                        "which later steps cannot be handed their own: return a clone"
+                    )
+                return _part_of(place, kept, output)
+        return None
+
+
+class Own:
+    """Stands in a graph's outputs for what is each step's own. No attrs class, which is a structure of outputs."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+
+def hand_out(outputs: Any, step: Running) -> Any:
+    """The outputs of a replay, with the step's own in the place of names."""
+    return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
+
+
+_VIEW: Final[Source] = operator.attrgetter("view")
+
+
+def _slot(name: str) -> Source:
+    return lambda step: step.view.__dict__[name]
+
+
+def _argument(place: int) -> Source:
+    return lambda step: step.arguments[place]
+
+
+def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:
+    """The same part of each step's argument."""
+    size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
+
+    def part(step: Running) -> torch.Tensor:
+        leaf: torch.Tensor = step.arguments[place]
+        if leaf.stride() != kept.stride():
+            raise ReplayError(
+                f"the stack returns a part of its argument {place}, whose strides are {leaf.stride()} in this step, and "
+                f"{kept.stride()} in its graphs: hand over a contiguous tensor, or return a clone"
+            )
+        return leaf.as_strided(size, stride, leaf.storage_offset() + offset)
+
+    return part
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """Whether two tensors have a byte in common."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not overlaps(one, [span(other)]):
+        return False
+    low = min(one.data_ptr(), other.data_ptr())
+    taken = torch.zeros(max(span(one)[1], span(other)[1]) - low, dtype=torch.bool, device="cpu")
+    for tensor in (one, other):
+        size, stride = (*tensor.shape, tensor.itemsize), [step * tensor.itemsize for step in tensor.stride()]
+        part = taken.as_strided(size, (*stride, 1), tensor.data_ptr() - low)
+        if tensor is other and part.any():
+            return True
+        part.fill_(True)  # noqa: FBT003 - the value
+    return False
+
+
+def shared_arguments(one: int, other: int) -> str:
+    """Why two arguments of a stack may not share memory."""
+    return (
+        f"arguments {one} and {other} of the stack share memory, and it writes one of them: graphs read copies, so that "
+        "what is written through one would not be seen through the other; hand over one of them, or a clone"
+    )
 
 
 def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
@@ -358,7 +344,8 @@ def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Cal
 
     def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
         step.calls += 1
-        leaves, before = call.take(args, kwargs, step), clock.replays
+        call.take(args, kwargs, step)
+        before = clock.replays
         if looked:
             outputs = graphs.replay(captured, captured.rows)
         else:
@@ -377,9 +364,9 @@ def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Cal
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
         for place in call.written:  # to where the step has them
-            leaf, kept = leaves[place], call.leaves[place]
+            leaf, kept = step.arguments[place], call.leaves[place]
             if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)
-        return outputs
+        return hand_out(outputs, step) if call.hands_out else outputs
 
     return answer

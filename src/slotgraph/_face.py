@@ -15,7 +15,7 @@ from slotgraph.runners.explained.explanation import explain
 from slotgraph.runners.input_buffers import InputBuffers
 from slotgraph.runners.prefill import BreakableRunner, PrefillRunner
 from slotgraph.runners.recording.recorder import record
-from slotgraph.runners.stacked.replay import current_view, graph_break
+from slotgraph.runners.stacked.breaks import current_view, graph_break
 
 # fmt: off
 __all__ = [

@@ -1,0 +1,265 @@
+"""Breaks: functions that run between the graphs of a stack, on each step's own values."""
+
+import enum
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, ParamSpec, TypeVar
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from ...backends.operators import storage_key
+from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
+from ...dataflow.inputs import Inputs
+from ..bits import text_of
+from ..running import RUNNING, Running, Source, running
+
+VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
+"""What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
+EAGER: Final[Sequence[Any]] = []
+"""Where the answer of a break goes that runs outside of graphs: to its caller alone."""
+_COPIED: Final = object()
+"""Stands for a result that is a tensor with memory of its own."""
+FACTS: Final = operator.attrgetter("shape", "dtype")
+P = ParamSpec("P")
+R = TypeVar("R")
+V = TypeVar("V", bound=Inputs)
+
+
+def current_view(inputs: type[V]) -> V:
+    """The view of the step that runs now, for code that is not handed it: an attention operator, a break's body.
+
+    Slots over tokens have the bucket's rows, those over requests as many as the batch has.
+
+    Raises:
+        ReplayError: No step runs, or one of another declaration.
+        CaptureError: An operator asks inside a graph, which would hold for the values of its capture.
+    """
+    reference = RUNNING.get()
+    step = None if reference is None else reference()
+    if step is None:
+        raise ReplayError("no step is running: current_view() is for what a runner's step calls")
+    if not isinstance(step.view, inputs):
+        raise ReplayError(f"the running step's view is of {type(step.view).__name__}, not of {inputs.__name__}")
+    if step.inside is not None:
+        return step.view
+    if step.operator is not None:
+        raise CaptureError(
+            f"operator {step.operator} asks for the step's view inside of a graph, which would keep what it finds: run "
+            "it between graphs, by splits= or graph_break, or hand it the slots that it reads"
+        )
+    return step.view if step.shown is None else step.shown  # type: ignore[return-value] # of the same declaration
+
+
+def graph_break(body: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function at which a capture ends one graph, to begin the next one after it.
+
+    In each step it is called as it is, without gradients: it may read the host, and take any shape. Its tensor
+    arguments have the addresses of the capture and the contents of the step. What the captured part was given (the
+    view, a slot over requests, metadata) is replaced by this step's. Its results must have the shapes and dtypes that
+    they had at capture; they are copied to where later graphs read them, except for an argument that it returns, or a
+    view of one, which stays that memory. Elsewhere it is an ordinary function.
+
+    A decorator and no context manager, because a replay calls the body again, and of a `with` block there is nothing
+    to call.
+    """
+    return functools.wraps(body)(broken(str(getattr(body, "__qualname__", body)), body))
+
+
+def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
+    """The same under a name of its own."""
+
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        step = running()
+        if step is None:
+            return body(*args, **kwargs)
+        one = Break(name, body, args, kwargs, step.sources)
+        if step.backend is None or step.inside:
+            result: R = one(EAGER)
+        else:
+            result = one.result(step.backend.interrupt(one))
+        return result
+
+    return marked
+
+
+@attrs.frozen
+class Alias:
+    """A result that lies in the memory of an argument.
+
+    argument: in which one. offset: bytes behind its first element. geometry: that of a part; None for all of it.
+    """
+
+    argument: int
+    offset: int
+    geometry: Any
+
+    @classmethod
+    def of(cls, result: torch.Tensor, arguments: Sequence[Any]) -> "Alias | None":
+        """Find the argument whose memory a result lies in; None if it has memory of its own."""
+        tensors = {place: one for place, one in enumerate(arguments) if isinstance(one, torch.Tensor)}
+        shared = [place for place, one in tensors.items() if share_storage(one, result)]
+        if not shared:
+            return None
+        nearest = max(shared, key=lambda place: tensors[place].data_ptr() == result.data_ptr())
+        offset, geometry = result.data_ptr() - tensors[nearest].data_ptr(), _geometry(result)
+        is_whole = offset == 0 and geometry == _geometry(tensors[nearest])
+        return cls(nearest, offset, None if is_whole else geometry)
+
+    def is_kept(self, result: Any, argument: torch.Tensor) -> bool:
+        """Whether a later result lies in the same part of the argument."""
+        return (
+            isinstance(result, torch.Tensor)
+            and result.data_ptr() - argument.data_ptr() == self.offset
+            and _geometry(result) == (self.geometry or _geometry(argument))
+        )
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are parts of one allocation."""
+    is_plain = one.layout is other.layout is torch.strided and not (one.is_nested or other.is_nested)
+    return is_plain and storage_key(one) == storage_key(other)
+
+
+class Break:
+    """One call of a function between two graphs, which each replay repeats.
+
+    leaves: its arguments at capture, flat. aliases: results that lie in arguments, until `result` has handed them out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        body: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        sources: Mapping[int, Source],
+    ) -> None:
+        self.name = name
+        self.leaves, self._arguments = pytree.tree_flatten((args, dict(kwargs)))
+        self.aliases = list[torch.Tensor]()
+        self._body = body
+        self._fixed: tuple[Any, Any] = (args, kwargs)
+        self._sources = [(place, sources[id(leaf)]) for place, leaf in enumerate(self.leaves) if id(leaf) in sources]
+        self._results = list[Any]()  # of each a value, an `Alias`, or `_COPIED`
+        self._structure: Any = None
+        self._is_one_tensor = False
+
+    def is_own(self, place: int) -> bool:
+        """Whether an argument is the step's own, and not the one of the capture."""
+        return any(place == own for own, _ in self._sources)
+
+    def replace(self, leaves: list[Any]) -> None:
+        """Take other tensors in the same memory for the arguments of the capture."""
+        self.leaves = leaves
+        self._fixed = pytree.tree_unflatten(leaves, self._arguments)
+
+    def __call__(self, places: Sequence[torch.Tensor] | None) -> Any:
+        """Call it in the step that runs, and write the answer to the places which later graphs read.
+
+        places: None at capture, where they are not known yet, and `EAGER` outside of graphs. Returns the tensors that
+        need a place at capture, and the answer elsewhere.
+        """
+        reference = RUNNING.get()
+        step = None if reference is None else reference()
+        if step is None:
+            raise ReplayError(f"break {self.name!r} needs a step: replay through the runner, not the graph")
+        if step.inside is not None:
+            raise CaptureError(
+                f"break {self.name!r} is called inside break {step.inside!r}, which runs eagerly as a whole already: "
+                "leave out the inner mark"
+            )
+        leaves = self.leaves
+        args, kwargs = self._fixed
+        if self._sources:
+            leaves = list(leaves)
+            for place, source in self._sources:
+                leaves[place] = source(step)
+            args, kwargs = pytree.tree_unflatten(leaves, self._arguments)
+        step.inside = self.name
+        try:
+            answer = self._body(*args, **kwargs)
+            if places is None:
+                return self._keep(answer, leaves, step)
+        except Exception as error:
+            if step.phase == "eager" or isinstance(error, SlotGraphError):
+                raise
+            raise (CaptureError if step.phase == "capture" else ReplayError)(
+                f"break {self.name!r} raised {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            step.inside = None
+        if self._is_one_tensor and type(answer) is torch.Tensor and FACTS(answer) == FACTS(places[0]):
+            places[0].copy_(answer)
+        elif places is not EAGER:
+            self._move(answer, leaves, places)
+        return answer
+
+    def _keep(self, answer: Any, leaves: Sequence[Any], step: Running) -> list[torch.Tensor]:
+        """Note what the answer is made of; returns the tensors in it that need a place.
+
+        Arguments are held from now on only as memory, which later graphs may use again.
+        """
+        found, self._structure = pytree.tree_flatten(answer)
+        copied = list[torch.Tensor]()
+        for leaf in found:
+            if isinstance(leaf, VALUES):
+                self._results.append(leaf)
+            elif not isinstance(leaf, torch.Tensor):
+                raise CaptureError(
+                    f"break {self.name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each "
+                    "step's own: return tensors, or tuples, lists and dicts of them"
+                )
+            elif (alias := Alias.of(leaf, leaves)) is not None:
+                self._results.append(alias)
+                self.aliases.append(leaf)
+            else:
+                self._results.append(_COPIED)
+                copied.append(leaf)
+        self._is_one_tensor = len(copied) == 1 and copied[0] is answer
+        if step.backend is not None:
+            borrow = step.backend.borrow
+            self.replace([borrow(one) if isinstance(one, torch.Tensor) else one for one in self.leaves])
+        return copied
+
+    def result(self, places: Sequence[torch.Tensor]) -> Any:
+        """Return what the captured code gets: arguments as they are, and the places of all other tensors."""
+        copied, aliases = iter(places), iter(self.aliases)
+        self.aliases = []
+        found = list[Any]()
+        for expected in self._results:
+            if isinstance(expected, Alias):
+                found.append(next(aliases))
+            else:
+                found.append(next(copied) if expected is _COPIED else expected)
+        return pytree.tree_unflatten(found, self._structure)
+
+    def _move(self, answer: Any, leaves: Sequence[Any], places: Sequence[torch.Tensor]) -> None:
+        """Copy tensors to where later graphs read them; anything else must be what it was."""
+        found, structure = pytree.tree_flatten(answer)
+        if structure != self._structure:
+            raise ReplayError(f"break {self.name!r} returned another structure than at capture")
+        remaining = iter(places)
+        for number, (leaf, expected) in enumerate(zip(found, self._results, strict=True)):
+            if isinstance(expected, Alias):
+                if not expected.is_kept(leaf, leaves[expected.argument]):
+                    raise ReplayError(
+                        f"break {self.name!r}: result {number} was its argument {expected.argument} at capture, or a "
+                        f"view of it, and is other memory now, {text_of(leaf)}: return the same one in each step, or "
+                        "always a tensor of its own"
+                    )
+                continue
+            place = next(remaining) if expected is _COPIED else expected
+            if isinstance(place, torch.Tensor) and isinstance(leaf, torch.Tensor) and FACTS(leaf) == FACTS(place):
+                place.copy_(leaf)
+            elif isinstance(place, torch.Tensor) or type(leaf) is not type(place) or leaf != place:
+                raise ReplayError(
+                    f"break {self.name!r}: result {number} is {text_of(leaf)}, and was {text_of(place)} at capture: "
+                    "return what changes as a tensor of one shape"
+                )

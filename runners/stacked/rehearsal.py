@@ -1,0 +1,387 @@
+"""Rehearsing a step before its stack is captured: which of the values that its parts use does a replay have, too."""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...backends.operators import OperatorWatch, compiled_eagerly, is_plain, kernel_of, run_under, tensors_in, written
+from ...dataflow.axes import BATCH
+from ...dataflow.buffers import Buffers, span
+from ...dataflow.errors import CaptureError, ReplayError
+from ...dataflow.views import alias
+from ..bits import text_of
+from ..outputs import map_tensors
+from ..running import Running, running, under_way
+from ..stage import Stage
+from ..state import CLOSED, reached
+from .breaks import VALUES, Break, broken, share_storage
+from .replay import Stack, StackCall, hand_out, other_object, share_memory, shared_arguments, slots_of
+
+T = TypeVar("T")
+_DEPTH: Final = 5
+"""How far into an object tensors are looked for."""
+_CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+"""What is not looked into: it has the same tensors in each step."""
+_FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda", "is_cpu", "requires_grad"})
+"""What may be asked of a slot over requests in a graph: it is the same in each step."""
+_SIZES: Final = _FIXED | {"shape", "size", "numel"}
+"""What may be asked in a graph of a tensor that each step makes anew: a bucket decides it."""
+
+
+class Rehearsal:
+    """One run of a step under watch. The stack has arguments of its own, and its breaks run as between graphs.
+
+    Each tensor that the step makes is known by who made it: the code around the stack (`anew`), or that of the stack
+    (`stored`, if anything else finds it). A replay runs the first and the breaks, but not the stack: a graph or a break
+    that finds a tensor past the boundary between them would have that of the capture in all later steps.
+
+    breaks: operators that are breaks, by name. make: makes a call of the stack's arguments. read, written: places of
+    arguments whose memory graphs read, and that graphs or breaks write.
+    """
+
+    def __init__(
+        self,
+        stage: Stage[Any],
+        stack: Stack,
+        buffers: Buffers,
+        breaks: frozenset[str],
+        make: Callable[[Any], StackCall],
+    ) -> None:
+        self.read, self.written = set[int](), set[int]()
+        self._make = make
+        self._calls = list[StackCall]()
+        self._origins: Sequence[Any] = ()  # what the step has handed over as arguments
+        self._stage = stage
+        self._stack = stack
+        self._requests = [
+            (*span(buffers[name].tensor), name)
+            for name, slot in stage.declaration.slots.items()
+            if BATCH in slot.axes and buffers[name].nbytes
+        ]
+        self._anew, self._stored, self._handed = _Tensors(), _Tensors(), _Tensors()
+        self._slots: Mapping[int, str] = {}
+        self._arguments, self._originals = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+        self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by place
+        self._met, self._overwritten = set[int](), set[int]()  # places of arguments that are reached otherwise
+        self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory
+        self._functions, self._operators = _Functions(self, breaks), _Operators(self)
+        self._is_paused = False
+
+    def run(self, view: Any, first: Any) -> StackCall:
+        """Run the step; returns the call of its stack, ready to be captured. CaptureError if it cannot be.
+
+        first: the arguments of the stack in an earlier run.
+        """
+        with compiled_eagerly():
+            run = functools.partial(self._stack.run, self._stage, view, self._answer)
+            under_way(Running(view, "capture"), self.watched, run)
+        [call] = self._calls
+        self._conclude(call, pytree.tree_leaves(first))
+        return call
+
+    def _answer(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stack in the place of its code."""
+        if self._calls:
+            raise CaptureError(self._stack.wrong_calls(2))
+        with self._paused():
+            call = self._make((args, kwargs))
+            self._calls.append(call)
+            self._origins = pytree.tree_leaves((args, kwargs))
+            step = self._begin(call)
+        args, kwargs = call.arguments()
+        outputs = under_way(step, lambda: call.run(*args, **kwargs))
+        return self._end(call, outputs)
+
+    def watched(self, run: Callable[[], T]) -> T:
+        """Call something under watch."""
+        return run_under(self._functions, lambda: run_under(self._operators, run))
+
+    @property
+    def part(self) -> str:
+        """What runs now: the "step" around the stack, a "graph" or a "break" of it; "" if nobody looks."""
+        step = running()
+        if self._is_paused or step is None:
+            return ""
+        if step.shown is None:
+            return "step"
+        return "graph" if step.inside is None else "break"
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Look away: the block does what no step does."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _begin(self, call: StackCall) -> Running:
+        """Learn which memory arguments have; returns the step that the code of the stack runs in."""
+        named = {**slots_of(call.view), **slots_of(call.own)}
+        requests = {name for *_, name in self._requests}
+        self._slots = {key: name for key, name in named.items() if name in requests}
+        step = call.at_capture(self)
+        given = list(step.arguments)
+        for place, leaf in enumerate(call.leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._arguments.append((*span(leaf), place))
+                if place not in call.inside:
+                    self._originals.append((*span(self._origins[place]), place))
+                    self._stored.add(leaf)
+                    given[place] = alias(leaf)
+            elif leaf is not call.view and not isinstance(leaf, (*VALUES, *_CLOSED)):
+                self._objects[place] = leaf
+                self._arguments += [(*span(one), place) for one in _tensors_of(leaf) if id(one) not in named]
+        for name in slots_of(call.view).values():
+            self._stored.add(vars(call.view)[name])
+        step.arguments = given
+        return step
+
+    def _end(self, call: StackCall, outputs: Any) -> Any:
+        """Return what the code around the stack has of its outputs after a replay."""
+        for tensor in tensors_in(outputs):
+            if tensor in self._anew:
+                raise CaptureError(_made_anew("the stack returns", tensor))
+
+        def hand(leaf: Any) -> Any:
+            for tensor in _tensors_of(leaf):
+                self._handed.add(tensor)
+            return leaf
+
+        with self._paused():
+            named = map_tensors(call.named(outputs), alias, hand)
+            try:
+                return hand_out(named, Running(call.own, "capture", self._origins))
+            except ReplayError as error:
+                raise CaptureError(str(error)) from None
+
+    def interrupt(self, run: Any, /) -> Any:
+        """Call a break as a backend does: it gets tensors in the same memory, and results have places."""
+        one: Break = run
+        with self._paused():
+            for place, leaf in enumerate(one.leaves):
+                if not one.is_own(place):
+                    self._check_given(f"break {one.name!r}", leaf)
+            one.replace([alias(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in one.leaves])
+        answer: list[torch.Tensor] = one(None)
+        with self._paused():
+            places = [leaf.clone() for leaf in answer]
+            one.aliases = [alias(leaf) for leaf in one.aliases]
+            for number, leaf in enumerate(answer):
+                if any(share_memory(leaf, other) for other in answer[:number] + answer[number + 1 :]):
+                    self._shared.append((*span(places[number]), one.name))
+        for made in (*places, *one.aliases):
+            self._stored.add(made)
+        return places
+
+    def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """The tensor itself: no later graph uses its memory."""
+        return tensor
+
+    def _check_given(self, what: str, leaf: Any) -> None:
+        """Raise CaptureError for an argument of a break of which replays could not hand over their own."""
+        for tensor in _tensors_of(leaf):
+            if tensor in self._anew:
+                raise CaptureError(_made_anew(f"{what} is handed", tensor))
+            self.read.update(_at([tensor], self._arguments))
+            if tensor is not leaf and tensor in self._stored:
+                self._check_stored(what, [tensor], only_named=True)
+                self._handed.add(tensor)
+
+    def _check_stored(self, what: str, tensors: Iterable[torch.Tensor], *, only_named: bool = False) -> None:
+        """Raise CaptureError for a tensor that the code of the stack has made, and left where something else finds it.
+
+        only_named: if it is found from the step, the stack, or an argument of the stack.
+        """
+        for tensor in tensors:
+            if tensor not in self._stored or tensor in self._handed:
+                continue
+            holder = [self._objects, self._stack.module, self._stage.step]  # the last one is looked into first
+            names = [name for name, _, found in reached(holder, (*CLOSED, Rehearsal)) if found is tensor]
+            if names or not only_named:
+                where = f", as {names[0].removeprefix('[2].')!r}" if names else ""
+                raise CaptureError(
+                    f"{what} reads a tensor that the code of the stack has stored, {text_of(tensor)}{where}: no replay "
+                    "runs that code, so that later steps would find what the capture has stored; hand it to the break "
+                    "as an argument, or return it from the stack"
+                )
+
+    def see_function(self, name: str, given: Sequence[torch.Tensor]) -> None:
+        """Look at a function of torch before it is called. CaptureError if no replay would have its tensors."""
+        step = running()
+        if step is None or step.shown is None or step.inside is not None:
+            what = "the step" if step is None or step.inside is None else f"break {step.inside!r}"
+            self._check_stored(what, given)
+            return
+        for tensor in given:
+            if id(tensor) in self._slots and name not in _FIXED:
+                raise CaptureError(_reads(name, self._slots[id(tensor)]))
+            if tensor in self._anew and name not in _SIZES:
+                held = list(_at([tensor], self._arguments))
+                if not held:
+                    raise CaptureError(_made_anew(f"{name} reads", tensor))
+                raise CaptureError(
+                    f"argument {held[0]} of the stack, of type {type(self._objects[held[0]]).__name__}, holds a tensor "
+                    f"that each step makes anew, {text_of(tensor)}, and {name} reads it outside of a break: hand its "
+                    "tensors over as arguments of their own, or read it in a break"
+                )
+
+    def note_made(self, given: Sequence[torch.Tensor], result: Any) -> None:
+        """Note who has made what a function of torch returned."""
+        known = {"step": self._anew, "graph": self._stored}.get(self.part)
+        if known is None:
+            return
+        for tensor in tensors_in(result):
+            origins = [one for one in given if share_storage(one, tensor)]
+            if not origins or any(one in known for one in origins):
+                known.add(tensor)
+
+    def see_operator(self, name: str, taken: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
+        """Look at an operator of a graph or a break before it runs. CaptureError if no graph may read or write that."""
+        self._met.update(_at(taken, self._originals))
+        self._overwritten.update(_at(changed, self._originals))
+        self.written.update(_at(changed, self._arguments))
+        for result in _at(changed, self._shared):
+            raise CaptureError(
+                f"{name} writes a result of break {result!r} that shares memory with another one: graphs read copies "
+                "of both, so that the other would not see it; have the break return clones"
+            )
+        if self.part == "graph":
+            for slot in _at(taken, self._requests):
+                raise CaptureError(_reads(name, slot))
+            self.read.update(_at(taken, self._arguments))
+
+    def _conclude(self, call: StackCall, first: Sequence[Any]) -> None:
+        """Settle how arguments are handed over. CaptureError if a graph's copies would not do for them."""
+        for place in sorted(self.read):
+            leaf = call.leaves[place]
+            if not isinstance(leaf, torch.Tensor) and first[place] is not leaf:
+                raise CaptureError(other_object(place, leaf))
+            if place in self._met and place in self._overwritten | self.written:
+                raise CaptureError(
+                    f"the stack writes its argument {place}, {text_of(leaf)}, and it or a break also reaches that "
+                    "memory without the argument, through an attribute, a closure or a global: graphs read a copy, so "
+                    "that one would not see what the other writes; use the argument alone"
+                )
+        tensors = [place for place, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
+        apart = [
+            (one, other)
+            for other in tensors
+            for one in tensors[: tensors.index(other)]
+            if {one, other} & self.written and {one, other} & self.read and not {one, other} <= call.inside
+        ]
+        for one, other in apart:
+            if share_memory(self._origins[one], self._origins[other]):
+                raise CaptureError(shared_arguments(one, other))
+        call.settle(self.read, self.written, apart)
+
+
+class _Tensors:
+    """Tensors by identity, none of which is kept alive."""
+
+    def __init__(self) -> None:
+        self._known = WeakIdKeyDictionary()  # type: ignore[no-untyped-call] # torch's own
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Know one more."""
+        self._known[tensor] = True
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._known
+
+
+class _Operators(OperatorWatch):
+    """Looks at every operator of the stack, and at those in operators that breaks call."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        super().__init__()
+        self._rehearsal = rehearsal
+
+    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Look at one operator, and run it."""
+        step, part = running(), self._rehearsal.part
+        if step is None or part not in {"graph", "break"}:
+            return operator(*args, **kwargs)
+        name, plain = operator_name(operator), is_plain(operator)
+        taken = tensors_in((args, kwargs))
+        self._rehearsal.see_operator(name, taken, list(written(operator, args, kwargs)) if plain else [])
+        if part == "break":
+            kernel = kernel_of(operator, taken) if plain else None
+            if kernel is None:
+                return operator(*args, **kwargs)
+            return self._rehearsal.watched(lambda: kernel(*args, **kwargs))
+        step.operator = name
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            step.operator = None
+
+
+class _Functions(TorchFunctionMode):
+    """Looks at every function of torch that a step calls, and runs those that `breaks` names as breaks."""
+
+    def __init__(self, rehearsal: Rehearsal, breaks: frozenset[str]) -> None:
+        super().__init__()
+        self._rehearsal = rehearsal
+        self._breaks = breaks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, or raise CaptureError."""
+        rehearsal, given = self._rehearsal, kwargs or {}
+        part = rehearsal.part
+        if not part:
+            return func(*args, **given)
+        # of the getter of an attribute, the attribute's name
+        name = operator_name(getattr(func, "__self__", func) if func.__name__ == "__get__" else func)
+        if part == "graph" and name in self._breaks:
+            return broken(name, func)(*args, **given)
+        taken = tensors_in((args, given))
+        rehearsal.see_function(name, taken)
+        result = func(*args, **given)
+        rehearsal.note_made(taken, result)
+        return result
+
+
+def operator_name(target: Any) -> str:
+    """An operator's name, "namespace::operator"; of a function in Python its own."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):  # noqa: SLF001 - no public names
+        return "::".join(str(target).split(".")[:2])
+    return str(getattr(target, "_qualname", getattr(target, "__name__", target)))  # the first of a custom operator
+
+
+def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) -> Iterator[T]:
+    """What lies where one of these tensors begins."""
+    for address in [tensor.data_ptr() for tensor in tensors if tensor.numel()]:
+        yield from (what for low, high, what in known if low <= address < high)
+
+
+def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
+    """A tensor, or the tensors that an object leads to."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [] if isinstance(value, (*VALUES, *_CLOSED)) else [one for *_, one in reached(value, _CLOSED, _DEPTH)]
+
+
+def _reads(what: str, slot: str) -> str:
+    return (
+        f"{what} reads slot {slot!r}, whose rows are requests, outside of a break: its graph would hold for one number "
+        f"of requests. Read it in a break, which gets each step's own rows when it is handed view.{slot} or the view"
+    )
+
+
+def _made_anew(what: str, tensor: torch.Tensor) -> str:
+    return (
+        f"{what} a tensor that the step makes anew, past the arguments of the stack, {text_of(tensor)}: later steps "
+        "would have that of the capture in its place. Hand it to the stack as an argument, or read it in a break, where "
+        "the step has put it"
+    )

@@ -1,0 +1,536 @@
+"""What crosses the boundary of a stack: each step's own values, or a refusal at capture, in both prefill runners."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from slotgraph import BreakableRunner, EagerRunner, PrefillRunner, current_view, errors, graph_break
+from slotgraph.backends import Backend
+from tests.backends.test_contract import has_true_graphs
+from tests.runners.models import ready
+from tests.runners.prefilled import KINDS, Around, Model, Prefill, batch_of, poison, runner_of
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@torch.library.custom_op("slotgraph_boundary::plus", mutates_args=())
+def plus(hidden: torch.Tensor) -> torch.Tensor:
+    """Read this step's requests and scale."""
+    view = current_view(Prefill)
+    return hidden * view.extend_seq_lens.shape[0] + view.scale
+
+
+@torch.library.custom_op("slotgraph_boundary::into", mutates_args={"out"})
+def into(out: torch.Tensor) -> None:
+    """Write this step's scale in place."""
+    out.add_(current_view(Prefill).scale)
+
+
+@attrs.define
+class Context:  # what an engine keeps beside its model: the step writes it, or the code of the stack
+    anew: torch.Tensor | None = None
+    stored: torch.Tensor | None = None
+
+
+CONTEXT = Context()
+
+
+@torch.library.custom_op("slotgraph_boundary::with_stored", mutates_args=())
+def with_stored(hidden: torch.Tensor) -> torch.Tensor:
+    """Read what the code of the stack has stored."""
+    return hidden + CONTEXT.stored.reshape(len(hidden), -1) if CONTEXT.stored is not None else hidden.clone()
+
+
+@torch.library.custom_op("slotgraph_boundary::with_anew", mutates_args=())
+def with_anew(hidden: torch.Tensor) -> torch.Tensor:
+    """Read what the step has put into the context."""
+    assert CONTEXT.anew is not None
+    return hidden + CONTEXT.anew
+
+
+@torch.library.custom_op("slotgraph_boundary::write_anew", mutates_args=())
+def write_anew(hidden: torch.Tensor) -> torch.Tensor:
+    """Write what the step has put into the context."""
+    assert CONTEXT.anew is not None
+    CONTEXT.anew.add_(current_view(Prefill).scale)
+    return hidden.clone()
+
+
+FUNCTIONS = (plus, with_stored, with_anew, write_anew)
+for one in FUNCTIONS:
+    one.register_fake(torch.empty_like)
+into.register_fake(lambda out: None)  # noqa: ARG005 - the operator's own name
+
+
+@attrs.frozen
+class Breaks:
+    """The same breaks as each runner has them: functions that are marked, or operators that are named."""
+
+    plus: Callable[..., Any]
+    into: Callable[..., Any]
+    relu_: Callable[..., Any]
+    with_stored: Callable[..., Any]
+    with_anew: Callable[..., Any]
+    write_anew: Callable[..., Any]
+
+
+def marked(function: Any) -> Any:
+    """A function that is a break, whatever it calls."""
+    return graph_break(lambda *args: function(*args))
+
+
+NAMED = (plus, into, torch.Tensor.relu_, with_stored, with_anew, write_anew)
+BREAKS = {"breakable": Breaks(*map(marked, NAMED)), "piecewise": Breaks(*NAMED)}
+
+def pair(kind: str, backend: Any, body: Any, outer: Any, **options: Any) -> tuple[Any, EagerRunner[Prefill]]:
+    """A captured runner whose stack is `body(breaks, *arguments)`, and an eager one over the same step."""
+    breaks = BREAKS[kind]
+    step = Around(lambda *args: body(breaks, *args), outer)
+    given = {"stack": "inner", "buckets": [4, 8], "max_batch": 5, "output_rows": None, "backend": backend, **options}
+    if kind == "breakable":
+        runner: Any = BreakableRunner(Prefill, step, progress=False, **given)
+    else:
+        runner = PrefillRunner(Prefill, step, splits=[*FUNCTIONS, into, "relu_"], progress=False, **given)
+    return ready(runner), EagerRunner(Prefill, step, backend=backend)
+
+
+FULL = ([4], [1, 3], [8], [5, 3], [2, 1, 1])
+"""Requests that fill a bucket, so that all rows are to be the same."""
+
+
+def assert_same(runner: Any, eager: EagerRunner[Prefill], device: Any, *more: list[int]) -> None:
+    """Both give the same for batches of both buckets, of all rows, or of the live ones where buckets are not full."""
+    for number, lengths in enumerate((*FULL, *more)):
+        batch, rows = batch_of(lengths, number, device, scale=2 + number), sum(lengths)
+        poison(runner)
+        ours = [one.clone() for one in runner(batch)]
+        theirs = eager(batch)
+        assert len(ours) == len(theirs)
+        for place, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(left[:rows] if lengths in more else left, right), (lengths, place)
+
+
+def refusal(kind: str, backend: Any, body: Any, outer: Any = None) -> str:
+    """Why a step is not captured."""
+    with pytest.raises(errors.CaptureError) as raised:
+        pair(kind, backend, body, outer)
+    return str(raised.value)
+
+
+def writing_what_is_returned(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+    """The stack returns an argument, or a part of it, which the step goes on to write."""
+    extra = hidden * view.scale
+    out, same = inner(hidden, view, extra)
+    same.add_(1)
+    return [out, same, extra]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra),
+        lambda breaks, hidden, _, extra: (breaks.plus(hidden + extra), extra),
+        lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.mul_(2)),
+        lambda breaks, hidden, _, extra: (breaks.plus(hidden + extra), extra[1:]),
+        lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.mul_(3).t()),
+    ],
+    ids=["unread", "read", "written", "part", "transposed"],
+)
+def test_argument_that_is_returned(backend: Backend, kind: str, body: Any) -> None:
+    """A returned argument, or a part of one, is the step's own: it holds its values, and is its memory."""
+    assert_same(*pair(kind, backend, body, writing_what_is_returned), backend.device)
+
+
+def test_objects_that_are_returned(backend: Backend) -> None:
+    """An object, a slot over requests and the view itself are each step's own, too."""
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        out, own, lengths, same = inner(hidden, view, Context(hidden * view.scale))
+        assert same is view
+        return [out, own.anew, lengths + view.scale]
+
+    def body(breaks: Breaks, hidden: torch.Tensor, view: Prefill, own: Context) -> Any:
+        return breaks.plus(hidden), own, view.extend_seq_lens, view
+
+    assert_same(*pair("breakable", backend, body, outer), backend.device)
+
+
+def test_part_of_another_dtype(cpu: str) -> None:
+    """A part of an argument as another dtype has no name in a later step: it is refused."""
+    body = lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.view(torch.int64))  # noqa: E731
+    said = refusal("breakable", cpu, body, writing_what_is_returned)
+    assert "returns a part of its argument 2 as another dtype" in said
+    assert "return a clone" in said
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "twin",
+    [lambda one: one, lambda one: one[:], lambda one: one[1:], lambda one: one.t()],
+    ids=["same", "alias", "part", "transposed"],
+)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda _, one, other: other.add_(one.sum()),
+        lambda breaks, one, _: breaks.into(one),
+    ],
+    ids=["graph", "break"],
+)
+def test_arguments_that_share_memory(backend: Backend, kind: str, twin: Any, write: Any) -> None:
+    """They may if nothing writes them, and are refused by place otherwise: graphs would have a copy of each."""
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        return [inner(hidden, twin(hidden)), hidden]
+
+    def reading(breaks: Breaks, one: torch.Tensor, other: torch.Tensor) -> Any:
+        return breaks.plus(one + other.sum())
+
+    def writing(breaks: Breaks, one: torch.Tensor, other: torch.Tensor) -> Any:
+        write(breaks, one, other)
+        return one * 2 + other.sum()
+
+    assert_same(*pair(kind, backend, reading, outer), backend.device)
+    said = refusal(kind, backend, writing, outer)
+    assert "arguments 0 and 1 of the stack share memory, and it writes one of them" in said
+    assert "hand over one of them, or a clone" in said
+
+
+def test_columns_of_one_tensor(backend: Backend) -> None:
+    """Parts of one tensor that have no element in common do not share memory."""
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        both = torch.cat([hidden, hidden * view.scale], 1)
+        left, right = both.chunk(2, 1)
+        return [inner(left, right), both]
+
+    def body(breaks: Breaks, left: torch.Tensor, right: torch.Tensor) -> Any:
+        left.add_(right)
+        return breaks.plus(left)
+
+    assert_same(*pair("breakable", backend, body, outer), backend.device)
+
+
+def test_arguments_that_share_memory_later(backend: Backend) -> None:
+    """Arguments that share memory in a later step alone are refused in that step, which leaves the next one right."""
+    later = list[bool]()
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        return [inner(hidden, hidden if later else hidden * view.scale), hidden]
+
+    def body(breaks: Breaks, one: torch.Tensor, other: torch.Tensor) -> Any:
+        one.add_(1)
+        return breaks.plus(one + other)
+
+    runner, eager = pair("breakable", backend, body, outer)
+    later.append(True)
+    with pytest.raises(errors.ReplayError, match="arguments 0 and 1 of the stack share memory, and it writes one of"):
+        runner(batch_of([3], 1, backend.device))
+    later.clear()
+    assert_same(runner, eager, backend.device)
+
+
+def test_one_object_twice(backend: Backend) -> None:
+    """A break cannot tell apart what was one object at capture: two in a later step are refused."""
+    later = list[bool]()
+
+    @graph_break
+    def both(hidden: torch.Tensor, one: Context, other: Context) -> torch.Tensor:
+        assert one.anew is not None
+        assert other.anew is not None
+        return hidden + one.anew * 2 + other.anew
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        own = Context(hidden * view.scale)
+        return [inner(hidden, own, Context(hidden) if later else own)]
+
+    runner, eager = pair("breakable", backend, lambda _, *args: both(*args), outer)
+    later.append(True)
+    with pytest.raises(errors.ReplayError, match="arguments 1 and 2 of the stack were one object at capture"):
+        runner(batch_of([3], 1, backend.device))
+    later.clear()
+    assert_same(runner, eager, backend.device)
+
+
+@each_kind
+@pytest.mark.parametrize("reads", ["before", "after", "never"])
+def test_argument_that_a_break_writes(backend: Backend, kind: str, reads: str) -> None:
+    """What a break writes into an argument is found there by later graphs, and by the step, whatever graphs read."""
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        return [inner(hidden), hidden, hidden * view.scale]
+
+    def body(breaks: Breaks, hidden: torch.Tensor) -> Any:
+        before = hidden * 3 if reads == "before" else torch.ones_like(hidden)
+        breaks.into(hidden)
+        return hidden + before if reads == "after" else before * 2
+
+    assert_same(*pair(kind, backend, body, outer), backend.device, [3], [2, 3])
+
+
+@each_kind
+def test_argument_that_is_written_past_it(backend: Backend, kind: str) -> None:
+    """A break that writes an argument's memory, which graphs read, through a context is refused: they have a copy."""
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        CONTEXT.anew = hidden
+        return [inner(hidden), hidden]
+
+    said = refusal(kind, backend, lambda breaks, hidden: breaks.write_anew(hidden * 2) + hidden, outer)
+    assert "the stack writes its argument 0, float64" in said
+    assert "use the argument alone" in said
+    said = refusal(kind, backend, lambda breaks, hidden: breaks.with_anew(hidden.mul_(2)), outer)
+    assert "the stack writes its argument 0, float64" in said
+    reading = lambda breaks, hidden: breaks.with_anew(hidden * 2)  # noqa: E731 - which changes nothing
+    assert_same(*pair(kind, backend, reading, outer), backend.device, [3])
+
+
+STORED: list[Any] = [
+    lambda hidden, _: hidden * 2,
+    lambda hidden, _: hidden,
+    lambda hidden, _: hidden[:, :1],
+    lambda _, view: view.positions[:, None],
+    lambda _, view: view.positions,
+]
+
+
+@each_kind
+@pytest.mark.parametrize("stored", STORED, ids=["result", "argument", "part", "part of a slot", "slot"])
+def test_attribute_that_the_stack_stores(backend: Backend, kind: str, stored: Any) -> None:
+    """A break or a step that reads what the code of the stack has stored would have the capture's: it is refused."""
+
+    def body(breaks: Breaks, hidden: torch.Tensor, view: Prefill) -> Any:
+        CONTEXT.stored = stored(hidden, view)
+        return breaks.with_stored(hidden + 1) if inside else breaks.plus(hidden)
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        out = inner(hidden, view)
+        return [out] if inside else [out + CONTEXT.stored.reshape(len(out), -1)]
+
+    for inside, what in ((True, "break '"), (False, "the step")):
+        said = refusal(kind, backend, body, outer)
+        assert f"{what}" in said
+        assert "reads a tensor that the code of the stack has stored" in said
+        assert "hand it to the break as an argument, or return it from the stack" in said
+    CONTEXT.stored = None
+
+
+def test_name_of_what_is_stored(cpu: str) -> None:
+    """The error names the attribute."""
+    step: Any = Around(lambda hidden, view: marked(lambda one: one + step.last)(storing(hidden, view)))
+
+    def storing(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
+        step.last = hidden * 2
+        return hidden + 1
+
+    with pytest.raises(errors.CaptureError, match=r"stored, float64 of shape \[4, 2\], as 'last': no replay runs that"):
+        ready(runner_of("breakable", step, cpu, buckets=[4], output_rows=None))
+
+
+def test_what_breaks_store_themselves(backend: Backend) -> None:
+    """A break may store its arguments and results for another one, or for the step: each replay runs it."""
+
+    @graph_break
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        CONTEXT.stored, CONTEXT.anew = hidden, hidden * 3
+        return CONTEXT.anew
+
+    @graph_break
+    def use(hidden: torch.Tensor) -> torch.Tensor:
+        assert CONTEXT.stored is not None
+        assert CONTEXT.anew is not None
+        return hidden + CONTEXT.stored * 2 + CONTEXT.anew
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        out = inner(hidden)
+        assert CONTEXT.anew is not None
+        return [out, CONTEXT.anew + 1]
+
+    body = lambda _, hidden: use(keep(hidden * 2) + 1) * 2  # noqa: E731
+    assert_same(*pair("breakable", backend, body, outer), backend.device, [3], [2, 3])
+
+
+def test_object_that_the_stack_makes(backend: Backend) -> None:
+    """An object of the stack's code with tensors of its graphs may be handed to a break: graphs write these anew."""
+    body = lambda _, hidden: with_context(hidden, Context(hidden * 2)) + 1  # noqa: E731
+
+    @graph_break
+    def with_context(hidden: torch.Tensor, own: Context) -> torch.Tensor:
+        assert own.anew is not None
+        return hidden + own.anew
+
+    assert_same(*pair("breakable", backend, body, lambda _, hidden, inner: [inner(hidden)]), backend.device, [3])
+
+    def storing(_: Breaks, hidden: torch.Tensor) -> Any:
+        CONTEXT.anew = hidden * 2
+        return with_context(hidden, CONTEXT)
+
+    said = refusal("breakable", backend, storing, lambda _, hidden, inner: [inner(hidden)])
+    assert "reads a tensor that the code of the stack has stored" in said
+    assert "CONTEXT" in said
+
+
+ANEW: dict[str, Any] = {
+    "graph": lambda breaks, hidden: breaks.plus(hidden) + CONTEXT.anew,
+    "part": lambda breaks, hidden: breaks.plus(hidden) + CONTEXT.anew[:],  # type: ignore[index]
+    "argument of a break": lambda breaks, hidden: breaks.plus(CONTEXT.anew) + hidden,
+    "returned": lambda breaks, hidden: (breaks.plus(hidden), CONTEXT.anew)[1],
+}
+
+
+@each_kind
+@pytest.mark.parametrize("body", ANEW.values(), ids=ANEW)
+@pytest.mark.parametrize("same", [False, True], ids=["another", "argument"])
+def test_tensor_made_anew(backend: Backend, kind: str, body: Any, *, same: bool) -> None:
+    """A tensor of each step that reaches a graph or a break's arguments past the stack's own arguments is refused."""
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        CONTEXT.anew = hidden if same else hidden * view.scale
+        return [inner(hidden)]
+
+    said = refusal(kind, backend, body, outer)
+    assert "a tensor that the step makes anew, past the arguments of the stack, float64 of shape" in said
+    assert "Hand it to the stack as an argument, or read it in a break" in said
+
+
+@each_kind
+def test_tensor_made_anew_that_a_break_finds(backend: Backend, kind: str) -> None:
+    """A break may read it where the step has put it: it runs after the step has."""
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        CONTEXT.anew = hidden * view.scale
+        return [inner(hidden)]
+
+    body = lambda breaks, hidden: breaks.with_anew(hidden * 2) + 1  # noqa: E731
+    assert_same(*pair(kind, backend, body, outer), backend.device, [3], [2, 3])
+
+
+def test_tensor_of_an_object_of_each_step(backend: Backend) -> None:
+    """The stack's code may hand a slot of each step's object to a break, but no tensor that was made for it."""
+
+    @graph_break
+    def with_lengths(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return hidden * len(lengths) + lengths.sum()
+
+    body = lambda _, hidden, own: with_lengths(hidden * 2, own.anew)  # noqa: E731
+    outer = lambda view, hidden, inner: [inner(hidden, Context(view.extend_seq_lens))]  # noqa: E731
+    assert_same(*pair("breakable", backend, body, outer), backend.device, [3], [2, 3])
+    anew = lambda view, hidden, inner: [inner(hidden, Context(view.extend_seq_lens * 2))]  # noqa: E731
+    assert "break '" in (said := refusal("breakable", backend, body, anew))
+    assert "is handed a tensor that the step makes anew" in said
+    kept = Context()
+
+    def living(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        kept.anew = hidden * view.scale
+        return [inner(hidden, kept)]
+
+    said = refusal("breakable", backend, lambda breaks, hidden, own: breaks.plus(hidden) + own.anew, living)
+    assert "argument 1 of the stack, of type Context, holds a tensor that each step makes anew" in said
+
+
+@each_kind
+@pytest.mark.parametrize("own", [False, True], ids=["graph", "argument"])
+def test_break_that_returns_its_argument(backend: Backend, kind: str, *, own: bool) -> None:
+    """A result that is an argument of the break stays the same memory: a write through one is seen through both."""
+
+    def body(breaks: Breaks, hidden: torch.Tensor) -> Any:
+        one = hidden if own else hidden - 30
+        other = breaks.relu_(one)
+        other.add_(10)
+        return one * 1, breaks.plus(other), one
+
+    outer = lambda _, hidden, inner: [*inner(hidden.sub_(20)), hidden]  # noqa: E731
+    assert_same(*pair(kind, backend, body, outer), backend.device, [3], [2, 3])
+
+
+def test_break_that_returns_parts_of_its_arguments(backend: Backend) -> None:
+    """Parts of arguments and tensors of its own may be mixed in an answer."""
+
+    @graph_break
+    def mixed(one: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:
+        one.mul_(3)
+        return {"part": one[1:], "own": one + other, "n": 2, "column": other[:, :1]}
+
+    def body(_: Breaks, hidden: torch.Tensor, extra: torch.Tensor) -> Any:
+        double = hidden * 2
+        got = mixed(double, extra)
+        got["part"].add_(got["n"])
+        return got["own"] + double, got["column"], extra
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        out, column, extra = inner(hidden, hidden * view.scale)
+        column.add_(1)
+        return [out, column, extra]
+
+    assert_same(*pair("breakable", backend, body, outer), backend.device)
+
+
+def test_answers_that_are_no_arguments_any_more(backend: Backend) -> None:
+    """A break that returned its argument at capture, and something else in a later step, is refused in that step."""
+    if not has_true_graphs(backend):
+        pytest.skip(f"{backend.name} runs what follows a break anew")
+    later = list[Callable[[torch.Tensor], torch.Tensor]]()
+
+    @graph_break
+    def changing(hidden: torch.Tensor) -> torch.Tensor:
+        return later[0](hidden) if later else hidden
+
+    body = lambda _, hidden: changing(hidden * 2) + 1  # noqa: E731
+    runner, eager = pair("breakable", backend, body, lambda _, hidden, inner: [inner(hidden)])
+    for answer in (torch.clone, lambda one: one[1:], lambda one: one.t(), lambda _: None):
+        later[:] = [answer]
+        with pytest.raises(errors.ReplayError, match=r"result 0 was its argument 0 at capture, or a view of it, and is"):
+            runner(batch_of([4], 1, backend.device))
+    later.clear()
+    assert_same(runner, eager, backend.device)
+
+
+def test_results_that_share_memory(backend: Backend) -> None:
+    """Results that are parts of one another may be read; a graph that writes one is refused, as it has copies."""
+
+    @graph_break
+    def twice(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = hidden * 2
+        return both, both[:, :1]
+
+    outer = lambda _, hidden, inner: [inner(hidden)]  # noqa: E731
+    body = lambda _, hidden: sum(twice(hidden + 1))  # noqa: E731
+    assert_same(*pair("breakable", backend, body, outer), backend.device, [3])
+    said = refusal("breakable", backend, lambda _, hidden: twice(hidden)[1].add_(1), outer)
+    assert "add_ writes a result of break 'marked" in said.replace("test_results_that_share_memory.<locals>.twice", "marked")
+
+
+def test_check_has_nothing_to_find(cpu: str) -> None:
+    """What a stack stores is refused before `check` could pass it."""
+
+    def body(breaks: Breaks, hidden: torch.Tensor, view: Prefill) -> Any:
+        CONTEXT.stored = hidden * 2
+        return breaks.with_stored(hidden + view.positions[:, None])
+
+    step = Around(lambda *args: body(BREAKS["breakable"], *args))
+    runner = runner_of("breakable", step, cpu, buckets=[4], output_rows=None)
+    with pytest.raises(errors.CaptureError, match="the code of the stack has stored"):
+        runner.capture()
+    CONTEXT.stored = None
+
+
+@each_kind
+def test_runners_that_are_deleted(backend: Backend, kind: str) -> None:
+    """Nothing of a runner lives on: not its model, nor weights, graphs and captured tensors."""
+    references = list[weakref.ref[Any]]()
+    for seed in range(3):
+        model = Model(seed, named=kind == "piecewise").to(backend.device)
+        runner = ready(runner_of(kind, model, backend, buckets=[4]))
+        runner(batch_of([2, 1], seed, backend.device))
+        layer: Any = model.inner[0]
+        mine = (runner, runner.graphs, model, layer, layer.mix, layer.cache, *runner.graphs.captured.values())
+        references += [weakref.ref(one) for one in mine]
+    del model, runner, layer, mine
+    gc.collect()
+    assert [one() for one in references if one() is not None] == []
