@@ -27,7 +27,7 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
 
 
 def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """Make a guard over some tensors: it takes as many, and returns False where one differs, or is not at all its places.
+    """Make a guard over some tensors: it takes as many, and returns False where one differs, or is not at its places.
 
     Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one.
     """
@@ -52,7 +52,7 @@ def torch_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     return guards.check  # type: ignore[no-any-return] # which is in C
 
 
-def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:  # noqa: C901 - calls within would take longer
     """Make the same guard in plain Python.
 
     Only floating and complex numbers are asked whether reading negates or conjugates them: no public function of torch
@@ -111,6 +111,20 @@ def _is_trusted() -> bool:
 
 
 _IS_TRUSTED: Final = _is_trusted()
+
+
+def run_and_undo(call: Callable[[], T], undo: Callable[[], object]) -> T:
+    """Call something, and undo what it leaves behind, wherever an interrupt comes.
+
+    undo: It may run twice, the second time to finish what an interrupt broke off.
+    """
+    try:
+        try:
+            return call()
+        finally:
+            undo()
+    finally:
+        undo()
 
 
 GRADIENTS: Final = torch.is_grad_enabled

@@ -24,7 +24,7 @@ def untraced(function: Function) -> Function:
     """Have compiled functions call a function as `torch.compiler.disable` would, at no cost a call."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
     skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
-    _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]  # noqa: SLF001
+    _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
     return function
 
 

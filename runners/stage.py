@@ -148,10 +148,11 @@ class Stage(Generic[V]):
 
     def view_of_capture(self, ready: Ready) -> V:
         """Make the view of a capture. Its tensors are handed out nowhere else, where they may be changed in place."""
-        view = self.sealed(self.view(ready, None))
+        view: Any = self.sealed(self.view(ready, None))
         own = {name: alias(one) for name, one in ready.views.items() if one is not None}
         view.__dict__.update(own)
-        return view
+        made: V = view
+        return made
 
     def sealed(self, view: V) -> V:
         """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...backends.operators import OperatorWatch, compiled_eagerly, is_plain, run_under, tensors_in, written
+from ...backends.operators import OperatorWatch, is_plain, run_uncompiled, run_under, tensors_in, written
 from ...dataflow.axes import BATCH, Axis, Step
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers, span
@@ -161,8 +161,7 @@ def _watch(call: StackCall, stage: Stage[Any], buffers: Buffers, breaks: frozens
     args, kwargs = call.arguments()
     run = functools.partial(run_under, watch, lambda: call.run(*args, **kwargs))
     try:
-        with compiled_eagerly():
-            under_way(call.at_capture(), run_under, fence, run)
+        run_uncompiled(lambda: under_way(call.at_capture(), run_under, fence, run))
     except CaptureError as error:
         if not breaks:
             raise

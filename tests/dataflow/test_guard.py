@@ -60,7 +60,7 @@ def test_what_is_negated_or_conjugated_passes_where_it_came_before() -> None:
 
 def test_torchs_own_are_trusted() -> None:
     """With each torch that is tested here its own guards answer as the plain one, in 0.6 us in place of 4."""
-    assert guards._IS_TRUSTED  # noqa: SLF001 - which nothing else shows
+    assert guards._IS_TRUSTED
 
 
 ODD: dict[str, Any] = {
@@ -69,8 +69,10 @@ ODD: dict[str, Any] = {
     "lets all pass": lambda *_, **__: SimpleNamespace(check=lambda *_: True),
     "lets none pass": lambda *_, **__: SimpleNamespace(check=lambda *_: False),
     "does not see strides": lambda *given, **_: SimpleNamespace(
-        check=lambda one: (type(one), one.dtype, one.device, one.shape, one.is_neg(), one.is_conj())
-        == (type(given[0]), given[0].dtype, given[0].device, given[0].shape, given[0].is_neg(), given[0].is_conj())
+        check=lambda one: (
+            (type(one), one.dtype, one.device, one.shape, one.is_neg(), one.is_conj())
+            == (type(given[0]), given[0].dtype, given[0].device, given[0].shape, given[0].is_neg(), given[0].is_conj())
+        )
     ),
 }
 
@@ -78,8 +80,8 @@ ODD: dict[str, Any] = {
 @pytest.mark.parametrize("how", ODD)
 def test_a_torch_whose_guards_are_other_ones(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own are not trusted where they are gone, take other arguments, or answer in another way."""
-    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", ODD[how])  # noqa: SLF001 - no public name
-    assert not guards._is_trusted()  # noqa: SLF001 - what decides at import
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", ODD[how])
+    assert not guards._is_trusted()
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -259,7 +259,7 @@ def test_views_and_outputs(way: str, turns: list[tuple[int, str, str, str]], ins
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_views_changed_before_the_first_replay(way: str, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
-    """The tensors that a capture saw are not handed out: changed ones are no moved memory, whatever guards there are."""
+    """The tensors that a capture saw are not handed out: changed ones are no moved memory, with either guard."""
     monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRUSTED", trusted)
     runner = runner_by(way, Wide, lambda view: view.ids * 1000 + view.count, buckets=[2, 6], output_rows=BATCH)
     for rows, look in ((1, runner.fill), (5, lambda _: runner.inputs(6))):
