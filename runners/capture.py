@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import operator
 import os
 import types
 import weakref
@@ -16,6 +17,7 @@ import torch
 from ..backends.base import NO_PARAMETERS, Backend, Graph
 from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.errors import CaptureError, CheckError, ComputeError, origin_of, place_of
+from ..dataflow.guard import run_and_undo
 from ..dataflow.ready import Ready
 from ..dataflow.views import alias
 from .outputs import map_tensors
@@ -93,8 +95,8 @@ def frozen_garbage() -> Iterator[None]:
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
     """Run a step as it is captured, and wait for it. CaptureError, chained to whatever was raised."""
-    with told_as_capture_error(), backend.stream(), _own_casts():  # in another state torch.compile would compile anew
-        step()
+    with told_as_capture_error(), backend.stream():
+        _with_own_casts(step)  # in another state torch.compile would compile anew
         backend.synchronize()
 
 
@@ -107,26 +109,29 @@ def capture_step(
     parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Graph:
     """Capture one step on the backend's stream. parameters: host slots, by the operator's argument that takes them."""
-    with told_as_capture_error(), backend.stream(), _own_casts():
+    with told_as_capture_error(), backend.stream():
         backend.synchronize()
-        return backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
+        return _with_own_casts(lambda: backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters))
 
 
-@contextlib.contextmanager
-def _own_casts() -> Iterator[None]:
+def _with_own_casts(run: Callable[[], T]) -> T:
     """Have a graph cast weights itself: the casts that torch.autocast keeps are freed when its outermost block ends."""
-    torch.autocast_increment_nesting()
-    if not torch.autocast_decrement_nesting():  # no block is open, and torch.compile would compile for another state
-        yield
-        return
+    # The map calls both from C, where no interrupt comes between them.
+    *_, blocks = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    if not blocks:  # no block is open, and torch.compile would compile for another state
+        return run()
     is_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
+
+    def run_without_cache() -> T:
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
+        return run()
+
+    def undo() -> None:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(is_enabled)
+
+    return run_and_undo(run_without_cache, undo)
 
 
 @contextlib.contextmanager

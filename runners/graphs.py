@@ -389,7 +389,7 @@ class GraphSet(Generic[V]):
             with torch.no_grad():
                 filler.first_node(filling, absent)
                 ready.compute_on_device()
-                view = stage.sealed(stage.view(ready, None))
+                view = stage.view_of_capture(ready)
                 return under_way(Running(view), stage.run, view)
 
         return step, look(step)

@@ -186,7 +186,7 @@ class InputBuffers(Generic[V]):
             key = self._key(padded, absent)
             if written:
                 self._buffers.ledger.handed_out = True
-            return self._stage.sealed(self._stage.view(self._filling(key).whole(key[1]), None))
+            return self._stage.view_of_capture(self._filling(key).whole(key[1]))
 
     def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> FillPlan:
         """How a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""

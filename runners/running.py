@@ -17,15 +17,22 @@ from ..dataflow.inputs import Inputs
 _FRAMES: Final[Any] = torch._C._dynamo.eval_frame  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
 """What `torch.compiler.disable` uses, which would import the compiler."""
 Kind = TypeVar("Kind", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Have compiled functions call a function as `torch.compiler.disable` would, at no cost a call."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
+    skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
+    _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
+    return function
 
 
 def opaque(kind: Kind) -> Kind:
-    """Have a compiled function call a class's public methods as `torch.compiler.disable` would, at no cost a call."""
+    """Have compiled functions call a class's public methods untraced."""
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-            method._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
-            skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
-            _FRAMES.set_code_exec_strategy(method.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
+            untraced(method)
     return kind
 
 
@@ -110,8 +117,9 @@ class Running:
     calls: int = 0
 
 
+@untraced  # a trace would hold for the step that it was made in
 def running() -> Running | None:
-    """The step that this thread runs."""
+    """Return the step that this thread runs, or None."""
     reference = RUNNING.get()
     return None if reference is None else reference()
 

@@ -15,7 +15,7 @@ from ..dataflow.errors import ConfigError, did_you_mean
 from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
-from ..dataflow.views import ViewInfo, viewer
+from ..dataflow.views import ViewInfo, alias, viewer
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 
@@ -146,6 +146,14 @@ class Stage(Generic[V]):
         for slot, before in kept:
             slot.copy_(before)
         return outputs
+
+    def view_of_capture(self, ready: Ready) -> V:
+        """Make the view of a capture. Its tensors are handed out nowhere else, where they may be changed in place."""
+        view: Any = self.sealed(self.view(ready, None))
+        own = {name: alias(one) for name, one in ready.views.items() if one is not None}
+        view.__dict__.update(own)
+        made: V = view
+        return made
 
     def sealed(self, view: V) -> V:
         """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""

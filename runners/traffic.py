@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from ..backends.base import Backend
 from ..backends.operators import (
     OperatorWatch,
-    compiled_eagerly,
     is_composite,
     is_plain,
+    run_uncompiled,
     run_under,
     storage_key,
     written,
@@ -75,8 +75,7 @@ def _strided(values: Any) -> Iterator[torch.Tensor]:
 
 def run_seen(traffic: Traffic, run: Callable[[], T]) -> T:
     """Run something while this thread's operators are looked at. Compiled functions run as they were written."""
-    with compiled_eagerly():
-        return run_under(traffic, run)
+    return run_uncompiled(lambda: run_under(traffic, run))
 
 
 class HostReads:

@@ -37,8 +37,7 @@ def current_view(inputs: type[V]) -> V:
         ReplayError: No step runs, or one of another declaration.
         CaptureError: An operator asks inside a graph, which would hold for the values of its capture.
     """
-    reference = RUNNING.get()
-    step = None if reference is None else reference()
+    step = running()
     if step is None:
         raise ReplayError("no step is running: current_view() is for what a runner's step calls")
     if not isinstance(step.view, inputs):

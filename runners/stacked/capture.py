@@ -229,7 +229,7 @@ def _told(error: BaseException) -> str:
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:
         text += f" (in {file}, line {line})"
-    if "ContextVar" in text:
+    if str(running) in text:
         text += (
             "; what asks for the step that runs, as graph_break and current_view do, belongs in an operator of splits"
         )

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...backends.operators import OperatorWatch, compiled_eagerly, is_plain, kernel_of, run_under, tensors_in, written
+from ...backends.operators import OperatorWatch, is_plain, kernel_of, run_uncompiled, run_under, tensors_in, written
 from ...dataflow.axes import BATCH
 from ...dataflow.buffers import Buffers, span
 from ...dataflow.errors import CaptureError, ReplayError
@@ -80,9 +80,8 @@ class Rehearsal:
 
         first: the arguments of the stack in an earlier run.
         """
-        with compiled_eagerly():
-            run = functools.partial(self._stack.run, self._stage, view, self._answer)
-            under_way(Running(view, "capture"), self.watched, run)
+        run = functools.partial(self._stack.run, self._stage, view, self._answer)
+        run_uncompiled(lambda: under_way(Running(view, "capture"), self.watched, run))
         [call] = self._calls
         self._conclude(call, pytree.tree_leaves(first))
         return call

@@ -6,6 +6,7 @@ Refused is what CUDA refuses (torch 2.11, H200), unless a line says otherwise.
 import copy
 import gc
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from slotgraph.backends.cpu_capture import CapturedGraph, CpuCaptureBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
+from tests.operators import Operators
 from tests.programs import python
 from tests.strategies import same_bytes
 
@@ -192,8 +194,8 @@ mask.nonzero(); torch.argwhere(mask); torch.where(mask); x.masked_select(mask); 
 torch.unique(index); torch.unique_consecutive(index); torch.bincount(index, minlength=6); torch.histc(x, 4)
 torch.repeat_interleave(x, count, dim=0); functional.one_hot(index); torch.tensor(2.0, device=x.device)
 torch.tensor([1.0, 2.0]); torch.as_tensor(2.0, device=x.device); x.new_tensor([1.0]); torch.from_numpy(np.ones(3)) + 1
-x[[0, 2]]; x.__setitem__((0, 0), 1.0); x.__setitem__(index, 1.0); x.__setitem__(mask, scalar)
-x.__setitem__(mask[0], row); x.masked_fill_(mask, scalar); x.index_fill_(0, index, scalar)
+x[[0, 2]]; x.__setitem__((0, 0), torch.tensor(1.0)); x.__setitem__(index, torch.tensor(1.0))
+x.__setitem__(mask, scalar); x.__setitem__(mask[0], row); x.masked_fill_(mask, scalar); x.index_fill_(0, index, scalar)
 torch.linalg.cholesky(square @ square.T); torch.linalg.inv(square)
 torch.linalg.solve(square, x); torch.linalg.svd(square); torch.linalg.eigh(square); torch.linalg.eig(square)
 torch.linalg.lstsq(square, x); torch.linalg.pinv(square); torch.linalg.matrix_exp(square)
@@ -217,6 +219,7 @@ def value_of(expression: str, tensors: Tensors, **names: Any) -> Any:
     return eval(expression, {"torch": torch, "functional": functional, **names, **vars(tensors)})  # noqa: S307 - ours
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel and other:UserWarning")
 @pytest.mark.parametrize("expression", cases(REFUSED) + cases(MOVED))
 def test_refused(expression: str) -> None:
     """The capture fails with the operation and what to do instead, and the step's tensors keep their bytes."""
@@ -226,6 +229,37 @@ def test_refused(expression: str) -> None:
         capture(lambda: value_of(expression, tensors, np=np, copy=copy))
     for key, value in before.items():
         assert torch.equal(getattr(tensors, key), value)
+
+
+@pytest.mark.parametrize("expression", cases("x.__setitem__((0, 0), 1.0); x.__setitem__(index, 1.0)"))
+def test_numbers_written_to_elements(expression: str) -> None:
+    """They are refused where torch makes a tensor of the number, which CUDA copies from the host; torch 2.15 fills."""
+    captured, eager, other = Tensors(), Tensors(), Tensors()
+    with Operators() as seen:
+        value_of(expression, other)
+    if "lift_fresh" in seen.names:
+        with pytest.raises(CaptureError, match="index_fill_"):
+            capture(lambda: value_of(expression, captured))
+        return
+    graph = capture(lambda: value_of(expression, captured))
+    for tensors in (captured, eager):
+        tensors.x.add_(tensors.y)
+    graph.replay()
+    value_of(expression, eager)
+    assert torch.equal(captured.x, eager.x)
+
+
+def test_a_warning_that_is_an_error() -> None:
+    """A step that warns where warnings are errors is told so: the operator itself may be fine."""
+
+    def step() -> None:
+        warnings.warn("deprecated, and will be removed", DeprecationWarning, stacklevel=2)
+
+    with pytest.raises(CaptureError, match=r"the step warned .* turns such warnings into errors: Deprecation"):
+        capture(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert capture(step).outputs is None
 
 
 def test_a_refusal_names_the_operation_and_the_way_out() -> None:

@@ -264,6 +264,7 @@ def around_split(after: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable
 FORBIDDEN = "reads slot 'extend_seq_lens', whose rows are requests, outside of a break"
 UNKNOWN = "'scale' is carried from the batch and has no default"
 UNTRACED = "could not be traced whole: "
+ASKER = "as graph_break and current_view do, belongs in an operator of splits"
 ASKS = "operator slotgraph_tests::attention asks for the step's view inside of a"
 
 
@@ -275,7 +276,8 @@ ASKS = "operator slotgraph_tests::attention asks for the step's view inside of a
         (around_split(lambda hidden, view: torch.mul(hidden, view.extend_seq_lens.shape[0])), ("shape " + FORBIDDEN,)),
         (around_split(lambda hidden, view: torch.mul(hidden, view.scale)), (UNKNOWN,)),
         (around_split(lambda hidden, _: torch.mul(hidden, current_view(Prefill).scale)), (UNKNOWN,)),
-        (around_split(scaled), (UNTRACED, "test_prefill.py, line", "an operator of splits")),
+        (around_split(lambda hidden, _: hidden * current_view(Prefill).positions[:, None]), (UNTRACED, ASKER)),
+        (around_split(scaled), (UNTRACED, "test_prefill.py, line", ASKER)),
         (around_split(lambda hidden, _: named_attention(hidden, hidden, hidden)), (ASKS, "by splits=")),
         (lambda view: view.input_ids, ("calls", "no operator of torch")),
     ],

@@ -256,6 +256,18 @@ def test_views_and_outputs(way: str, turns: list[tuple[int, str, str, str]], ins
     assert all(pairs == (*ids, 3) for pairs, ids in seen)
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_views_changed_before_the_first_replay(way: str, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
+    """The tensors that a capture saw are not handed out: changed ones are no moved memory, with either guard."""
+    monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRUSTED", trusted)
+    runner = runner_by(way, Wide, lambda view: view.ids * 1000 + view.count, buckets=[2, 6], output_rows=BATCH)
+    for rows, look in ((1, runner.fill), (5, lambda _: runner.inputs(6))):
+        batch = batch_for(Wide, {BATCH: rows}, rows)
+        spoil(look(batch).ids, "set_")
+        assert torch.equal(runner(batch), batch["ids"] * 1000 + rows)
+
+
 def test_breaks_that_change_their_view(cpu: str) -> None:
     """Code that runs between graphs, in each step, sees its view unchanged each time."""
     shapes = []
