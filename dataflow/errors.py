@@ -105,7 +105,16 @@ _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.pa
 
 def place_of(error: BaseException) -> str:
     """The innermost line of the user's that an error came through: " at model.py:7, `x.item()`"."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OTHERS)]
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def place_now() -> str:
+    """The innermost line of the user's that is running, in the same words."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(stack: traceback.StackSummary) -> str:
+    frames = [frame for frame in stack if not frame.filename.startswith(_OTHERS)]
     if not frames:
         return ""
     source = f", `{frames[-1].line}`" if frames[-1].line else ""
