@@ -18,7 +18,7 @@ from ..dataflow.errors import BatchError, ConfigError, RankError, StaleOutputErr
 from ..dataflow.guard import outside_inference
 from ..dataflow.sources import NO_SIDE, linear
 from .chain import Chain, News
-from .config import GENERATIONS
+from .config import GENERATIONS, refuse
 from .hooks import Coordinator
 from .outputs import Stamped, chosen_parts, constant_of, map_tensors, own_copy
 from .runner import Runner
@@ -149,7 +149,12 @@ class LaunchedStep:
 
         Args:
             why: The reason, which statistics count, such as "grammar".
+
+        Raises:
+            ConfigError: The reason is no text, or an empty one.
         """
+        if not isinstance(why, str) or not why:
+            refuse("hold", "a reason, such as 'grammar'", why)
         self._loop.held = why
 
 
