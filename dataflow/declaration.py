@@ -216,9 +216,11 @@ def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
             yield f"its then= needs {need!r}, which is on the {other.placement}: a rule reads slots on its own side"
         elif other.optional and need != name:
             yield f"its then= needs {need!r}, which may be absent: name slots that each batch brings"
-    found, dtype = None if rule is None else linear(rule), resolve_dtype(slot.dtype, Capabilities())
+    found = None if rule is None else linear(rule)
     add = 0 if found is None else found[1]
-    if not holds(torch.int64, add) or (add and not (holds(dtype, add) or (add < 0 and holds(dtype, -add)))):
+    dtype = resolve_dtype(slot.dtype, Capabilities())
+    dtype = torch.int64 if dtype == torch.uint64 else dtype  # the kernel's numbers are of int64
+    if add and not (holds(dtype, add) or (add < 0 and holds(dtype, -add))):
         yield f"its then= adds {add}, which {dtype_text(dtype)} cannot hold: use a wider dtype"
 
 

@@ -397,7 +397,9 @@ class Ahead(Generic[V]):
             raise BatchError("one request is named twice: name each once")
         if not different <= self.since.keys():
             key = next(key for key in keys if key not in self.since)
-            instead = f"a key is one object: {call.format([keys])}" if keys in self.since else "it has left, or never joined"
+            instead = (
+                f"a key is one object: {call.format([keys])}" if keys in self.since else "it has left, or never joined"
+            )
             raise BatchError(f"there is no request {key!r}: {instead}")
         return keys
 

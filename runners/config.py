@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 import attrs
+import numpy as np
 import torch
 
 from ..backends import name_of
@@ -54,8 +55,8 @@ def checked_keys(argument: str, expected: str, given: Any, kind: type) -> dict[A
 
 
 def is_collection(value: object) -> bool:
-    """Whether it holds several values; a text is one, and so is a tensor."""
-    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | torch.Tensor)
+    """Whether it holds several values; a text is one, and so is a tensor or an array."""
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | torch.Tensor | np.ndarray)
 
 
 def declaration_of(inputs: Any) -> Declaration:

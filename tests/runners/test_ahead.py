@@ -498,7 +498,9 @@ def test_edits_that_bring_the_kernel_nothing(cpu: str, lowering: str) -> None:
     runner = DecodeRunner(Laneless, step, backend=cpu, buckets=(4,), output_rows=BATCH, lowering=lowering)
     runner.capture()
     turn = torch.tensor([5])
-    for one in runner.steps({**batch(1, 2), "waves": torch.zeros(2, dtype=torch.complex128), "turn": turn}, keys=[*"ab"]):
+    for one in runner.steps(
+        {**batch(1, 2), "waves": torch.zeros(2, dtype=torch.complex128), "turn": turn}, keys=[*"ab"]
+    ):
         turn.fill_(99)
         assert one.tokens() == [("a", [5 + one.number, 0]), ("b", [5 + one.number, 7 * (one.number > 1)])]
         if one.number == 1:

@@ -20,7 +20,12 @@ class Tagged(Inputs):  # a number for each life, and the number of its step
 def tagged(backend: str, **options: Any) -> DecodeRunner[Tagged]:
     """A captured runner whose rows name their life and their step."""
     runner = DecodeRunner(
-        Tagged, lambda view: view.life * 1000 + view.turn, backend=backend, buckets=(2, MOST), output_rows=BATCH, **options
+        Tagged,
+        lambda view: view.life * 1000 + view.turn,
+        backend=backend,
+        buckets=(2, MOST),
+        output_rows=BATCH,
+        **options,
     )
     runner.capture()
     return runner
