@@ -215,10 +215,10 @@ class RowBucket(Bucket):
                     tensor.copy_(values)
                     continue
                 dim, _ = self.rows[name]
-                tensor, values = words(tensor), words(values)  # noqa: PLW2901 - the same values
+                new = words(values)
                 if len(there) < len(rows):
-                    values = values.index_select(dim, self._index(name, there))  # noqa: PLW2901 - of those that stay
-                tensor.index_copy_(dim, self._index(name, [rows[place] for place in there]), values)
+                    new = new.index_select(dim, self._index(name, there))  # of those that stay
+                words(tensor).index_copy_(dim, self._index(name, [rows[place] for place in there]), new)
 
     def _index(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         """The places of requests' rows in a slot, where it lies."""

@@ -23,7 +23,7 @@ from .views import Views
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _FOREACH_ADD: Final = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] - likewise
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes: torch adds and moves these on every device, and other dtypes of that size not always."""
+"""Whole numbers by their bytes: torch adds and moves these, and not all other dtypes of that size."""
 
 
 @attrs.frozen
@@ -110,8 +110,9 @@ class Transition:
                 copies[1].append(source)
             if add:
                 target = words(target)
-                low, high = torch.iinfo(target.dtype).min, torch.iinfo(target.dtype).max
-                adds.setdefault((add - low) % (high - low + 1) + low, []).append(target)  # the same bits
+                least = torch.iinfo(target.dtype).min
+                wrapped = (add - least) % (-2 * least) + least  # the same bits in signed numbers
+                adds.setdefault(wrapped, []).append(target)
 
         def advance() -> None:
             self.compute()

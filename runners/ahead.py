@@ -267,7 +267,8 @@ class Ahead(Generic[V]):
         self._read, self._has_ended, self.has_rows = read, False, chain.rows_each is not None
         self._ahead = 0 if chain.why else ahead
         config = runner.config
-        owned, stamped = config.outputs == "copy", GENERATIONS in config.modes
+        owned = config.outputs == "copy"
+        stamped = GENERATIONS in config.modes
         self._ring = [Entry(runner.stage.backend, runner.coordinator, owned, stamped) for _ in range(ahead + 2)]
         self.launched, self.held = 0, ""
         self.since: dict[Hashable, int] = dict.fromkeys(chain.order.keys, 0)
@@ -322,7 +323,8 @@ class Ahead(Generic[V]):
 
     def _forget_lives(self) -> None:
         """Forget the lives of which no step can be read any more: the ring has their last one no longer."""
-        oldest, lives = self.launched - len(self._ring), dict[Hashable, list[range]]()
+        oldest = self.launched - len(self._ring)
+        lives = dict[Hashable, list[range]]()
         for key, ended in self.last.items():
             readable = [life for life in ended if life.stop > oldest]
             if readable:

@@ -245,8 +245,9 @@ class RunnerConfig:
     are captured at all; without, nothing is, and all run eagerly. lowering: how fills are run, one of the backend's
     `lowerings`, or "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode:
     the mode that captures run in, one of the backend's `capture_error_modes`; None for its default. outputs: "view" for
-    the graph's own memory, which the next step overwrites, or "copy" for tensors that are the caller's own. told: options that
-    `as_data` gives even where they are the default: those that a mapping or file named, or that a runner uses.
+    the graph's own memory, which the next step overwrites, or "copy" for tensors that are the caller's own. told:
+    options that `as_data` gives even where they are the default: those that a mapping or file named, or that a runner
+    uses.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     ConfigError names the option, what was expected and what came; nothing is converted.
     """

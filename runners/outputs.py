@@ -106,8 +106,8 @@ def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:
         if leaf is None or any(leaf is one for one in constants):
             return leaf
         raise ConfigError(
-            f"read= returns {type(leaf).__name__}, which is no part of what the step returns: choose tensors, or tuples, "
-            "lists, mappings, attrs or data classes of them; compute in the step, or of step.outputs"
+            f"read= returns {type(leaf).__name__}, which is no part of what the step returns: choose tensors, or "
+            "tuples, lists, mappings, attrs or data classes of them; compute in the step, or of step.outputs"
         )
 
     try:

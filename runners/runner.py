@@ -157,8 +157,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay.
 
-        The outputs lie in the graph's memory, and the next call overwrites them: use them before it, or keep a
-        `clone()`. With the option `outputs="copy"` they are yours. `debug=True` raises StaleOutputError for a later use.
+        Outputs lie in the graph's memory, and the next call overwrites them: use them before it, or keep a `clone()`.
+        With the option `outputs="copy"` they are yours. With `debug=True` a later use raises StaleOutputError.
 
         Args:
             batch: A mapping or an object with a value for each copied slot and field.

@@ -129,12 +129,14 @@ _SHOWN: Final = "_slotgraph_shown"
 
 def shown_class(inputs: type[V]) -> type[V]:
     """The class of a runner's views of a declaration, the same one each time. Batches are spared its checks."""
-    made: type[V] | None = vars(inputs).get(_SHOWN)
+    made: Any = vars(inputs).get(_SHOWN)
     if made is None:
         body = {"__module__": inputs.__module__, "__qualname__": inputs.__qualname__, "__doc__": inputs.__doc__}
-        made = type(inputs)(inputs.__name__, (_Shown, inputs), body)
+        kind: Any = type(inputs)
+        made = kind(inputs.__name__, (_Shown, inputs), body)
         setattr(inputs, _SHOWN, made)
-    return made
+    shown: type[V] = made
+    return shown
 
 
 def under_way(step: Running, function: Callable[..., T], *args: Any) -> T:

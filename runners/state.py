@@ -217,7 +217,8 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
     step: it is given what to call before an operator writes a part of a slot, which finds the line for the error.
     """
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or isinstance(one.slot, Output))]
-    before, places = {buffer.name: buffer.tensor.clone() for buffer in read}, dict[str, str]()
+    before = {buffer.name: buffer.tensor.clone() for buffer in read}
+    places = dict[str, str]()
 
     def note(tensor: torch.Tensor) -> None:
         for buffer in read if running() is not None else ():  # a fill in the graph writes slots, too
@@ -231,7 +232,8 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
     if changed:
         names = ", ".join(f"slot {name!r}{places.get(name, '')}" for name in changed)
         raise CaptureError(
-            f"the step writes {names}: write to a tensor of its own, or declare what it writes with rewritten=True, or as staged() or output()"
+            f"the step writes {names}: write to a tensor of its own, or declare what it writes with rewritten=True, "
+            "or as staged() or output()"
         )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.errors import BatchError, ConfigError, DeclarationErrors, SlotGraphError
+from slotgraph.extend import LaunchedStep
 
 LOWERINGS: Final = ["foreach", "in_graph", "fused", "slot_by_slot"]
 JUNK: Final[list[Any]] = [
@@ -104,9 +106,8 @@ def test_no_raw_error(runner: DecodeRunner[Mixed]) -> None:
             step = next(loop)
             try:
                 call(step)
-            except SlotGraphError as error:
+            except SlotGraphError:
                 refused += 1
-                assert len(str(error)) > 15, name
                 assert next(loop).tokens() == wanted, (name, junk)
     assert refused > 250
 
@@ -118,14 +119,10 @@ def test_arguments_of_steps(junk: Any) -> None:
     runner.capture()
     for argument in ("keys", "needs", "read", "ahead", "agree_every"):
         given: Any = {argument: junk}
-        try:
+        with suppress(SlotGraphError):
             next(runner.steps(mixed(1, 2), **given))
-        except SlotGraphError as error:
-            assert len(str(error)) > 15, argument
-    try:
-        next(runner.steps(junk), None)
-    except SlotGraphError as error:
-        assert "slot" in str(error)
+    with pytest.raises(SlotGraphError, match="slot '"):
+        runner.steps(junk)
 
 
 KEYS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -228,10 +225,14 @@ def test_a_rule_that_torch_cannot_run(cpu: str, lowering: str) -> None:
     runner = DecodeRunner(
         Chained, lambda view: view.number, backend=cpu, buckets=(2,), output_rows=BATCH, lowering=lowering
     )
-    with pytest.raises(SlotGraphError, match=r"slot 'first': its function .* raised .* at test_ahead_misuse\.py:\d+"):
+
+    def two_steps() -> list[LaunchedStep]:
         runner.capture()
         steps = runner.steps({"first": torch.ones(1, dtype=torch.uint16), "number": [1]})
-        [*itertools.islice(steps, 2)]
+        return [*itertools.islice(steps, 2)]
+
+    with pytest.raises(SlotGraphError, match=r"slot 'first': its function .* raised .* at test_ahead_misuse\.py:\d+"):
+        two_steps()
 
 
 def rule_of(number: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import TOKENS, DecodeRunner, EagerRunner, InputBuffers, Inputs, computed, copied
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, InputBuffers, Inputs, computed, copied
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import CaptureError, ReplayError
 from tests.runners.kinds import RUNNERS, batch_of, captured, tensors_of
@@ -19,6 +19,7 @@ class Placed(Inputs):
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     live: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int64)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     note: int = 3
 
 
@@ -29,12 +30,13 @@ def placed_step(view: Placed) -> torch.Tensor:
 
 def placed(step: Callable[[Placed], Any] = placed_step, **options: Any) -> DecodeRunner[Placed]:
     """A captured runner."""
-    runner = DecodeRunner(Placed, step, **{"backend": "cpu-capture", "buckets": (2, 4), **options})
+    given: dict[str, Any] = {"backend": "cpu-capture", "buckets": (2, 4), **options}
+    runner = DecodeRunner(Placed, step, **given)
     runner.capture()
     return runner
 
 
-BATCH_OF_TWO: Final = {"ids": [1, 2], "positions": [7, 8]}
+BATCH_OF_TWO: Final = {"ids": [1, 2], "positions": [7, 8], "lens": [1, 1]}
 
 
 @pytest.mark.parametrize("lowering", LADDER)
@@ -59,8 +61,9 @@ def test_what_a_graph_would_not_see_is_refused(cpu: str, lowering: str) -> None:
         view.note = 4
     with pytest.raises(ReplayError, match=r"view\.position was assigned, .*or declare it as a slot"):
         view.position = torch.tensor([50, 60])  # type: ignore[attr-defined]
+    part = view.narrow(BATCH, 0, 1)
     with pytest.raises(ReplayError, match=r"view\.ids was assigned"):
-        view.narrow(TOKENS, 0, 1).ids = torch.tensor([5])
+        part.ids = torch.tensor([5])
 
 
 @pytest.mark.parametrize("name", RUNNERS)
@@ -90,7 +93,8 @@ def test_the_steps_own_assignments(cpu: str, lowering: str) -> None:
     def layer(view: Any) -> None:
         view.hidden = view.ids * 10
         view.positions = view.positions + 1
-        view.narrow(TOKENS, 0, 1).ids = view.ids[:1]
+        part = view.narrow(BATCH, 0, 1, tokens=(0, 1))
+        part.ids = part.ids + 1
 
     def step(view: Any) -> torch.Tensor:
         layer(view)
@@ -101,7 +105,7 @@ def test_the_steps_own_assignments(cpu: str, lowering: str) -> None:
     for _ in range(3):
         assert runner(BATCH_OF_TWO).tolist() == [18, 29]
         assert runner.replay(runner.fill(BATCH_OF_TWO)).tolist() == [18, 29]
-    large = {"ids": [*range(9)], "positions": [*range(9)]}
+    large = {"ids": [*range(9)], "positions": [*range(9)], "lens": [1] * 9}
     assert runner(large).tolist() == [11 * one + 1 for one in range(9)]
     assert runner.replay(runner.fill(large)).tolist() == [11 * one + 1 for one in range(9)]
     eager = EagerRunner(Placed, step, backend=cpu)
@@ -122,10 +126,10 @@ def test_a_compiled_step_may_assign() -> None:
 
 def test_batches_and_views_of_input_buffers_are_the_callers() -> None:
     """Their own steps see what they assign."""
-    batch = Placed(ids=torch.tensor([1, 2]), positions=torch.tensor([7, 8]))
+    batch = Placed(ids=torch.tensor([1, 2]), positions=torch.tensor([7, 8]), lens=torch.tensor([1, 1]))
     batch.positions = torch.tensor([3, 4])
     assert placed()(batch).tolist() == [103, 204]
-    buffers = InputBuffers(Placed, {TOKENS: 4}, backend="cpu-capture")
+    buffers = InputBuffers(Placed, {BATCH: 4, TOKENS: 4}, backend="cpu-capture")
     for view in (buffers.fill(BATCH_OF_TWO), buffers.view()):
         view.positions = view.positions + 1
         assert placed_step(view)[:2].tolist() == [108, 209]
@@ -133,14 +137,17 @@ def test_batches_and_views_of_input_buffers_are_the_callers() -> None:
 
 def test_a_view_is_an_instance_of_its_declaration() -> None:
     """One class for all runners, of the same name and documentation, with the same declaration and printed alike."""
-    runner, batch = placed(), Placed(ids=torch.tensor([1, 2]), positions=torch.tensor([7, 8]))
+    runner, batch = (
+        placed(),
+        Placed(ids=torch.tensor([1, 2]), positions=torch.tensor([7, 8]), lens=torch.tensor([1, 1])),
+    )
     view = runner.fill(batch)
     kind = type(view)
     assert isinstance(view, Placed)
     assert kind is type(placed().fill(batch)) is type(runner.inputs(2))
     assert (kind.__name__, kind.__module__, kind.__doc__) == ("Placed", __name__, "A view's documentation.")
     assert kind.slotgraph is Placed.slotgraph
-    assert repr(view) == "Placed(ids=int64[2], positions=int64[2], live=int64[1], note=3)"
+    assert repr(view) == "Placed(ids=int64[2], positions=int64[2], live=int64[1], lens=int64[2], note=3)"
 
     class Further(Placed):
         more: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)

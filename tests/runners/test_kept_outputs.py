@@ -49,8 +49,8 @@ def test_copies_are_the_callers_own(cpu: str, lowering: str) -> None:
         ids = torch.randint(1, 99, (rows,), generator=draw)
         kept.append((runner({"ids": ids}), ids.tolist()))
         kept.append((runner.replay(runner.fill({"ids": ids + 1})), (ids + 1).tolist()))
-    for outputs, ids in kept:
-        assert numbers_of(outputs) == wanted(ids)
+    for outputs, answer in kept:
+        assert numbers_of(outputs) == wanted(answer)
     kept[0][0]["own"].zero_()  # nobody else sees that
     assert numbers_of(runner({"ids": [4, 5]})) == wanted([4, 5])
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_copied(cpu: str) -> None:
     """It is refused, and not handed out as it is."""
     runner = DecodeRunner(
         Counted,
-        lambda view: SimpleNamespace(ids=view.ids),
+        lambda view: SimpleNamespace(ids=view.made),
         backend=cpu,
         buckets=(2,),
         output_rows=None,
@@ -126,7 +126,7 @@ def test_debug_refuses_an_output_that_was_kept(cpu: str, debug: Any) -> None:
     runner({"ids": [3, 4]})
     for name in ("own", "slot", "input"):
         with pytest.raises(StaleOutputError, match="use it before the next step, or keep a clone"):
-            print(first[name])
+            first[name].tolist()
     assert clone.tolist() == [2, 4]
     owned = counted(cpu, debug=debug, outputs="copy")
     kept = owned({"ids": [1, 2]})

@@ -1,13 +1,13 @@
 """Keys of `steps()` that come back: whatever leaves and joins, `tokens()` has the rows that count, and no others."""
 
 import random
-from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from slotgraph.extend import LaunchedStep
 
 MOST = 4
 
@@ -63,6 +63,43 @@ def test_tokens_of_an_earlier_step() -> None:
     assert third.tokens() == [("b", 2002)]
 
 
+class Lives:
+    """What each life's rows must be, whatever key it has.
+
+    begins: by life its first step. ends: by life the step without it. dropped: lives whose rows count no more.
+    """
+
+    def __init__(self) -> None:
+        self.begins, self.ends, self.dropped = dict[int, int](), dict[int, int](), set[int]()
+        self.alive, self.left_in = dict[str, int](), dict[str, int]()
+
+    def enter(self, names: list[str], step: int) -> dict[str, list[int]]:
+        """Begin a life for each name; its rows."""
+        made = [*range(len(self.begins) + 1, len(self.begins) + 1 + len(names))]
+        self.begins.update(dict.fromkeys(made, step))
+        self.alive.update(zip(names, made, strict=True))
+        return begun(*made)
+
+    def leave(self, step: LaunchedStep, names: list[str], *, now: bool) -> None:
+        """End the lives of these names."""
+        step.leave(names, now=now)
+        for name in names:
+            life = self.alive.pop(name)
+            self.ends[life] = self.left_in[name] = step.lands
+            self.dropped |= {life} if now else set()
+
+    def check(self, step: LaunchedStep) -> None:
+        """Compare a step's rows with those that count."""
+        found = [divmod(token, 1000) for _, token in step.tokens()]
+        assert all(self.begins[life] + turn == step.number for life, turn in found)
+        due = {
+            life
+            for life, begin in self.begins.items()
+            if begin <= step.number < self.ends.get(life, step.number + 1) and life not in self.dropped
+        }
+        assert {life for life, _ in found} == due
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize("lowering", ["foreach", "in_graph", "fused"])
 def test_any_order_of_lives(lowering: str, ahead: int) -> None:
@@ -70,49 +107,17 @@ def test_any_order_of_lives(lowering: str, ahead: int) -> None:
     runner = tagged("cpu-capture", lowering=lowering)
     for seed in range(12):
         draw = random.Random(seed)  # noqa: S311 - a test
-        begins = dict[int, int]()  # by life its first step
-        ends = dict[int, int]()  # by life the step without it
-        dropped = set[int]()  # lives that left at once, and their rows with them
-        alive, left_in, lives = dict[str, int](), dict[str, int](), 0
-        keys = ["a", "b", "c", "d", "e"]
-
-        def enter(names: list[str], step: int) -> list[int]:
-            nonlocal lives
-            made = [*range(lives + 1, lives + 1 + len(names))]
-            lives += len(names)
-            begins.update(dict.fromkeys(made, step))
-            alive.update(zip(names, made, strict=True))
-            return made
-
-        loop = runner.steps(begun(*enter(["a", "b"], 0)), keys=["a", "b"], ahead=ahead)
-        read = defaultdict[int, list[int]](list)
-        for step in loop:
-            shown = dict(step.tokens())
-            for name, token in shown.items():
-                life, turn = divmod(token, 1000)
-                assert begins[life] + turn == step.number, name
-                read[life].append(step.number)
-            due = {
-                life
-                for life in begins
-                if begins[life] <= step.number < ends.get(life, step.number + 1) and life not in dropped
-            }
-            assert {token // 1000 for token in shown.values()} == due
+        model = Lives()
+        for step in runner.steps(model.enter(["a", "b"], 0), keys=["a", "b"], ahead=ahead):
+            model.check(step)
             if step.number > 25:
-                step.leave([*alive])
-                dropped |= {*alive.values()}
-                alive.clear()
+                model.leave(step, [*model.alive], now=True)
                 continue
-            for name in [*alive]:
-                if draw.random() < 0.25 and len(alive) > 1:
-                    now = draw.random() < 0.4
-                    step.leave([name], now=now)
-                    life = alive.pop(name)
-                    ends[life], left_in[name] = step.lands, step.lands
-                    dropped |= {life} if now else set()
-            room = MOST - len(alive)
-            names = [name for name in keys if name not in alive and left_in.get(name, -1) < step.lands][:room]
-            names = [name for name in names if draw.random() < 0.5]
+            ending = [name for name in model.alive if draw.random() < 0.25][: len(model.alive) - 1]
+            for name in ending:
+                model.leave(step, [name], now=draw.random() < 0.4)
+            free = [one for one in "abcde" if one not in model.alive and model.left_in.get(one, -1) < step.lands]
+            names = [name for name in free if draw.random() < 0.5][: MOST - len(model.alive)]
             if names:
-                step.join(begun(*enter(names, step.lands)), names)
-        assert lives > 10
+                step.join(model.enter(names, step.lands), names)
+        assert len(model.begins) > 10

@@ -39,7 +39,8 @@ def step_of(view: Number) -> Made:
 
 def ready(backend: str, step: Callable[[Number], Any] = step_of, **options: Any) -> DecodeRunner[Number]:
     """A captured runner."""
-    runner = DecodeRunner(Number, step, backend=backend, buckets=(2, 4), **{"output_rows": BATCH, **options})
+    given: dict[str, Any] = {"output_rows": BATCH, **options}
+    runner = DecodeRunner(Number, step, backend=backend, buckets=(2, 4), **given)
     runner.capture()
     return runner
 
@@ -51,7 +52,7 @@ PARTS: Final[dict[str, Callable[[Made], Any]]] = {
     "a column": lambda made: made.table[:, 1],
     "every other": lambda made: made.table[:, ::2],
     "turned": lambda made: made.table.t(),
-    "split": lambda made: {"halves": [*made.table.split(2, 1)]},
+    "split": lambda made: {"halves": [*torch.split(made.table, 2, 1)]},
     "reversed": lambda made: [made.table.unsqueeze(0), made.ids.view(-1, 1)],
     "own kinds": lambda made: collections.OrderedDict(a=Parcel(made.ids), b=(made.scale, None)),
     "nothing": lambda _: None,
