@@ -10,10 +10,11 @@ import attrs
 import torch
 
 from .axes import Axis, Dim, Sizes, Step
-from .capabilities import DEVICE, HOST, Placement
+from .capabilities import DEVICE, HOST, Capabilities, Placement, dtype_text, resolve_dtype
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
-from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, linear, look_up
+from .tails import holds
 
 Faults = Iterator[tuple[str, str]]  # the names of slots or fields, and what is wrong with each
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
@@ -252,6 +253,12 @@ def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
             yield f"its then= needs {need!r}, which is on the {other.placement}: a rule reads slots on its own side"
         elif other.optional and need != name:
             yield f"its then= needs {need!r}, which may be absent: name slots that each batch brings"
+    found = None if rule is None else linear(rule)
+    add = 0 if found is None else found[1]
+    dtype = resolve_dtype(slot.dtype, Capabilities())
+    dtype = torch.int64 if dtype == torch.uint64 else dtype  # the kernel's numbers are of int64
+    if add and not (holds(dtype, add) or (add < 0 and holds(dtype, -add))):
+        yield f"its then= adds {add}, which {dtype_text(dtype)} cannot hold: use a wider dtype"
 
 
 def _enabled(name: str, slot: Slot, settings: object) -> bool:

@@ -18,7 +18,7 @@ from .ready import Planned
 from .slots import Copied, Staged
 from .sources import Sources
 from .specialization import KEPT, MadeFor, Taken, keep_newest
-from .transition import rows_of_requests
+from .transition import rows_of_requests, words
 
 
 @functools.cache
@@ -37,12 +37,31 @@ NOWHERE: Final = -1
 NO_SLOTS: Final[Mapping[str, torch.Tensor]] = {}
 
 
+def keys_in(keys: Any, call: str) -> tuple[Hashable, ...]:
+    """Return the keys of requests. BatchError for a single key, and for one that cannot be hashed.
+
+    Args:
+        keys: An iterable of keys. A text is a single key.
+        call: How the caller writes it, for the error, such as "leave({})".
+    """
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
+        raise BatchError(f"a key is one object: {call.format([keys])}")
+    try:
+        found = tuple(keys)
+        hash(found)
+    except TypeError as error:
+        raise BatchError(
+            f"keys are objects that can be hashed, such as numbers, texts and tuples of them, got {keys!r:.80}: {error}"
+        ) from error
+    return found
+
+
 class Order:
     """Requests by key, in the order of their rows."""
 
     def __init__(self, keys: Iterable[Hashable]) -> None:
         """BatchError where two requests have one key."""
-        self.keys = tuple(keys)
+        self.keys = keys_in(keys, "steps(batch, keys={})")
         self.rows = {key: row for row, key in enumerate(self.keys)}
         if len(self.rows) != len(self.keys):
             raise BatchError(f"two requests have one key: {len(self.keys)} keys, {len(self.rows)} different ones")
@@ -186,7 +205,7 @@ class RowBucket(Bucket):
         if moves:
             starts, to = zip(*moves, strict=True)
             for name in names:
-                tensor, (dim, _) = self.buffers[name].tensor, self.rows[name]
+                tensor, (dim, _) = words(self.buffers[name].tensor), self.rows[name]
                 tensor.index_copy_(dim, self._index(name, to), tensor.index_select(dim, self._index(name, starts)))
         for one, rows in brought:
             there = [place for place, row in enumerate(rows) if row != NOWHERE]
@@ -196,9 +215,10 @@ class RowBucket(Bucket):
                     tensor.copy_(values)
                     continue
                 dim, _ = self.rows[name]
+                new = words(values)
                 if len(there) < len(rows):
-                    values = values.index_select(dim, self._index(name, there))  # noqa: PLW2901 - of those that stay
-                tensor.index_copy_(dim, self._index(name, [rows[place] for place in there]), values)
+                    new = new.index_select(dim, self._index(name, there))  # of those that stay
+                words(tensor).index_copy_(dim, self._index(name, [rows[place] for place in there]), new)
 
     def _index(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         """The places of requests' rows in a slot, where it lies."""

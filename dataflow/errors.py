@@ -139,7 +139,17 @@ _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.pa
 
 def place_of(error: BaseException) -> str:
     """The innermost line of the user's that an error came through: " at model.py:7, `x.item()`"."""
-    frames = traceback.extract_tb(user_traceback(error))
+    return _innermost(traceback.extract_tb(user_traceback(error)))
+
+
+def place_now() -> str:
+    """The innermost line of the user's that is running, in the same words."""
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OTHERS)]
+    return _innermost(frames)
+
+
+def _innermost(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Name the last of the user's frames, "" where there is none."""
     if not frames:
         return ""
     source = f", `{frames[-1].line}`" if frames[-1].line else ""

@@ -13,9 +13,9 @@ from .capabilities import DEVICE, HOST, Capabilities, Lowering, Placement, dtype
 from .declaration import Declaration
 from .packet import has_lane, head_bytes, rounded
 from .slots import Slot
-from .sources import OUT
+from .sources import OUT, linear
 from .tails import Number, Pad, resolve_value
-from .transition import Advance, linear, rows_of_requests
+from .transition import Advance, rows_of_requests
 
 How = Literal["fused", "foreach", "single", "in place"]
 FUSED: Final = frozenset({"in_graph", "fused"})

@@ -257,6 +257,31 @@ def compute_of(function: Callable[..., Any]) -> Compute:
     return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
 
 
+@attrs.frozen
+class _Term:
+    """What stands for a slot where a rule is tried out: it can be added to, and nothing else."""
+
+    slot: str
+    add: int = 0
+
+    def __add__(self, number: object) -> "_Term":
+        return attrs.evolve(self, add=self.add + number) if type(number) is int else NotImplemented
+
+    __radd__ = __add__
+
+    def __sub__(self, number: object) -> "_Term":
+        return self + -number if type(number) is int else NotImplemented
+
+
+def linear(rule: Compute) -> tuple[str, int] | None:
+    """The slot and the number whose sum a rule is; None where it is anything else."""
+    try:
+        made = rule.function(**{need: _Term(need) for need in rule.needs})
+    except Exception:  # noqa: BLE001 - it does more with what it is given than to add a number
+        return None
+    return (made.slot, made.add) if isinstance(made, _Term) else None
+
+
 def one_argument(function: Callable[..., Any], expected: str) -> Callable[..., Any]:
     """A function that can be called with one argument. TypeError, which tells what was `expected`, where it is none."""
     if not callable(function):

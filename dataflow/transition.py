@@ -17,11 +17,13 @@ from .computation import Computation
 from .declaration import Declaration
 from .guard import outside_inference
 from .slots import Slot
-from .sources import SETTINGS, Compute
+from .sources import SETTINGS
 from .views import Views
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _FOREACH_ADD: Final = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] - likewise
+_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes: torch adds and moves these, and not all other dtypes of that size."""
 
 
 @attrs.frozen
@@ -45,31 +47,6 @@ class Advance:
         return f"advance {self.slot} = {self.value}{'' if self.source else ', operators'}"
 
 
-@attrs.frozen
-class _Term:
-    """What stands for a slot where a rule is tried out: it can be added to, and nothing else."""
-
-    slot: str
-    add: int = 0
-
-    def __add__(self, number: object) -> "_Term":
-        return attrs.evolve(self, add=self.add + number) if type(number) is int else NotImplemented
-
-    __radd__ = __add__
-
-    def __sub__(self, number: object) -> "_Term":
-        return self + -number if type(number) is int else NotImplemented
-
-
-def linear(rule: Compute) -> tuple[str, int] | None:
-    """The slot and the number whose sum a rule is; None where it is anything else."""
-    try:
-        made = rule.function(**{need: _Term(need) for need in rule.needs})
-    except Exception:  # noqa: BLE001 - it does more with what it is given than to add a number
-        return None
-    return (made.slot, made.add) if isinstance(made, _Term) else None
-
-
 def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
     """The dim of a slot that follows the requests, and its rows for each of them; None where there is none."""
     requests = sizes.get(BATCH, 0)
@@ -79,6 +56,11 @@ def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
             each = size.at(one)
             return (dim, each) if each * requests == size.at(sizes) else None
     return None
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers of the same size, where torch has some."""
+    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
 class Transition:
@@ -127,7 +109,10 @@ class Transition:
                 copies[0].append(target)
                 copies[1].append(source)
             if add:
-                adds.setdefault(add, []).append(target)
+                target = words(target)
+                least = torch.iinfo(target.dtype).min
+                wrapped = (add - least) % (-2 * least) + least  # the same bits in signed numbers
+                adds.setdefault(wrapped, []).append(target)
 
         def advance() -> None:
             self.compute()

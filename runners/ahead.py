@@ -13,13 +13,14 @@ import torch
 
 from ..backends.base import Backend, Event
 from ..dataflow.capabilities import HOST
+from ..dataflow.edits import keys_in
 from ..dataflow.errors import BatchError, ConfigError, RankError, StaleOutputError, did_you_mean
 from ..dataflow.guard import outside_inference
-from ..dataflow.sources import NO_SIDE
-from ..dataflow.transition import linear
+from ..dataflow.sources import NO_SIDE, linear
 from .chain import Chain, News
+from .config import GENERATIONS, refuse
 from .hooks import Coordinator
-from .outputs import map_tensors, storages_of
+from .outputs import Stamped, chosen_parts, constant_of, map_tensors, own_copy
 from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
@@ -52,6 +53,8 @@ class LaunchedStep:
     @property
     def outputs(self) -> Any:
         """What the step returned, of live rows, in host memory. Waits for this step's copy alone.
+
+        The step `ahead` + 2 later overwrites it. Keep a clone, or make the runner with `outputs="copy"`.
 
         Raises:
             StaleOutputError: A step `ahead` + 2 later was launched, which uses the same host memory.
@@ -86,7 +89,11 @@ class LaunchedStep:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
         rows = outputs.view(len(self.keys), -1).squeeze(1).tolist() if self.keys else []
         pairs = zip(self.keys, rows, strict=True)
-        return [pair for pair in pairs if since.get(pair[0], _GONE) <= number or number in last.get(pair[0], ())]
+        return [
+            pair
+            for pair in pairs
+            if since.get(pair[0], _GONE) <= number or any(number in life for life in last.get(pair[0], ()))
+        ]
 
     def needs(self, slot: str) -> dict[Any, int]:
         """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
@@ -142,16 +149,27 @@ class LaunchedStep:
 
         Args:
             why: The reason, which statistics count, such as "grammar".
+
+        Raises:
+            ConfigError: The reason is no text, or an empty one.
         """
+        if not isinstance(why, str) or not why:
+            refuse("hold", "a reason, such as 'grammar'", why)
         self._loop.held = why
 
 
 @attrs.define(eq=False)
 class Entry:
-    """One place of the ring: host memory for the outputs of one step. turn: how often it was used."""
+    """One place of the ring: host memory for the outputs of one step.
+
+    turn: how often it was used. owned: whether outputs are handed out as copies. stamped: whether a later use is an
+    error.
+    """
 
     backend: Backend
     ranks: Coordinator
+    owned: bool
+    stamped: bool
     turn: int = 0
     _event: Event | None = None
     _made: Any = None
@@ -184,6 +202,10 @@ class Entry:
         if self._event is not None:
             self.ranks.wait(self._event, self.backend.device, read=True)
             self._event = None
+        if self.owned:
+            return own_copy(self._made)
+        if self.stamped:
+            return map_tensors(self._made, lambda tensor: Stamped.stamp(tensor, lambda: self.turn))
         return self._made
 
     def _copies(self, outputs: Any) -> Copies:
@@ -197,7 +219,7 @@ class Entry:
                     sources.append(tensor.detach())
             return made
 
-        all_made = map_tensors(outputs, host)
+        all_made = map_tensors(outputs, host, lambda leaf: constant_of(leaf, "which steps() cannot copy to the host"))
         by_kernel = bool(targets) and all(
             one.device == other.device for one, other in zip(targets, sources, strict=True)
         )
@@ -236,17 +258,21 @@ class Ahead(Generic[V]):
     """The loop of `steps`: what is launched, and what the host has said since.
 
     launched: how many steps so far. since: by key of each request that is not to leave, the first step of its row.
-    last: by key of those that leave, the steps of which rows still count. held: why no step is launched ahead now.
+    last: by key, the steps of each of its lives that ended with rows that still count: a key may come back. held: why
+    no step is launched ahead now.
     """
 
     def __init__(self, runner: Runner[V], chain: Chain[V], ahead: int, read: Read | None, needs: Iterable[str]) -> None:
         self._runner, self._chain, self._news = runner, chain, News()
         self._read, self._has_ended, self.has_rows = read, False, chain.rows_each is not None
         self._ahead = 0 if chain.why else ahead
-        self._ring = [Entry(runner.stage.backend, runner.coordinator) for _ in range(ahead + 2)]
+        config = runner.config
+        owned = config.outputs == "copy"
+        stamped = GENERATIONS in config.modes
+        self._ring = [Entry(runner.stage.backend, runner.coordinator, owned, stamped) for _ in range(ahead + 2)]
         self.launched, self.held = 0, ""
         self.since: dict[Hashable, int] = dict.fromkeys(chain.order.keys, 0)
-        self.last: dict[Hashable, range] = {}
+        self.last: dict[Hashable, list[range]] = {}
         self._limited = frozenset(limit.name for limit in runner.limits)
         self._foretold = {name: self._foretells(name) for name in needs}
         self._foretell(chain.batch, chain.order.keys)
@@ -266,7 +292,7 @@ class Ahead(Generic[V]):
                     counts[f"held: {held}" if held else "ahead"] += 1
                 step = steps.popleft()
                 if self.last:
-                    self.last = {key: rows for key, rows in self.last.items() if rows.stop > step.number}
+                    self._forget_lives()
                 yield step
         except BaseException as error:
             is_left = isinstance(error, GeneratorExit)
@@ -291,27 +317,33 @@ class Ahead(Generic[V]):
         return LaunchedStep(self, number, chain.order.keys, entry)
 
     def _outputs(self) -> Any:
-        """What is copied of the last step's outputs. ConfigError where `read` makes a tensor, which replays leave."""
+        """What is copied of the last step's outputs. ConfigError where `read` returns anything else."""
         outputs = self._chain.outputs()
-        if self._read is None:
-            return outputs
-        chosen = self._read(outputs)
-        if storages_of([chosen]).keys() - storages_of([outputs]).keys():
-            raise ConfigError("read= makes a tensor of its own: choose parts of what the step returns")
-        return chosen
+        return outputs if self._read is None else chosen_parts(outputs, self._read)
+
+    def _forget_lives(self) -> None:
+        """Forget the lives of which no step can be read any more: the ring has their last one no longer."""
+        oldest = self.launched - len(self._ring)
+        lives = dict[Hashable, list[range]]()
+        for key, ended in self.last.items():
+            readable = [life for life in ended if life.stop > oldest]
+            if readable:
+                lives[key] = readable
+        self.last = lives
 
     def leave(self, keys: Keys, *, now: bool) -> None:
         """See `LaunchedStep.leave`."""
-        keys, news = self._known(keys), self._news
+        keys, news = self._known(keys, "leave({})"), self._news
         found = [*map(self.since.pop, keys)]
         if not now:
-            self.last.update((key, range(since, self.launched)) for key, since in zip(keys, found, strict=True))
+            for key, since in zip(keys, found, strict=True):
+                self.last.setdefault(key, []).append(range(since, self.launched))
         news.leaving += keys
         news.has_any |= bool(keys)
 
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""
-        keys, runner, chain, news = tuple(keys), self._runner, self._chain, self._news
+        keys, runner, chain, news = keys_in(keys, "join(batch, {})"), self._runner, self._chain, self._news
         sources = chain.edits.gather(batch, NO_SIDE)
         brought = chain.edits.known(keys, sources, chain.joins)
         requests = runner.size(batch, NO_SIDE)[-1] if brought is None else len(keys)
@@ -340,7 +372,7 @@ class Ahead(Generic[V]):
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
-        keys, chain, sources = self._known(keys), self._chain, self._runner.stage.declaration.sources
+        keys, chain, sources = self._known(keys, "edit({}, ...)"), self._chain, self._runner.stage.declaration.sources
         if not chain.slots.issuperset(slots):
             name = next(name for name in slots if name not in chain.slots)
             near = did_you_mean(name, chain.slots)
@@ -357,19 +389,22 @@ class Ahead(Generic[V]):
 
     def needs(self, slot: str) -> dict[Hashable, int]:
         """See `LaunchedStep.needs`."""
-        if slot not in self._foretold:
+        if slot not in [*self._foretold]:
             raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
         return self._foretold[slot].at(self.launched, self.since)
 
-    def _known(self, keys: Keys) -> tuple[Hashable, ...]:
-        """Keys of live requests. BatchError where one is none, or comes twice."""
-        keys = tuple(keys)
+    def _known(self, keys: Keys, call: str) -> tuple[Hashable, ...]:
+        """Keys of live requests. BatchError where one is none, or comes twice. call: as of `keys_in`."""
+        keys = keys_in(keys, call)
         different = {*keys}
         if len(different) != len(keys):
             raise BatchError("one request is named twice: name each once")
         if not different <= self.since.keys():
             key = next(key for key in keys if key not in self.since)
-            raise BatchError(f"there is no request {key!r}: it has left, or never joined")
+            instead = (
+                f"a key is one object: {call.format([keys])}" if keys in self.since else "it has left, or never joined"
+            )
+            raise BatchError(f"there is no request {key!r}: {instead}")
         return keys
 
     def _foretells(self, name: str) -> Foretold:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 import attrs
+import numpy as np
 import torch
 
 from ..backends import name_of
@@ -54,8 +55,8 @@ def checked_keys(argument: str, expected: str, given: Any, kind: type) -> dict[A
 
 
 def is_collection(value: object) -> bool:
-    """Whether it holds several values; a text is one, and so is a tensor."""
-    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | torch.Tensor)
+    """Whether it holds several values; a text is one, and so is a tensor or an array."""
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | torch.Tensor | np.ndarray)
 
 
 def declaration_of(inputs: Any) -> Declaration:
@@ -186,6 +187,16 @@ def _option(kind: type, default: Any, least: float = -math.inf, most: float = ma
     return attrs.field(default=default, validator=check)
 
 
+def _one_of(*words: str) -> Any:
+    """An option that is one of some words; by default the first."""
+
+    def check(_: object, field: Any, value: Any) -> None:
+        if value not in words:
+            refuse(f"option {field.name!r}", " or ".join(map(repr, words)), value)
+
+    return attrs.field(default=words[0], validator=check)
+
+
 def _rows(value: Any) -> tuple[int, ...]:
     """Buckets in ascending order."""
     several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
@@ -261,8 +272,10 @@ class RunnerConfig:
     runner shares input memory with others of its pool; None for what the backend's record says. graphs: whether steps
     are captured at all; without, nothing is, and all run eagerly. lowering: how fills are run, one of the backend's
     `lowerings`, or "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode:
-    the mode that captures run in, one of the backend's `capture_error_modes`; None for its default. told: options that
-    `as_data` gives even where they are the default: those that a mapping or file named, or that a runner uses.
+    the mode that captures run in, one of the backend's `capture_error_modes`; None for its default. outputs: "view" for
+    the graph's own memory, which the next step overwrites, or "copy" for tensors that are the caller's own. told:
+    options that `as_data` gives even where they are the default: those that a mapping or file named, or that a runner
+    uses.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     ConfigError names the option, what was expected and what came; nothing is converted.
     """
@@ -282,6 +295,7 @@ class RunnerConfig:
     lowering: str = _option(str, AUTO)
     lazy: bool = _option(bool, default=False)
     error_mode: str | None = _option(str, None)
+    outputs: str = _one_of("view", "copy")
     told: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
 
     @classmethod

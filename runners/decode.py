@@ -4,7 +4,7 @@ import abc
 import functools
 import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack, final
+from typing import Any, Literal, TypedDict, Unpack, final
 
 import attrs
 import torch
@@ -25,7 +25,7 @@ from ..dataflow.specialization import Run, Specialization
 from .ahead import Ahead, LaunchedStep, Read
 from .capture import Captured
 from .chain import Chain
-from .config import RunnerConfig, Wanted, checked, config_of, patterns_of
+from .config import RunnerConfig, Wanted, check_step, checked, checked_names, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet
 from .hooks import watchers_of
@@ -62,6 +62,7 @@ class CaptureArguments(TypedDict, total=False):
     lowering: str
     lazy: bool
     error_mode: str | None
+    outputs: Literal["view", "copy"]
 
 
 class StackArguments(CaptureArguments, total=False):
@@ -488,6 +489,7 @@ class DecodeRunner(RequestRunner[V]):
             keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
             ahead: How many steps are launched beyond the one that is handed out.
             read: Chooses what of the step's outputs is copied to the host: tensors, or parts of them. By default all.
+                It is called before their values are there, and computes nothing.
             needs: Slots whose values in later steps `step.needs` is to foretell, such as `["seq_lens"]`. Each advances
                 by a number and holds one number a request.
             agree_every: With ranks, after how many steps they choose a bucket together, the same for all of them. In
@@ -504,6 +506,9 @@ class DecodeRunner(RequestRunner[V]):
         """
         checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
         checked("agree_every", "a number of steps, at least 1", agree_every, int, 1)
+        needs = checked_names("needs", needs)
+        if read is not None:
+            check_step("read", read, "a step's outputs, which chooses parts of them")
         why = self._why_by_calls()
         every = 1 if why else agree_every
         with self.coordinator.loop(every):

@@ -369,10 +369,10 @@ class GraphSet(Generic[V]):
         stage, hosts, found = self.stage, self.filler.hosts, list[State]()
         seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
 
-        def once() -> None:
+        def once(note: Callable[[torch.Tensor], None]) -> None:
             if stage.state is None:
                 slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
-                found.append(State.found(stage.backend, slots, seen, exact=True, holder=stage.step))
+                found.append(State.found(stage.backend, slots, seen, exact=True, holder=stage.step, inside=note))
             else:
                 found.append(State.of(stage.backend, stage.state))
                 with found[0].kept():

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, final
 
+import attrs
+
 from ..backends.base import Backend
 from ..dataflow.axes import Axis, Live, Sizes
 from ..dataflow.bucket import Absent
@@ -58,7 +60,8 @@ class InputBuffers(Generic[V]):
         backend: str | Backend = "auto",
     ) -> None:
         """Allocate the slots, each with its initial value."""
-        self._stage = stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
+        stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
+        self._stage = stage = attrs.evolve(stage, views=inputs)  # the caller's own steps assign to its views
         self._axes = stage.declaration.varying
         self.capacity = stage.complete(stage.sizes)
         bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)

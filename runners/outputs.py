@@ -9,8 +9,9 @@ from typing import Any
 import attrs
 import torch
 
+from ..backends.operators import storage_key
 from ..dataflow.axes import BATCH, TOKENS, Axis
-from ..dataflow.errors import CaptureError, ConfigError, StaleOutputError
+from ..dataflow.errors import CaptureError, ConfigError, StaleOutputError, place_of
 from ..dataflow.inputs import Inputs
 from .config import axis_text
 
@@ -64,15 +65,60 @@ def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error:
             )
         return tensor[:live]
 
-    def leaf_of(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
+    whole = "; or pass output_rows=None to get it whole"
+    return map_tensors(outputs, cut, lambda leaf: constant_of(leaf, "of which rows cannot be cut", whole, error))
+
+
+def constant_of(leaf: Any, why: str, otherwise: str = "", error: type[Exception] = ConfigError) -> Any:
+    """Return a part of outputs that is no tensor and holds none. An error for another, which might hold some."""
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
+        return leaf
+    raise error(
+        f"the step returned {type(leaf).__name__}, {why}: return tensors, or tuples, lists, mappings, attrs or data "
+        f"classes of them{otherwise}"
+    )
+
+
+def own_copy(outputs: Any) -> Any:
+    """Copy outputs, so that no later step overwrites them. ConfigError for what cannot be copied."""
+    return map_tensors(outputs, torch.clone, lambda leaf: constant_of(leaf, "which outputs='copy' cannot copy"))
+
+
+def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:
+    """Return the parts of outputs that `read` chooses. ConfigError for anything else, and where it raises.
+
+    It is given stand-ins without values. What it chooses is then right for each later step of as many rows.
+    """
+    known = dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    constants: list[Any] = []
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        known[storage_key(made)] = made, tensor
+        return made
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        _, whole = known.get(storage_key(tensor), (None, None))
+        if whole is None or whole.dtype != tensor.dtype or tensor.is_conj():
+            raise ConfigError("read= makes a tensor of its own: choose parts of what the step returns")
+        return whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
+
+    def constant(leaf: Any) -> Any:
+        if leaf is None or any(leaf is one for one in constants):
             return leaf
-        raise error(  # it may hold tensors where no one looks, with their padded rows
-            f"the step returned {type(leaf).__name__}, of which rows cannot be cut: return tensors, or tuples, lists, "
-            "mappings, attrs or data classes of them; or pass output_rows=None to get it whole"
+        raise ConfigError(
+            f"read= returns {type(leaf).__name__}, which is no part of what the step returns: choose tensors, or "
+            "tuples, lists, mappings, attrs or data classes of them; compute in the step, or of step.outputs"
         )
 
-    return map_tensors(outputs, cut, leaf_of)
+    try:
+        chosen = read(map_tensors(outputs, stand_in, lambda leaf: constants.append(leaf) or leaf))  # type: ignore[func-returns-value]
+    except Exception as error:
+        raise ConfigError(
+            f"read= raised {type(error).__name__}{place_of(error)}: {error}. It only chooses parts of what the step "
+            "returns: it is called before their values are there"
+        ) from error
+    return map_tensors(chosen, part, constant)
 
 
 def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:

@@ -27,6 +27,7 @@ from .config import RunnerConfig
 from .eagerly import Eagerly
 from .graphs import GraphSet
 from .hooks import Coordinator, Watch
+from .outputs import own_copy
 from .pool import Seat
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
@@ -112,6 +113,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.config = config
         self.stage = stage
         self.coordinator = coordinator
+        self._owned = config.outputs == "copy"
         self.watch = Watch()
         self.name = type(self).__name__
         self.size = size
@@ -181,6 +183,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay.
 
+        Outputs lie in the graph's memory, and the next call overwrites them: use them before it, or keep a `clone()`.
+        With the option `outputs="copy"` they are yours. With `debug=True` a later use raises StaleOutputError.
+
         Args:
             batch: A mapping or an object with a value for each copied slot and field.
             side: Side arguments, by name: what slots with `source=side(...)` read.
@@ -205,7 +210,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
                     self._filled = None
                     return outputs
             filled = self._fill(batch, side, whole=True)
-            outputs = self.coordinator.run(self._run, filled)
+            outputs = self._outputs(filled)
             if bound is not None:
                 self._learn(bound, batch, side, filled, whole=True)
             return outputs
@@ -275,7 +280,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             try:
                 if graphs is not None:
                     graphs.filler.order()
-                return self.coordinator.run(self._run, filled)
+                return self._outputs(filled)
             except BaseException:  # what the step writes on the way may not be as it was filled
                 self._filled = None
                 raise
@@ -339,6 +344,11 @@ class Runner(Unique, abc.ABC, Generic[V]):
             if held is not None and held.buffers is not None:
                 held.buffers.distrust()
 
+    def _outputs(self, filled: Filled[V]) -> Any:
+        """Run a filled step with the other ranks; outputs that are the caller's own if the option says so."""
+        outputs = self.coordinator.run(self._run, filled)
+        return own_copy(outputs) if self._owned else outputs
+
     def _run(self, filled: Filled[V]) -> Any:
         """Run a filled step, and count it: here without a graph."""
         outputs = self.eager.run(filled.view)  # type: ignore[arg-type] # a step without a graph has its view
@@ -350,7 +360,11 @@ class Runner(Unique, abc.ABC, Generic[V]):
         found = bound.latest(batch, side) if self._repeats(filled) else None
         if found is not None and found.bound[whole] is not_bound:
             run = self._short(found, filled, whole=whole)
-            found.bound[whole] = self.coordinator.repeated(run, filled.live) if whole else run
+            if whole:
+                run = self.coordinator.repeated(run, filled.live)
+                if self._owned:
+                    run = owning(run)
+            found.bound[whole] = run
 
     def _repeats(self, filled: Filled[V]) -> bool:
         """Whether a step may go as this one did: here one without a graph."""
@@ -498,6 +512,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def log_stats(self) -> None:
         """Log `stats()` as one event, `statistics`."""
         log.info("statistics", runner=self.name, **self.stats())
+
+
+def owning(run: Run) -> Run:
+    """Make a bound step whose outputs are copies."""
+
+    def run_and_copy(batch: Any, side: Side, sources: Sources) -> Any:
+        outputs = run(batch, side, sources)
+        return outputs if outputs is MISS else own_copy(outputs)
+
+    return run_and_copy
 
 
 def bind(

@@ -76,6 +76,7 @@ class Gate:
 
 
 T = TypeVar("T")
+V = TypeVar("V", bound=Inputs)
 RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextvars.ContextVar(
     "slotgraph_running", default=None
 )
@@ -122,6 +123,41 @@ def running() -> Running | None:
     """Return the step that this thread runs, or None."""
     reference = RUNNING.get()
     return None if reference is None else reference()
+
+
+class _Shown:
+    """Refuses assignments to a runner's view, but for those of the step: a graph goes on reading the slots' memory."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Leave the class as it is: its slots are those of the declaration that it derives from."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise ReplayError unless a step runs. Slots that are written in place, `view.ids += 1`, come as they are."""
+        values = vars(self)
+        is_mine = not torch.compiler.is_compiling() and values.get("_slotgraph_view") is not None and running() is None
+        if is_mine and values.get(name) is not value:
+            instead = f"write into its memory, view.{name}.copy_(value), before the replay"
+            if not isinstance(values.get(name), torch.Tensor):
+                instead = "give it in the batch, or declare it as a slot"
+            raise ReplayError(f"view.{name} was assigned, which no graph would see: {instead}")
+        object.__setattr__(self, name, value)
+
+
+_SHOWN: Final = "_slotgraph_shown"
+
+
+def shown_class(inputs: type[V]) -> type[V]:
+    """The class of a runner's views of a declaration, the same one each time. Batches are spared its checks."""
+    made: Any = vars(inputs).get(_SHOWN)
+    if made is None:
+        body = {"__module__": inputs.__module__, "__qualname__": inputs.__qualname__, "__doc__": inputs.__doc__}
+        kind: Any = type(inputs)
+        made = kind(inputs.__name__, (_Shown, inputs), body)
+        setattr(inputs, _SHOWN, made)
+    shown: type[V] = made
+    return shown
 
 
 def under_way(step: Running, function: Callable[..., T], *args: Any) -> T:

@@ -18,6 +18,7 @@ from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, alias, viewer
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
+from .running import shown_class
 
 V = TypeVar("V", bound=Inputs)
 NO_SIZES: Final[Sizes] = {}
@@ -38,11 +39,13 @@ def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
 class Stage(Generic[V]):
     """A declaration class made ready to run: what its settings enable, where it runs, and what runs on its views.
 
-    sizes: of the fixed axes, and capacities of further varying ones. relations: axes that follow from others.
+    inputs: what was declared. views: the class of views of it. sizes: of the fixed axes, and capacities of further
+    varying ones. relations: axes that follow from others.
     restored: slots that are put back after a step. state: tensors beside them, after runs for the library, or None.
     """
 
     inputs: type[V]
+    views: type[V]
     declaration: Declaration
     backend: Backend
     step: Callable[[V], Any]
@@ -82,7 +85,7 @@ class Stage(Generic[V]):
             given, state = state, (None,) if single else tuple(state)
             if not all(isinstance(one, torch.Tensor) for one in state):
                 refuse("state", "a list of the tensors that the step changes beside its slots", given)
-        return cls(inputs, declaration, choose(backend), step, sizes, follow, restored, state)
+        return cls(inputs, shown_class(inputs), declaration, choose(backend), step, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
         """Buffers of a given capacity on the backend, with what else `buffers.allocate` takes."""
@@ -121,7 +124,7 @@ class Stage(Generic[V]):
         made: Callable[[Any], V] | None = ready.notes.get("viewer")
         if made is None:
             info = ViewInfo(ready.step, self.relations, self.declaration, exact=ready.planned.exact)
-            made = ready.notes["viewer"] = viewer(self.inputs, ready.shown, self.declaration.fields, info)
+            made = ready.notes["viewer"] = viewer(self.views, ready.shown, self.declaration.fields, info)
         return made
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
@@ -161,5 +164,5 @@ class Stage(Generic[V]):
         if info is not None:
             handed = self.backend.capabilities.host_parameters
             whole = frozenset(self.declaration.parameters.values() if handed else ())
-            view._slotgraph_view = attrs.evolve(info, whole=whole, captured=True)  # noqa: SLF001 - as above
+            vars(view)["_slotgraph_view"] = attrs.evolve(info, whole=whole, captured=True)
         return view

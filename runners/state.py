@@ -20,12 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends import choose
 from ..backends.base import Backend
-from ..dataflow.buffers import Buffers, span
-from ..dataflow.errors import CaptureError, CheckError
+from ..dataflow.buffers import Buffers, overlaps, span
+from ..dataflow.errors import CaptureError, CheckError, place_now
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Output
 from ..dataflow.views import ordinary_alias
 from .bits import bits, first_unequal, text_of
+from .running import running
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
@@ -110,17 +111,22 @@ class State:
         *,
         exact: bool = False,
         holder: Callable[..., Any] | None = None,
+        inside: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> "State":
         """Run a step once, note what it changes, and put that back. CheckError if copies would take too much memory.
 
         slots: no state. exact: keep the elements that this run writes, not whole storages. holder: for names in errors.
+        inside: called before an operator writes a part of a slot.
         """
         pieces, copies, known, refused = list[Piece](), list[torch.Tensor](), set[Hashable](), list[CheckError]()
         free = functools.cache(_free_on)
 
         def note(tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
             low, high = span(tensor)
-            if low == high or any(start <= low and high <= stop for start, stop in slots):
+            if low == high:
+                return
+            if any(start <= low and high <= stop for start, stop in slots):
+                inside(tensor)
                 return
             with _as_it_is():
                 index = _written_index(operator, args) if exact else ()
@@ -205,18 +211,29 @@ class State:
                 _restore(self.pieces, before)
 
 
-def check_writes(step: Callable[[], Any], buffers: Buffers) -> None:
-    """Run a step once. CaptureError if it writes a slot that it should only read, whose tail would keep that."""
+def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers: Buffers) -> None:
+    """Run a step once. CaptureError if it writes a slot that it should only read, whose tail would keep that.
+
+    step: it is given what to call before an operator writes a part of a slot, which finds the line for the error.
+    """
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or isinstance(one.slot, Output))]
     before = {buffer.name: buffer.tensor.clone() for buffer in read}
-    step()
+    places = dict[str, str]()
+
+    def note(tensor: torch.Tensor) -> None:
+        for buffer in read if running() is not None else ():  # a fill in the graph writes slots, too
+            if buffer.nbytes and overlaps(tensor, [span(buffer.tensor)]):
+                places.setdefault(buffer.name, place_now())
+
+    step(note)
     changed = [name for name, kept in before.items() if first_unequal(buffers[name].tensor, kept) is not None]
     for name in changed:
         buffers[name].tensor.copy_(before[name])
     if changed:
-        names = ", ".join(map(repr, changed))
+        names = ", ".join(f"slot {name!r}{places.get(name, '')}" for name in changed)
         raise CaptureError(
-            f"the step writes {names}: declare what it writes with rewritten=True, or as staged() or output()"
+            f"the step writes {names}: write to a tensor of its own, or declare what it writes with rewritten=True, "
+            "or as staged() or output()"
         )
 
 

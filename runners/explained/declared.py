@@ -12,7 +12,8 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
 from ...dataflow.slots import Constant
-from ...dataflow.transition import Advance, linear
+from ...dataflow.sources import linear
+from ...dataflow.transition import Advance
 from .pages import Row, Shown, Table, pairs
 
 Extents = Mapping[Axis, tuple[int, int]]

@@ -74,7 +74,7 @@ def live_viewer(stage: Stage[V], buffers: Buffers, ready: Ready) -> Callable[[An
             for name, view in ready.views.items()
         }
         info = ViewInfo(Step(live, sizes), stage.relations, stage.declaration)
-        made = ready.notes[_LIVE] = viewer(stage.inputs, Aliases(views), stage.declaration.fields, info)
+        made = ready.notes[_LIVE] = viewer(stage.views, Aliases(views), stage.declaration.fields, info)
     return made
 
 

@@ -113,23 +113,23 @@ def test_all_news_in_one_step(cpu: Any, lowering: str) -> None:
 
     runner = DecodeRunner(Paged, step_of, backend=cpu, buckets=(4, 8), output_rows=BATCH, lowering=lowering)
     runner.capture()
-    steps, tags = runner.steps(paged(1, 2, 3, 4, 5, 6), keys="abcdef"), np.array([60])
+    steps, tags = runner.steps(paged(1, 2, 3, 4, 5, 6), keys=[*"abcdef"]), np.array([60])
     step = next(steps)
-    step.edit("f", tag=tags)  # whose row moves
-    step.edit("cb", pages=[[8, 9, 10], [20, 21, 22]])
+    step.edit(["f"], tag=tags)  # whose row moves
+    step.edit([*"cb"], pages=[[8, 9, 10], [20, 21, 22]])
     tags[0] = 0
-    step.leave("da")
-    step.join(paged(7, 9), "gh")
-    step.edit("hg", left=[0, 6])
-    step.leave("h")
+    step.leave([*"da"])
+    step.join(paged(7, 9), [*"gh"])
+    step.edit([*"hg"], left=[0, 6])
+    step.leave(["h"])
     for key in "dah":
         with pytest.raises(BatchError, match="leaves in this same step"):
-            step.join(paged(1), key)
+            step.join(paged(1), [key])
     step = next(steps)
     rows = [[8, 7, 7, 7, 6, 8], [7, 20, 21, 22, 1, 8], [9, 8, 9, 10, 2, 8], [69, 6, 6, 6, 5, 8], [13, 5, 5, 5, 4, 8]]
     assert step.tokens() == [*zip("gbcfe", rows, strict=True)]
-    step.leave("eg")
-    step.edit("b", lens=runner.inputs(8).lens[:1])  # of g, as it is now
+    step.leave([*"eg"])
+    step.edit(["b"], lens=runner.inputs(8).lens[:1])  # of g, as it is now
     rows = [[132, 6, 6, 6, 4, 9], [10, 20, 21, 22, 0, 9], [15, 8, 9, 10, 1, 9]]
     assert next(steps).tokens() == [*zip("fbc", rows, strict=True)]
     rows = [[196, 6, 6, 6, 3, 10], [14, 20, 21, 22, -1, 10], [22, 8, 9, 10, 0, 10]]
@@ -166,19 +166,19 @@ def test_refused_edits_change_nothing(runner: DecodeRunner[Counting]) -> None:
 def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
     """Also of a request that was still to join; then it is forgotten, and its key may come back."""
     seen = dict[str, list[int]]()
-    for step in counting(cpu).steps(batch(1), keys="a", ahead=2):
+    for step in counting(cpu).steps(batch(1), keys=["a"], ahead=2):
         for key, one in step.tokens():
             seen.setdefault(key, []).append(one)
         if step.number == 0:
-            step.join(batch(2), "b")
+            step.join(batch(2), ["b"])
         if step.number == 1:
-            step.leave("b", now=False)  # in the first step but one
+            step.leave(["b"], now=False)  # in the first step but one
         if step.number == 2:
-            step.join(batch(3), "b")  # before its last row that counts was handed out
+            step.join(batch(3), ["b"])  # before its last row that counts was handed out
         if step.number == 6:
-            step.leave("b")
+            step.leave(["b"])
         if step.number == 8:
-            step.leave("a", now=False)
+            step.leave(["a"], now=False)
     assert seen["b"] == [made(2, 0), made(3, 0), made(3, 1)]
     assert len(seen["a"]) == 11
 
@@ -197,7 +197,7 @@ def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_the_host_foretells(cpu: str) -> None:
     """Lengths of the step that is launched next: of requests of the first batch, of new ones, of changed ones."""
     lens = torch.ones(2, dtype=torch.int32)
-    for step in counting(cpu).steps({**batch(1, 2), "lens": lens}, keys="ab", ahead=2, needs=["lens"]):
+    for step in counting(cpu).steps({**batch(1, 2), "lens": lens}, keys=[*"ab"], ahead=2, needs=["lens"]):
         if step.number == 0:
             lens.zero_()  # it was read
             assert step.needs("lens") == {"a": 4, "b": 4}
@@ -274,9 +274,9 @@ def test_a_device_that_is_late(cpu: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_buckets_are_captured_when_an_edit_needs_them(cpu: str) -> None:
     """A late capture in the middle of steps leaves slots as they were."""
     runner = counting(cpu, lazy=True, lowering="in_graph")
-    for step in runner.steps(batch(1), keys="a", ahead=1):
+    for step in runner.steps(batch(1), keys=["a"], ahead=1):
         if step.number == 1:
-            step.join(batch(2, 3, 4, 5), "bcde")
+            step.join(batch(2, 3, 4, 5), [*"bcde"])
         if step.number == 4:
             assert dict(step.tokens()) == {"a": made(1, 4), **{key: made(2 + at, 1) for at, key in enumerate("bcde")}}
             break
@@ -293,14 +293,14 @@ def test_what_ends_the_loop(runner: DecodeRunner[Counting], monkeypatch: pytest.
     steps = runner.steps(batch(6))
     step = next(steps)
     assert step.tokens() == [(0, made(6, 0))]
-    step.join(batch(7), "b")
+    step.join(batch(7), ["b"])
     next(steps)
     with monkeypatch.context() as patch:
         patch.setattr(FORKS, "count", FORKS.count + 1)
         with pytest.raises(ReplayError, match="forked in the middle of steps"):
             next(steps)
     with pytest.raises(BatchError, match="have ended: begin again"):
-        step.join(batch(8), "c")
+        step.join(batch(8), ["c"])
     assert runner(batch(5)).tolist() == [made(5, 0)]
     assert runner.graphs.buffers["tag"].tensor[1] == 0  # no row of the request that joined
     assert runner(batch(5, 6, 7)).tolist() == [made(tag, 0) for tag in (5, 6, 7)]
@@ -322,11 +322,11 @@ def test_all_requests_bring_the_same_slots(cpu: str) -> None:
     runner = DecodeRunner(Masked, count, backend=cpu, buckets=(2,), output_rows=BATCH, absent=[{"mask"}])
     runner.capture()
     for mask, other in (({}, {"mask": [7]}), ({"mask": [7]}, {})):
-        steps = runner.steps(batch(1) | mask, keys="a")
+        steps = runner.steps(batch(1) | mask, keys=["a"])
         step = next(steps)
         with pytest.raises(BatchError, match="bring the same optional slots, and these differ in 'mask'"):
-            step.join(batch(2) | other, "b")
-        step.join(batch(2) | mask, "b")
+            step.join(batch(2) | other, ["b"])
+        step.join(batch(2) | mask, ["b"])
         assert next(steps).tokens() == [("a", made(1, 1)), ("b", made(2, 0))]
 
 
@@ -350,7 +350,7 @@ def test_several_tokens_a_request_and_host_slots(lowering: str) -> None:
     runner = DecodeRunner(Wide, wide_step, backend="cpu", width=WIDE, buckets=(2, 4), lowering=lowering)
     runner.capture()
     first = {"ids": [1, 2, 3, 4], "lens": [5, 6], "turn": [7]}
-    for step in runner.steps(first, keys="ab", ahead=2):
+    for step in runner.steps(first, keys=[*"ab"], ahead=2):
         number, rows = step.number, dict(step.tokens())
         if number < 3:
             base = 1000 * (7 + number) + 100000 * 4 + 1000000 * (6 + number)
@@ -359,13 +359,13 @@ def test_several_tokens_a_request_and_host_slots(lowering: str) -> None:
                 "b": [base + 3 + 10 * number, base + 4 + 10 * number],
             }
         if number == 2:
-            step.join({"ids": [50, 60], "lens": [40], "turn": [0]}, "c")
-            step.leave("a")
+            step.join({"ids": [50, 60], "lens": [40], "turn": [0]}, ["c"])
+            step.leave(["a"])
             step.edit(turn=[3])
         if number == 3:
             base = 1000 * 3 + 100000 * 4 + 1000000 * 40
             assert rows == {"c": [base + 50, base + 60], "b": [base + 33, base + 34]}
-            step.edit("c", lens=[70])
+            step.edit(["c"], lens=[70])
         if number == 4:
             base = 1000 * 4 + 100000 * 4 + 1000000 * 70
             assert rows == {"c": [base + 60, base + 70], "b": [base + 43, base + 44]}
@@ -377,12 +377,12 @@ def test_a_watched_runner_steps_by_whole_calls(cpu: str, tmp_path: Path) -> None
     """A recording has each step as an ordinary one."""
     runner = counting(cpu)
     with record(runner, tmp_path / "steps.safetensors"):
-        for step in runner.steps(batch(1, 2), keys="ab", ahead=2):
+        for step in runner.steps(batch(1, 2), keys=[*"ab"], ahead=2):
             if step.number == 1:
-                step.join(batch(3), "c")
+                step.join(batch(3), ["c"])
             assert dict(step.tokens())["a"] == made(1, step.number)
             if step.number == 3:
-                step.leave("abc")
+                step.leave([*"abc"])
     assert (tmp_path / "steps.safetensors").is_file()
     assert runner.stats()["ahead"] == {"held: each step is watched": 4}
 
@@ -498,11 +498,13 @@ def test_edits_that_bring_the_kernel_nothing(cpu: str, lowering: str) -> None:
     runner = DecodeRunner(Laneless, step, backend=cpu, buckets=(4,), output_rows=BATCH, lowering=lowering)
     runner.capture()
     turn = torch.tensor([5])
-    for one in runner.steps({**batch(1, 2), "waves": torch.zeros(2, dtype=torch.complex128), "turn": turn}, keys="ab"):
+    for one in runner.steps(
+        {**batch(1, 2), "waves": torch.zeros(2, dtype=torch.complex128), "turn": turn}, keys=[*"ab"]
+    ):
         turn.fill_(99)
         assert one.tokens() == [("a", [5 + one.number, 0]), ("b", [5 + one.number, 7 * (one.number > 1)])]
         if one.number == 1:
-            one.edit("b", waves=torch.tensor([7], dtype=torch.complex128))
+            one.edit(["b"], waves=torch.tensor([7], dtype=torch.complex128))
         if one.number == 3:
             one.edit()
         if one.number == 5:

@@ -42,6 +42,7 @@ OPTIONS: dict[str, tuple[Any, list[Any]]] = {
     "lowering": ("foreach", ["nonsense", 3, None, ["foreach"]]),
     "lazy": (True, ["no", 0, None]),
     "error_mode": ("relaxed", ["nonsense", 3, ["global"]]),
+    "outputs": ("copy", ["nonsense", 3, None, True, ["copy"]]),
 }
 """By option, a suitable value and wrong ones."""
 CAPTURING = {*OPTIONS} - {"width", "max_tokens", "no_copy"}

@@ -83,14 +83,14 @@ def test_steps_that_follow_one_another(cpu: str, mode: str, lowering: str) -> No
             debug=debug,
         )
         found.append([])
-        for step in runner.steps(batch, keys="abc", ahead=0):
+        for step in runner.steps(batch, keys=[*"abc"], ahead=0):
             found[-1].append(step.tokens())
             if step.number == 1:
-                step.leave("b")
+                step.leave(["b"])
             if step.number == 2:
-                step.join(joins, "d")
+                step.join(joins, ["d"])
             if step.number == 4:
-                step.leave("acd")
+                step.leave([*"acd"])
         ((why, steps),) = runner.stats()["ahead"].items()
         assert steps == 5
         assert debug is None or why in {"held: each step is watched", f"held: the lowering is {lowering}"}

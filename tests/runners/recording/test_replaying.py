@@ -48,15 +48,15 @@ def test_steps_that_follow_one_another(backend_name: str, lowering: str, tmp_pat
     )
     returned = []
     with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
-        for step in runner.steps(first, keys="ab", ahead=2):
+        for step in runner.steps(first, keys=[*"ab"], ahead=2):
             returned.append(step.outputs.tolist())
             if step.number == 2:
-                step.join(joins, "c")
-                step.leave("a")
+                step.join(joins, ["c"])
+                step.leave(["a"])
             if step.number == 4:
-                step.edit("b", pages=[[5, 5, 5, 5, 5]])
+                step.edit(["b"], pages=[[5, 5, 5, 5, 5]])
             if step.number == 6:
-                step.leave("bc")
+                step.leave([*"bc"])
     file = RecordedFile.read(tmp_path / "x.safetensors")
     kept = [one.elements for step in file.steps for one in step.outputs or ()]
     assert [one.tolist() for one in kept if one is not None] == returned
