@@ -416,7 +416,7 @@ def _transition_faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
 
     try:
         with at_rest(right, stage.backend.capabilities):
-            rows = advance_slot_by_slot(declaration, right, step)
+            rows = advance_slot_by_slot(declaration, right, stage.backend.capabilities, step)
         for last in subject.runner.steps(one.batch):  # type: ignore[attr-defined] # a DecodeRunner's
             stage.backend.synchronize()
             if last.number:
@@ -427,8 +427,8 @@ def _transition_faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
             right, other = cloned(buffers), cloned(stale)  # whose padded rows are of the batch before
             for name in slots:
                 other[name].view(live).copy_(right[name].view(live))
-            advance_slot_by_slot(declaration, other, step)
-            rows = advance_slot_by_slot(declaration, right, step)
+            advance_slot_by_slot(declaration, other, stage.backend.capabilities, step)
+            rows = advance_slot_by_slot(declaration, right, stage.backend.capabilities, step)
             told = "where padded rows hold other values: have its then= make live rows of live ones alone"
             yield from apart(declaration.rules, other, live)
             fill_slot_by_slot(declaration, right, stage.backend.capabilities, step, one.batch, given=rows)
