@@ -17,10 +17,11 @@ device, a row a block of elements; what changes in each step stands in the packe
                 to the next; then for each lane its source's address, 0 where only the tail is reset
 
 A kernel that has taken a packet before advances its slots' live rows and resets their tails, if that packet has a
-number: it takes the live counts from the packet's head. So a step without news sends nothing. An edit's packet is armed for no table, and taken by a kernel of its own: rows move, `from | to << 32` each,
-then rows of the lanes' sources are written, each to the request that its word says. A packet for foreach copies has no
-lanes, and its first word arms no table. Behind the words comes host data that the batch brought, then values that the
-host computed, each at a multiple of `UNIT` bytes.
+number: it takes the live counts from the packet's head. So a step without news sends nothing. An edit's packet is armed
+for no table, and taken by a kernel of its own: rows move, `from | to << 32` each, then rows of the lanes' sources are
+written, each to the request that its word says. A packet for foreach copies has no lanes, and its first word arms no
+table. Behind the words comes host data that the batch brought, then values that the host computed, each at a multiple
+of `UNIT` bytes.
 """
 
 import abc

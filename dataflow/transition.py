@@ -89,7 +89,8 @@ Mask = Sequence[tuple[torch.Tensor, int]]
 
 def _below(mask: Mask, counts: Sequence[Any], *others: torch.Tensor) -> torch.Tensor:
     """Tell the elements whose rows are live along each dim, where all others are true."""
-    return functools.reduce(torch.logical_and, [*others, *(place < counts[at] for place, at in mask)])
+    found: torch.Tensor = functools.reduce(torch.logical_and, [*others, *(place < counts[at] for place, at in mask)])
+    return found
 
 
 class Transition:

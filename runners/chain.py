@@ -63,8 +63,8 @@ class Here:
         computed = [one for one in planned.plan.computed if one.on == HOST]
         transitions, sizes = planned.transitions, planned.step(live).live_sizes
         advances = [transitions[side].of(sizes) for side in sides if transitions[side].sources]
-        others = [one for side, one in transitions.items() if side not in sides and one.leaves(lanes)]
-        rules = [one.of(sizes, lanes) for one in others]
+        in_graph = [one for side, one in transitions.items() if side not in sides]
+        rules = [one.of(sizes, lanes) for one in in_graph if one.leaves(lanes)]
         if not computed and all(tail.fused for tail in planned.plan.tails):
             return cls(advances, rules, [], [], [], [])
         ready = planned.ready(live)

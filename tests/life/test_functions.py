@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, InputBuffers, computed, copied, keep, output
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, keep, output
 from slotgraph.backends import load
 from slotgraph.dataflow.axes import Shape, Sizes, Step, extent, shape_of
 from slotgraph.dataflow.capabilities import LADDER
@@ -274,7 +274,8 @@ class Steps:
 
     def __init__(self, draw: Any, backend: str, lowering: str) -> None:
         width = draw(st.sampled_from([1, 1, 2]))
-        self.draw, self.world = draw, draw(declarations((BATCH, TOKENS, None), width=width))
+        self.draw = draw
+        self.world: World = draw(declarations((BATCH, TOKENS, None), width=width))
         self.each = {BATCH: 1, TOKENS: width}
         options: Any = {"backend": backend, "lowering": lowering, "width": width, "output_rows": BATCH}
         self.runner: Any = DecodeRunner(self.world.inputs(), self.world.step, buckets=BUCKETS, **options)
@@ -291,7 +292,8 @@ class Steps:
 
     def rows(self, requests: int) -> Tensors:
         """Rows of new requests."""
-        return self.world.values(self.draw(SEEDS), self.sizes(requests))
+        made: Tensors = self.world.values(self.draw(SEEDS), self.sizes(requests))
+        return made
 
     def chosen(self, rows: Tensors, places: Sequence[int]) -> Tensors:
         """The rows of some requests."""
@@ -307,7 +309,8 @@ class Steps:
         """Run a loop, with what is drawn between its steps."""
         draw, ahead, count = self.draw, self.draw(st.sampled_from([0, 0, 2])), self.draw(st.integers(1, BUCKETS[-1]))
         self.order, self.next_key, self.alive = Order(range(count)), count, [*range(count)]
-        self.live, self.news, self.history = self.rows(count), dict[int, list[News]](), list[dict[int, int]]()
+        self.live, self.found, self.made, self.bucket = self.rows(count), Tensors(), torch.zeros(0), 0
+        self.news, self.history = dict[int, list[News]](), list[dict[Any, int]]()
         shrinks = draw(st.booleans())
         loop = self.runner.steps(self.world.on(self.live, self.device), keys=self.order.keys, ahead=ahead)
         for _ in range(draw(st.integers(2, 7))):
@@ -334,12 +337,13 @@ class Steps:
             self.live = self.chosen(rows, [before[key] for key in self.order.keys])
             for name, value in news.changed.items():
                 dim = self.world.slots[name].kind.dim
-                for place, key in enumerate(news.edited if dim is not None else ()):
+                if dim is None:
+                    self.live[name] = value
+                    continue
+                for place, key in enumerate(news.edited):
                     row = self.chosen({**self.live, name: value}, [place])[name]
                     each, start = row.shape[dim], self.order.rows[key]
                     self.live[name].narrow(dim, start * each, each).copy_(row)
-                if dim is None:
-                    self.live[name] = value
         requests = len(self.order.keys)
         self.bucket = next(rows for rows in BUCKETS if rows >= requests)
         step = Step(self.sizes(requests), self.sizes(self.bucket))
@@ -423,7 +427,7 @@ def played(game: Any, examples: int) -> None:
     @settings(
         max_examples=EXAMPLES or examples,
         deadline=None,
-        suppress_health_check=[*HealthCheck],
+        suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, *([Phase.shrink] if SHRINKS else [])],
     )
     @given(st.data())

@@ -58,10 +58,10 @@ class Hosted(Inputs):  # what the host computes from a slot in its own memory
 def test_a_function_on_the_host_sees_no_request_that_left(backend: str, lowering: str, ahead: int) -> None:
     """After a request left, its row in a host slot is a tail when the host computes from that slot: in each step."""
     runner = captured(backend, lowering, Hosted, lambda view: torch.cat([view.longest, view.ends[-1:]]))
-    batch = {"ids": [1, 2, 3], "lens": [5, 6, GONE]}
-    found = outputs(runner, batch, {0: lambda step: step.leave([2])}, 5, ahead)
+    batch = {"ids": [1, 2, 3, 4], "lens": [5, 6, 7, GONE]}
+    found = outputs(runner, batch, {0: lambda step: step.leave([3])}, 5, ahead)
     lands = 1 + ahead * (lowering in {"in_graph", "foreach"})  # others launch no step ahead
-    assert found == [[GONE, 11 + GONE]] * lands + [[6, 11]] * (5 - lands)
+    assert found == [[GONE, 18 + GONE]] * lands + [[7, 18]] * (5 - lands)
 
 
 class HostedAhead(Hosted):  # whose host slot grows by a function
@@ -74,8 +74,8 @@ class HostedAhead(Hosted):  # whose host slot grows by a function
 def test_a_host_slot_that_advances_is_no_other(backend: str, lowering: str) -> None:
     """The same where a rule advances the host slot in each step."""
     runner = captured(backend, lowering, HostedAhead, lambda view: torch.cat([view.longest, view.ends[-1:]]))
-    found = outputs(runner, {"ids": [1, 2, 3], "lens": [5, 6, GONE]}, {1: lambda step: step.leave([2])}, 4)
-    assert found == [[GONE, 11 + GONE], [GONE + 1, 14 + GONE], [8, 15], [9, 17]]
+    found = outputs(runner, {"ids": [1, 2, 3, 4], "lens": [5, 6, 7, GONE]}, {1: lambda step: step.leave([3])}, 4)
+    assert found == [[GONE, 18 + GONE], [GONE + 1, 22 + GONE], [9, 24], [10, 27]]
 
 
 class Summing(Inputs):  # rules that reduce over a slot that stays, and over one that advances
