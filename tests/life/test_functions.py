@@ -112,8 +112,8 @@ def rows_in(live: torch.Tensor) -> tuple[slice, ...]:
 
 
 @st.composite
-def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int) -> "World":
-    """A few kinds of slots, one to three slots of each, with rules over them."""
+def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, correct: bool = False) -> "World":
+    """A few kinds of slots, one or two slots of each, with rules over them. correct: none depends on the bucket."""
     kinds = list[Kind]()
     for axis in draw(st.lists(st.sampled_from(axes), min_size=1, max_size=3)):
         shapes = [(axis,), (axis, 2), (2, axis)] if axis is not None else [(3,), (1,)]
@@ -139,10 +139,12 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int) -> "W
         before = [other.name for other in slots if other.name not in advancing or rank[other.name] < rank[one.name]]
         alike = [name for name in members[one.kind] if name in before] + [one.name]
         side = [other.name for other in slots if other.kind.host == one.kind.host]
-        some = [name for name in before if name in side and name not in unread]
+        told = {other.name for other in slots if not correct or not other.number} - unread
+        some = [name for name in before if name in side and name in told]
         others = [name for name in alike if name not in unread]
         if some and others and one.name not in unread and draw(st.integers(0, 3)):
-            text, other = draw(st.sampled_from(OVER_ROWS)), draw(st.sampled_from(others))
+            texts = [text for text in OVER_ROWS if not correct or re.search("cumsum|some}.sum", text)]
+            text, other = draw(st.sampled_from(texts)), draw(st.sampled_from(others))
         else:
             text, other = draw(st.sampled_from(BY_ROW)), draw(st.sampled_from(alike))
         places = {"own": one.name, "other": other, "own_dtype": one.kind.dtype, "dim": one.kind.dim or 0}
