@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, HEAD, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
 from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Fusion, Graph, Interruption, Memory
 from .device_graph import not_captured
 
@@ -77,14 +77,14 @@ def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
     """Fill every lane of a table from a packet that is new and meant for it, else advance it; `targets` are buffers."""
     del targets
     rows, words = table.view(-1, COLUMNS), _words(table, packet)
-    armed, number, requests = words[:3]
+    armed, number = words[:2]
     for row, taken in zip(rows.tolist(), rows[:, -1], strict=True):
         is_new, is_mine = not number or number != int(taken), armed == row[7] >> OWNER_SHIFT
         if is_new and is_mine:
             place, lanes = row[1] & _PLACE, row[1] >> 32
             _fill(row, words[place], words[place + lanes], words[place + 2 * lanes])
         elif number and armed:
-            _advance(row, requests, moves=not is_new, tail=bool(row[7] & TAIL))
+            _advance(row, words[row[11] & _PLACE], moves=not is_new, tail=bool(row[7] & TAIL))
         if number and armed:
             taken.fill_(number)
 
@@ -94,14 +94,14 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
     """Advance every lane of a table, then move and write rows of requests as the packet of an edit says."""
     del targets
     words = _words(table, packet)
-    rows, counts = words[4], words[5]
+    rows, counts = words[2], words[3]
     if not words[0]:
         return
     moves = [(pair & _PLACE, pair >> 32) for pair in words[rows : rows + (counts & _PLACE)]]
     writes = words[rows + len(moves) : rows + len(moves) + (counts >> 32)]
     for row in table.view(-1, COLUMNS).tolist():
-        _advance(row, words[3], moves=True, tail=False)
-        target, place, outer, _, _, stride, _, flags, *_, each, _ = row
+        target, place, outer, _, _, stride, _, flags, _, _, each, count, _, _ = row
+        _advance(row, words[(count & _PLACE) + (count >> 32)], moves=True, tail=False)
         size, lanes = flags & BYTE, place >> 32
         to, piece = target + outer * stride * size, each * size
         for one, other in moves:
@@ -116,10 +116,10 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
 def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
     """The words of a packet for a table, and for one of edits its rows."""
     words = packet.view(torch.int64)
-    head = words[:HEAD].tolist()
-    rows = head[4] + (head[5] & _PLACE) + (head[5] >> 32) if head[0] else 0
-    lanes = int(table.view(-1, COLUMNS)[0, 1]) >> 32 if table.numel() else 0
-    found: list[int] = words[: max(HEAD + 3 * lanes, rows)].tolist()
+    armed, _, place, counts = words[:4].tolist()
+    rows = place + (counts & _PLACE) + (counts >> 32) if armed else 0
+    first = int(table.view(-1, COLUMNS)[0, 1]) if table.numel() else 4
+    found: list[int] = words[: max((first & _PLACE) + 3 * (first >> 32), rows)].tolist()
     return found
 
 
@@ -134,10 +134,10 @@ def _fill(row: list[int], meta: int, pace: int, source: int) -> None:
     _reset(row, live)
 
 
-def _advance(row: list[int], requests: int, *, moves: bool, tail: bool) -> None:
-    """Advance the live part of a table row, where it has a rule, and reset its tail."""
-    target, _, outer, _, padded, stride, _, flags, source, add, each, _ = row
-    live, size = min(requests * each, padded) if each else padded * bool(requests), flags & BYTE
+def _advance(row: list[int], rows: int, *, moves: bool, tail: bool) -> None:
+    """Advance the live rows of a table row, where it has a rule, and reset its tail."""
+    target, _, outer, _, padded, stride, _, flags, source, add, _, _, inner, _ = row
+    live, size = min(rows * inner, padded), flags & BYTE
     if moves and source and live:
         _copy(source, outer * stride, target + outer * stride * size, live, 0, flags)
         if add:

@@ -46,12 +46,11 @@ _BRAIN = tl.constexpr(CODES[torch.bfloat16])
 def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
     """Fill one block of one lane, if the packet is new and meant for this table, else advance it; both are words.
 
-    ADVANCE: only that, of the requests of the step before, and no tails: what comes before an edit.
+    ADVANCE: only that, of the live rows of the step before, and no tails: what comes before an edit.
     """
     row = table + tl.program_id(0) * _COLUMNS
     armed = tl.load(packet)
     number = tl.load(packet + 1)
-    requests = tl.load(packet + (3 if ADVANCE else 2))
     target = tl.load(row)
     places = tl.load(row + 1)
     outer = tl.load(row + 2)
@@ -62,16 +61,17 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
     flags = tl.load(row + 7)
     source = tl.load(row + 8)
     add = tl.load(row + 9)
-    each = tl.load(row + 10)
-    taken = tl.load(row + 11)
+    count = tl.load(row + 11)
+    inner = tl.load(row + 12)
+    taken = tl.load(row + 13)
     is_active = (armed != 0) & (number != 0)
     code = add * 0
     pace = stride
-    length = tl.where(each == 0, tl.where(requests == 0, 0, padded), requests * each)
+    length = tl.load(packet + (count & _PLACE) + (count >> 32 if ADVANCE else 0)) * inner
     if not ADVANCE:
         is_new = (number == 0) | (number != taken)
         tl.debug_barrier()  # all threads have loaded the number before one stores the next
-        tl.store(row + 11, number, mask=is_new & is_active)
+        tl.store(row + 13, number, mask=is_new & is_active)
         source = tl.where(is_new, 0, source)
         if is_new & (armed == (flags >> _OWNER)):
             lane = packet + (places & _PLACE)
@@ -107,8 +107,8 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Move rows of one lane's requests, then write those that an edit brings, one of `PARTS` of each."""
     row = table + tl.program_id(0) * _COLUMNS
     places = tl.load(row + 1)
-    counts = tl.load(packet + 5)
-    rows = packet + tl.load(packet + 4)
+    counts = tl.load(packet + 3)
+    rows = packet + tl.load(packet + 2)
     lane = packet + (places & _PLACE)
     lanes = places >> 32
     meta = tl.load(lane)

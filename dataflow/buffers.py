@@ -152,6 +152,7 @@ class Buffers:
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
         self._buffers, self.capacity = dict(buffers), dict(capacity)
         self.ledger, self.turn = shared.ledger, shared.turn
+        self._following: dict[str, Buffer] = {}
 
     def __getitem__(self, name: str) -> Buffer:
         """One slot's buffer."""
@@ -196,6 +197,13 @@ class Buffers:
         """Whether some of a tensor's elements lie in a buffer."""
         low, high = self.near
         return low <= tensor.data_ptr() < high and overlaps(tensor, self.spans)
+
+    def following(self, name: str) -> Buffer:
+        """Memory like a slot's, for what it holds in the next step until that is written."""
+        if name not in self._following:
+            with outside_inference():
+                self._following[name] = attrs.evolve(self[name], tensor=torch.zeros_like(self[name].tensor), owner=None)
+        return self._following[name]
 
     @functools.cached_property
     def addresses(self) -> dict[str, int]:

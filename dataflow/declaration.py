@@ -68,6 +68,16 @@ class Declaration:
         return tuple(sorted({*(axis for axis in self.axes if not axis.fixed), *self.following}))
 
     @functools.cached_property
+    def counted(self) -> tuple[Dim, ...]:
+        """Sizes of which each packet has the live count: 1, every axis that varies, and expressions over these."""
+        sizes = [slot.shape[dim] for slot in self.slots.values() for dim in slot.varying]
+        return tuple(dict.fromkeys([Dim.of(1), *map(Dim.of, self.varying), *sizes]))
+
+    def counts(self, sizes: Sizes) -> list[int]:
+        """What these are where axes have some sizes."""
+        return [size.at(sizes) for size in self.counted]
+
+    @functools.cached_property
     def optional(self) -> tuple[tuple[str, Source], ...]:
         """Slots that a batch may come without, each with where it would be found."""
         return tuple((name, source) for name, source in self.sources.items() if self.slots[name].optional)

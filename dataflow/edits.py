@@ -12,7 +12,7 @@ from .admission import placed
 from .axes import BATCH, TOKENS, Live
 from .bucket import Absent, Bucket
 from .errors import BatchError, ConfigError
-from .packet import EDIT, HEAD, WORD
+from .packet import EDIT, WORD, head_bytes
 from .plan import NONE, Pattern
 from .ready import Planned
 from .slots import Copied, Staged
@@ -28,8 +28,6 @@ def _words(count: int) -> Callable[..., bytes]:
 
 
 _ONE: Final = struct.Struct("<q")
-_HEAD: Final = _words(HEAD)
-_LANES: Final = HEAD * WORD
 Moves = Sequence[tuple[int, int]]
 """Rows that move, and where to."""
 NOWHERE: Final = -1
@@ -116,6 +114,8 @@ class RowBucket(Bucket):
         self._pattern_of_all = Pattern(left_out)
         self._asked: dict[tuple[tuple[str, ...], int], tuple[MadeFor, Absent]] = {}
         self._each = [self.sizes[axis] // self.sizes[BATCH] for axis in self.declaration.varying]
+        self._counts: dict[int, list[int]] = {}
+        self._lanes_at = head_bytes(0, len(self.declaration.counted))
         slots, sizes = self.declaration.slots, self.sizes
         kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
         self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in left_out}
@@ -161,17 +161,22 @@ class RowBucket(Bucket):
     def send(
         self,
         requests: int,
-        before: int,
+        before: int | None,
         moves: Moves,
         brought: Brought | None,
         rows: Sequence[int],
         values: Mapping[str, bytes],
     ) -> None:
-        """Send an edit's packet. rows: of what is brought. values: computed by the host, of `whole` slots."""
+        """Send an edit's packet. before: requests whose rows advance first; None where nothing does.
+
+        rows: of what is brought. values: computed by the host, of `whole` slots.
+        """
         data, kept = (brought.taken or self._left_alone, brought.kept) if brought else (self._left_alone, None)
         words = [*[start | to << 32 for start, to in moves], *rows] if moves else rows
-        head = _HEAD(EDIT, next(self.feed.sent), requests, before, len(data) // WORD, len(moves) | len(rows) << 32)
-        parts = [head, data[_LANES:], _words(len(words))(*words)]
+        live = self.counts_of(requests)
+        last = [0] * len(live) if before is None else self.counts_of(before)
+        head = EDIT, next(self.feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *live, *last
+        parts = [_words(len(head))(*head), data[self._lanes_at :], _words(len(words))(*words)]
         if values:
             lanes = bytearray(parts[1])
             at = self.feed.upload.packet.data_ptr() + len(data) + WORD * len(words)
@@ -198,7 +203,7 @@ class RowBucket(Bucket):
     def _left_alone(self) -> bytes:
         """The bytes of a packet that brings nothing: every lane is left alone."""
         lanes = len(self.planned().lanes)
-        return bytes(_LANES) + struct.pack(f"<{3 * lanes}q", *[-1] * lanes, *[0] * 2 * lanes)
+        return bytes(self._lanes_at) + struct.pack(f"<{3 * lanes}q", *[-1] * lanes, *[0] * 2 * lanes)
 
     def write(self, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]], names: Collection[str]) -> None:
         """Move rows and write what is brought, slot by slot in plain code."""
@@ -229,6 +234,14 @@ class RowBucket(Bucket):
     def live_of(self, requests: int) -> Live:
         """Live rows on each varying axis."""
         return tuple([requests * each for each in self._each])
+
+    def counts_of(self, requests: int) -> list[int]:
+        """A packet's live counts for so many requests."""
+        found = self._counts.get(requests)
+        if found is None:
+            sizes = {**self.sizes, **dict(zip(self.declaration.varying, self.live_of(requests), strict=True))}
+            found = self._counts[requests] = self.declaration.counts(sizes)
+        return found
 
     def _take(self, sources: Sources, live: Live, absent: Absent) -> Taken:
         """What a packet says of sources; of those that lie in slots, of copies."""

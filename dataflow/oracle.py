@@ -11,6 +11,7 @@ from .capabilities import Capabilities
 from .computation import Computation
 from .declaration import Declaration
 from .hostdata import tensor_of
+from .slots import Slot
 from .sources import NO_SIDE, Side
 from .tails import Pad, resolve_value
 from .views import Views
@@ -32,17 +33,14 @@ def fill_slot_by_slot(
     """
     views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
-        source, rule, view = slot.reads(name), slot.rule(), buffers[name].view(step.padded_sizes)
+        source, view = slot.reads(name), buffers[name].view(step.padded_sizes)
         value = given.get(name) if given is not None else None if source is None else source.read(batch, side)
         if value is not None and not isinstance(value, torch.Tensor):
             value = tensor_of(value, view.dtype, extent(slot.shape, step.live_sizes))
         is_absent = source is not None and value is None
         views[name] = None if is_absent else view
-        if isinstance(rule, Pad) and not is_absent:
-            number = resolve_value(rule.value, capabilities, step.padded_sizes)
-            for dim in slot.varying:
-                live = slot.shape[dim].at(step.live_sizes)
-                view.narrow(dim, live, view.shape[dim] - live).fill_(number)
+        if not is_absent:
+            _reset_tail(slot, view, capabilities, step)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
     for name in declaration.functions:
@@ -51,10 +49,27 @@ def fill_slot_by_slot(
     return views
 
 
+def _reset_tail(slot: Slot, view: torch.Tensor, capabilities: Capabilities, step: Step) -> None:
+    """Write what a slot's rule says of its padded rows, if it says a value."""
+    rule = slot.rule()
+    if isinstance(rule, Pad):
+        number = resolve_value(rule.value, capabilities, step.padded_sizes)
+        for dim in slot.varying:
+            live = slot.shape[dim].at(step.live_sizes)
+            view.narrow(dim, live, view.shape[dim] - live).fill_(number)
+
+
 @torch.no_grad()
-def advance_slot_by_slot(declaration: Declaration, buffers: Buffers, step: Step) -> Mapping[str, torch.Tensor]:
-    """Have slots hold what their rules say, each run by itself after those that it reads; live rows of copied slots."""
+def advance_slot_by_slot(
+    declaration: Declaration, buffers: Buffers, capabilities: Capabilities, step: Step
+) -> Mapping[str, torch.Tensor]:
+    """Have slots hold what their rules say, each run by itself after those that it reads; live rows of copied slots.
+
+    A rule sees declared tails, whatever the step wrote there.
+    """
     views = {name: buffers[name].view(step.padded_sizes) for name in declaration.slots}
+    for name, view in views.items():
+        _reset_tail(declaration.slots[name], view, capabilities, step)
     live = {name: buffers[name].view(step.live_sizes) for name in declaration.sources}
     for name, rule in declaration.rules.items():
         made = views[name].clone()

@@ -6,19 +6,22 @@ device, a row a block of elements; what changes in each step stands in the packe
     table row   address of the slot, where the lane's first word stands in the packet (and the number of lanes << 32),
                 outer row, first element, elements in a padded row, elements from one outer row to the next, tail
                 pattern of eight bytes, flags; address and number whose sum the slot advances to (0 where it does not),
-                elements in a row for each request, number of the last packet that the kernel has taken
+                elements in a row for each request, the word of the packet that counts the lane's live rows (and the
+                number of counts << 32), elements of each of these rows, number of the last packet that the kernel has
+                taken
     packet      the number of the table that it is meant for, which arms that table's kernel alone; the packet's own
-                number, 0 where no slot advances; live requests, and those of the step before; where the rows of an
-                edit stand, and how many moves they are (and writes << 32); then for each lane a word
-                `live elements | source dtype << 48`, negative where the lane is left alone; then for each lane the
-                elements from one outer row of its source to the next; then for each lane its source's address, 0
-                where only the tail is reset
+                number, 0 where no slot advances; where the rows of an edit stand, and how many moves they are (and
+                writes << 32); the live count of each size in `Declaration.counted`, that is of each axis, and then
+                those of the step before an edit; then for each lane a word `live elements | source dtype << 48`,
+                negative where the lane is left alone; then for each lane the elements from one outer row of its source
+                to the next; then for each lane its source's address, 0 where only the tail is reset
 
-A kernel that has taken a packet before advances its slots, if that packet has a number. So a step without news sends
-nothing. An edit's packet is armed for no table, and taken by a kernel of its own: rows move, `from | to << 32` each,
-then rows of the lanes' sources are written, each to the request that its word says. A packet for foreach copies has no
-lanes, and its first word arms no table. Behind the words comes host data that the batch brought, then values that the
-host computed, each at a multiple of `UNIT` bytes.
+A kernel that has taken a packet before advances its slots' live rows and resets their tails, if that packet has a
+number: it takes the live counts from the packet's head. So a step without news sends nothing. An edit's packet is armed
+for no table, and taken by a kernel of its own: rows move, `from | to << 32` each, then rows of the lanes' sources are
+written, each to the request that its word says. A packet for foreach copies has no lanes, and its first word arms no
+table. Behind the words comes host data that the batch brought, then values that the host computed, each at a multiple
+of `UNIT` bytes.
 """
 
 import abc
@@ -38,9 +41,9 @@ from .errors import ConfigError
 from .guard import outside_inference
 from .tails import Number
 
-COLUMNS: Final = 12
-HEAD: Final = 6
-"""Words of a packet before those of its lanes."""
+COLUMNS: Final = 14
+HEAD: Final = 4
+"""Words of a packet before its live counts."""
 EDIT: Final = -1
 """What arms a packet of edits: no table has this number."""
 WORD: Final = 8
@@ -84,7 +87,8 @@ class Lane:
     target: the bucket's view. outer: rows, of all dims before the one that varies. row: elements of a padded row.
     stride: elements from one row to the next. inner: elements for each unit of the dim that varies, or of the whole
     slot where none does. pad: the tail's value; None where the tail is left. source, add: what it advances to. each:
-    elements of a row for each request, 0 where its rows do not follow the requests.
+    elements of a row for each request, 0 where its rows do not follow the requests. count: which of a packet's counts
+    its live rows are.
     """
 
     slot: str
@@ -97,6 +101,7 @@ class Lane:
     source: torch.Tensor | None = None
     add: int = 0
     each: int = 0
+    count: int = 0
 
     @classmethod
     def of(cls, slot: str, target: torch.Tensor, varying: tuple[int, ...], pad: Number | None) -> "Lane":
@@ -110,9 +115,9 @@ class Lane:
         return cls(slot, target, outer, target.shape[dim] * inner, stride, inner, pad)
 
     @property
-    def rule(self) -> tuple[int, int, int, int]:
-        """What it advances to, elements for each request, and a place for the number of the packet that was taken."""
-        return 0 if self.source is None else self.source.data_ptr(), self.add, self.each, 0
+    def rule(self) -> tuple[int, int, int]:
+        """What it advances to, and elements for each request."""
+        return 0 if self.source is None else self.source.data_ptr(), self.add, self.each
 
     @property
     def flags(self) -> int:
@@ -155,9 +160,9 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // UNIT) * UNIT
 
 
-def head_bytes(lanes: int) -> int:
+def head_bytes(lanes: int, counts: int) -> int:
     """Bytes of a packet before what it carries itself."""
-    return WORD * (HEAD + 3 * lanes)
+    return WORD * (HEAD + 2 * counts + 3 * lanes)
 
 
 def row_stride(source: torch.Tensor, dim: int) -> int | None:
@@ -180,16 +185,21 @@ def row_stride(source: torch.Tensor, dim: int) -> int | None:
     return found if found >= dense else None
 
 
-def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[np.int64]:
-    """Table number `owner`, one row for every `block` words of every outer row of every lane."""
-    places = [(HEAD + index) | len(lanes) << 32 for index in range(len(lanes))]
-    rows = [
-        (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, flags, *lane.rule)
-        for lane, place in zip(lanes, places, strict=True)
-        for bits, flags in ((pattern(lane.pad, lane.target.dtype), lane.flags | owner << OWNER_SHIFT),)
-        for outer in range(lane.outer)
-        for start in range(0, lane.row, block * WORD // lane.target.itemsize)
-    ]
+def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.NDArray[np.int64]:
+    """Table number `owner`, one row for every `block` words of every outer row of every lane.
+
+    counts: how many live counts the packet has.
+    """
+    rows = list[tuple[int, ...]]()
+    for index, lane in enumerate(lanes):
+        place = HEAD + 2 * counts + index | len(lanes) << 32
+        count = HEAD + lane.count | counts << 32
+        bits = pattern(lane.pad, lane.target.dtype)
+        flags = lane.flags | owner << OWNER_SHIFT
+        for outer in range(lane.outer):
+            for start in range(0, lane.row, block * WORD // lane.target.itemsize):
+                where = lane.target.data_ptr(), place, outer, start, lane.row, lane.stride
+                rows.append((*where, bits, flags, *lane.rule, count, lane.inner, 0))
     return np.array(rows, np.int64).reshape(-1, COLUMNS)
 
 

@@ -213,7 +213,7 @@ def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilit
 
 def packet_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> int:
     """Bytes that a packet may have in a bucket."""
-    words = rounded(head_bytes(len(declaration.slots)))
+    words = rounded(head_bytes(len(declaration.slots), len(declaration.counted)))
     return words + sum(packed_bytes(declaration, sizes, capabilities).values())
 
 

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .admission import Kind
-from .axes import BATCH, Live, Sizes, Step
+from .axes import BATCH, Dim, Live, Sizes, Step
 from .buffers import Box, Buffers, Ledger
 from .capabilities import DEVICE, HOST, Placement
 from .computation import Computation, PackedValue
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, blame
-from .packet import HEAD, Lane, meta
+from .packet import Lane, head_bytes, meta, table_of
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from .slots import Slot
 from .sources import SETTINGS, STEP
@@ -126,20 +128,33 @@ class Planned:
 
     def _lane(self, name: str, slot: Slot, pad: Number | None) -> Lane:
         """One slot's way through the kernel, and what it advances to there."""
-        lane, found = Lane.of(name, self.buffers[name].view(self._padded), slot.varying, pad), self._padded.get(BATCH)
+        lane, requests = (
+            Lane.of(name, self.buffers[name].view(self._padded), slot.varying, pad),
+            self._padded.get(BATCH),
+        )
         source, add = self.transitions[DEVICE].sources.get(name, (None, 0))
-        each = lane.row // found if found and rows_of_requests(slot, self._padded) else 0
-        return attrs.evolve(lane, source=source, add=add, each=each)
+        view = None if source is None else source.view(self._padded)
+        each = lane.row // requests if requests and rows_of_requests(slot, self._padded) else 0
+        size = slot.shape[slot.varying[0]] if slot.varying else Dim.of(1)
+        return attrs.evolve(lane, source=view, add=add, each=each, count=self._declaration.counted.index(size))
 
     @functools.cached_property
     def transitions(self) -> Mapping[Placement, Transition]:
         """The rules of slots on the device, and of those on the host."""
         slots, over = self._declaration.slots, (self._declaration, self.buffers, self._bucket_views, self._padded)
-        sides: tuple[Placement, Placement] = (DEVICE, HOST)
-        return {
-            side: Transition([one for one in self.plan.advances if slots[one.slot].placement == side], *over)
-            for side in sides
-        }
+        written, found = (
+            {tail.slot: tail.value for tail in self.plan.tails if tail.always},
+            dict[Placement, Transition](),
+        )
+        for side in (DEVICE, HOST):
+            rules = [one for one in self.plan.advances if slots[one.slot].placement == side]
+            lanes = self.fused if self.plan.lowering == "in_graph" and side == DEVICE else None
+            found[side] = Transition(rules, written, lanes, *over)
+        return found
+
+    def step(self, live: Live) -> Step:
+        """The sizes of a step of so many live rows on each varying axis."""
+        return self._declaration.step(live, self._padded, exact=self.exact)
 
     def ready(self, live: Live) -> Ready:
         """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
@@ -148,7 +163,7 @@ class Planned:
                 raise BatchError(
                     f"the batch has {rows} rows on {axis}, more than the {self._padded[axis]} of this bucket"
                 )
-        step = self._declaration.step(live, self._padded, exact=self.exact)
+        step = self.step(live)
         if not self._asked:
             self._ask(step)
         sizes, plan = step.live_sizes, self.plan
@@ -171,6 +186,15 @@ class Planned:
             shown=Aliases(views) if self.exact else self._bucket_shown,
         )
 
+    def table(self, block: int) -> npt.NDArray[np.int64]:
+        """The kernel's table of the lanes, in blocks of so many words."""
+        return table_of(self.lanes, block, self.owner, len(self._declaration.counted))
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a packet before what it carries itself."""
+        return head_bytes(len(self.lanes), len(self._declaration.counted))
+
     def words(self, kinds: Mapping[str, Kind], values: frozenset[str], live: Sizes) -> bytes:
         """A packet's words but for the addresses. values: slots that the host computes, of which every row is live."""
         metas, paces = [], []
@@ -182,8 +206,9 @@ class Planned:
                 rows = -1
             metas.append(meta(rows, lane.target.dtype if kind is None else kind.dtype, lane.target.dtype))
             paces.append(rows if kind is None or kind.pace is None else kind.pace)
-        head = (self.owner, 0, live.get(BATCH, 0), *(0,) * (HEAD - 3))
-        return struct.pack(f"<{HEAD + 2 * len(metas)}q", *head, *metas, *paces)
+        counts = self._declaration.counts(live)
+        words = (self.owner, 0, 0, 0, *counts, *[0] * len(counts), *metas, *paces)
+        return struct.pack(f"<{len(words)}q", *words)
 
     def tails(self, sizes: Sizes, *, always: bool) -> Iterator[tuple[torch.Tensor, Number]]:
         """The padded rows that copies leave, of tails that each step resets, or of those that may be clean."""

@@ -18,7 +18,7 @@ from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, outside_inference, own_guard
 from .hostdata import NOT_CARRIED
-from .packet import UNIT, WORD, Feed, head_bytes, rounded
+from .packet import UNIT, WORD, Feed, rounded
 from .plan import FUSED
 from .ready import Planned, Targets
 from .sizing import Sizer
@@ -96,7 +96,7 @@ class Specialization:
         ready, feed, lanes = self.ready, self._feed, self._planned.lanes
         if feed is None:
             return lambda _: b""
-        at = rounded(head_bytes(len(lanes)))
+        at = rounded(self._planned.head_bytes)
         sizes = {name: rounded(kind.nbytes) for name, kind in self._kinds.values() if kind.carrier is not None}
         sizes |= {value.computation.slot: value.nbytes for value in ready.packed}
         starts: dict[str, int] = {}
@@ -120,7 +120,7 @@ class Specialization:
         order = {name: at for at, name in enumerate(given) if not kinds[name].in_place}
         fixed = [address + starts[name] if name in starts else 0 for name in slots]
         picked = chosen([order.get(name, len(given) + at) for at, name in enumerate(slots)])
-        pack = struct.Struct(f"<{len(slots)}Q{-head_bytes(len(lanes)) % UNIT}x").pack
+        pack = struct.Struct(f"<{len(slots)}Q{-self._planned.head_bytes % UNIT}x").pack
         return lambda pointers: words + pack(*picked((*pointers, *fixed)))
 
     def _taker(self, like: Sources) -> Callable[[Sources], Taken | None]:

@@ -5,19 +5,21 @@ by the fill kernel in a graph, else by foreach operators. All other rules are ru
 after those whose new value it reads, into memory of their own, from which slots are written. Only live rows advance.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Final
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
 
 import attrs
 import torch
 
 from .axes import BATCH, TOKENS, Sizes
-from .buffers import Buffers
+from .buffers import Buffer, Buffers
 from .computation import Computation
 from .declaration import Declaration
 from .guard import outside_inference
 from .slots import Slot
 from .sources import SETTINGS
+from .tails import Number
 from .views import Views
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
@@ -63,62 +65,138 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
+def _wrapped(add: int, dtype: torch.dtype) -> int:
+    """A number that is added, as the signed number of the same bits."""
+    least = torch.iinfo(dtype).min
+    return (add - least) % (-2 * least) + least
+
+
+Mask = Sequence[tuple[torch.Tensor, int]]
+"""Places along a dim that varies, and which of the live counts says how many are live; one for each such dim."""
+
+
+def _below(mask: Mask, counts: Sequence[Any], *others: torch.Tensor) -> torch.Tensor:
+    """Tell the elements whose rows are live along each dim, where all others are true."""
+    found: torch.Tensor = functools.reduce(torch.logical_and, [*others, *(place < counts[at] for place, at in mask)])
+    return found
+
+
 class Transition:
     """One bucket's rules, over its padded views: their operators, and what slots are then written from.
 
-    sources: by slot, the slot or the result of operators that it is written from, and the number that is added.
+    A rule that is a function sees the live rows and the declared tail of the step: what others may have written into
+    tails is reset before it runs, and padded rows of a new value are those of the slot before another rule reads it.
+
+    Attributes:
+        sources: By slot, the slot or the result of operators that it is written from, and the number that is added.
     """
 
     def __init__(
-        self, rules: Sequence[Advance], declaration: Declaration, buffers: Buffers, views: Views, sizes: Sizes
+        self,
+        rules: Sequence[Advance],
+        written: Mapping[str, Number],
+        lanes: Collection[str] | None,
+        declaration: Declaration,
+        buffers: Buffers,
+        views: Views,
+        sizes: Sizes,
     ) -> None:
-        known, made = {SETTINGS: declaration.settings, **views}, dict[str, torch.Tensor]()
-        self.sources: dict[str, tuple[torch.Tensor, int]] = {}
-        self._computations: list[Computation] = []
-        self._targets = {rule.slot: buffers[rule.slot].view(sizes) for rule in rules}
-        self._rows = {rule.slot: rows_of_requests(declaration.slots[rule.slot], sizes) for rule in rules}
-        for rule in rules:
-            target = self._targets[rule.slot]
-            if rule.source:
-                source = made.get(rule.source)
-                source = buffers[rule.source].view(sizes) if source is None else source
-            else:
-                with outside_inference():
-                    source = torch.empty_strided(
-                        target.shape, target.stride(), dtype=target.dtype, device=target.device
-                    ).zero_()
-                given = declaration.rules[rule.slot]
-                self._computations.append(Computation.bind(rule.slot, declaration, {**known, **made}, source, given))
-                made[rule.slot] = source
-            self.sources[rule.slot] = source, rule.add
+        """Bind the rules.
 
-    def compute(self) -> None:
-        """Run the rules that are functions; nothing is written to slots."""
+        written: tails that others than a fill may write, and what they must hold. lanes: slots that the fill kernel
+        writes; None where there is no kernel.
+        """
+        known, made = {SETTINGS: declaration.settings, **views}, dict[str, torch.Tensor]()
+        self.sources: dict[str, tuple[Buffer, int]] = {}
+        self._declaration, self._buffers, self._sizes = declaration, buffers, sizes
+        self._computations: list[Computation] = []
+        for rule in rules:
+            if rule.source:
+                source = buffers.following(rule.source) if rule.source in made else buffers[rule.source]
+            else:
+                source, given = buffers.following(rule.slot), declaration.rules[rule.slot]
+                view = source.view(sizes)
+                self._computations.append(Computation.bind(rule.slot, declaration, {**known, **made}, view, given))
+                made[rule.slot] = view
+            self.sources[rule.slot] = source, rule.add
+        read = {(need, one.slot) for one in self._computations for need in one.compute.needs}
+        names, others = {need for need, _ in read}, {need for need, slot in read if need != slot}
+        self._apart = [] if lanes is None else [name for name in self.sources if name not in lanes]
+        self._written = {name: value for name, value in written.items() if name in names}
+        self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
+        self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
+
+    def _mask(self, name: str) -> Mask:
+        """What tells the live rows of a slot."""
+        slot, view = self._declaration.slots[name], self._buffers[name].view(self._sizes)
+        mask = list[tuple[torch.Tensor, int]]()
+        with outside_inference():
+            for dim in slot.varying:
+                place = torch.arange(view.shape[dim], device=view.device).view(-1, *[1] * (view.dim() - dim - 1))
+                mask.append((place, self._declaration.counted.index(slot.shape[dim])))
+        return mask
+
+    @functools.cached_property
+    def _taken(self) -> torch.Tensor:
+        """The number of the last packet that slots were written by."""
+        with outside_inference():
+            return torch.zeros((), dtype=torch.int64, device=self._buffers[self._apart[0]].tensor.device)
+
+    def leaves(self, lanes: Collection[str]) -> bool:
+        """Whether a kernel that advances some lanes leaves anything: a rule that is a function, or other slots."""
+        return bool(self._computations) or not self.sources.keys() <= {*lanes}
+
+    def _compute(self, counts: Sequence[Any]) -> None:
+        """Run the rules that are functions; no live row of a slot is written.
+
+        counts: live counts, of the sizes in `Declaration.counted`: numbers, or tensors where a graph reads them.
+        """
+        live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
+        for name, value in self._written.items():
+            self._buffers[name].view(self._sizes).masked_fill_(live[name].logical_not(), value)
         for computation in self._computations:
             computation.run(None)
+            view = self._made.get(computation.slot)
+            if view is not None:
+                slot = self._buffers[computation.slot].view(self._sizes)
+                torch.where(live[computation.slot], words(view), words(slot), out=words(view))
 
-    def of(self, requests: int) -> Callable[[], None]:
-        """A call that advances the rows of so many live requests."""
-        copies, adds = (list[torch.Tensor](), list[torch.Tensor]()), dict[int, list[torch.Tensor]]()
-        for slot, (whole, add) in self.sources.items():
-            rows, target, source = self._rows[slot], self._targets[slot], whole
-            if rows is not None:
-                dim, each = rows
-                target, source = (one.narrow(dim, 0, requests * each) for one in (target, source))
+    def advance_in_graph(self, head: Sequence[torch.Tensor]) -> None:
+        """Do what a graph's kernel leaves: run functions, and write slots that are no lanes if the packet was taken.
+
+        head: the packet's first words, see `.packet`.
+        """
+        armed, number, _, _, *counts = head
+        self._compute(counts)
+        if self._apart:
+            moves = (armed != 0) & (number == self._taken)
+            for slot in self._apart:
+                buffer, add = self.sources[slot]
+                target, source = words(self._buffers[slot].view(self._sizes)), words(buffer.view(self._sizes))
+                is_live = _below(self._masks[slot], counts, moves)
+                value = source + _wrapped(add, source.dtype) if add else source
+                torch.where(is_live, value, target, out=target)
+            self._taken.copy_(number)
+
+    def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
+        """A call that advances the live rows of slots with rules, but for lanes, which a kernel then advances."""
+        counts, adds = self._declaration.counts(live), dict[int, list[torch.Tensor]]()
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for slot in self.sources.keys() - {*lanes}:
+            buffer, add = self.sources[slot]
+            target, source = self._buffers[slot].view(live), buffer.view(live)
             if source.data_ptr() != target.data_ptr():
-                copies[0].append(target)
-                copies[1].append(source)
+                targets.append(target)
+                sources.append(source)
             if add:
                 target = words(target)
-                least = torch.iinfo(target.dtype).min
-                wrapped = (add - least) % (-2 * least) + least  # the same bits in signed numbers
-                adds.setdefault(wrapped, []).append(target)
+                adds.setdefault(_wrapped(add, target.dtype), []).append(target)
 
         def advance() -> None:
-            self.compute()
-            if copies[0]:
-                _FOREACH_COPY(*copies)
-            for add, targets in adds.items():
-                _FOREACH_ADD(targets, add)
+            self._compute(counts)
+            if targets:
+                _FOREACH_COPY(targets, sources)
+            for add, grown in adds.items():
+                _FOREACH_ADD(grown, add)
 
         return advance

@@ -39,11 +39,13 @@ class News:
 class Here:
     """A bucket with so many live requests: what the host does for it where no graph does.
 
-    advances: calls that advance slots. values: slots that the host computes. packed: those that travel in an edit's
-    packet. tails: padded rows that an edit resets. always: those of them that each step resets.
+    advances: calls that advance slots. rules: calls that do so before an edit, but for what its kernel advances then.
+    values: slots that the host computes. packed: those that travel in an edit's packet. tails: padded rows that an edit
+    resets. always: those of them that each step resets.
     """
 
     advances: list[Callable[[], None]]
+    rules: list[Callable[[], None]]
     values: list[Computation]
     packed: list[PackedValue]
     tails: list[tuple[torch.Tensor, Any]]
@@ -51,19 +53,26 @@ class Here:
 
     @classmethod
     def of(
-        cls, planned: Planned, live: Live, requests: int, sides: Iterable[Placement], whole: Collection[str]
+        cls, planned: Planned, live: Live, sides: Iterable[Placement], lanes: Collection[str], whole: Collection[str]
     ) -> "Here":
-        """What a plan leaves to the host. sides: those whose slots no graph advances. whole: what a packet carries."""
+        """What a plan leaves to the host.
+
+        sides: those whose slots no graph advances. lanes: what an edit's kernel advances. whole: what its packet
+        carries.
+        """
         computed = [one for one in planned.plan.computed if one.on == HOST]
-        advances = [planned.transitions[side].of(requests) for side in sides if planned.transitions[side].sources]
+        transitions, sizes = planned.transitions, planned.step(live).live_sizes
+        advances = [transitions[side].of(sizes) for side in sides if transitions[side].sources]
+        in_graph = [one for side, one in transitions.items() if side not in sides]
+        rules = [one.of(sizes, lanes) for one in in_graph if one.leaves(lanes)]
         if not computed and all(tail.fused for tail in planned.plan.tails):
-            return cls(advances, [], [], [], [])
+            return cls(advances, rules, [], [], [], [])
         ready = planned.ready(live)
         values = [planned.computation(one, ready.step, ready.views) for one in computed]
         always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
         packed = [PackedValue.of(value) for value in values if value.slot in whole]
         values = [value for value in values if value.slot not in whole]
-        return cls(advances, values, packed, always + others, always)
+        return cls(advances, rules, values, packed, always + others, always)
 
 
 class Chain(Generic[V]):
@@ -117,7 +126,7 @@ class Chain(Generic[V]):
         self._editing = filling.alone
         host = next((name for name in declaration.rules if declaration.slots[name].placement == HOST), None)
         self.why = why or ("" if host is None else f"host slot {host!r} advances")
-        self._prepares, self._moves_host = self._editing is None or host is not None, host is not None
+        self._moves_host = host is not None
         self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
         self._turn, self._clock, self._hosts = self._graphs.buffers.turn, self._graphs.clock, filler.hosts
         self._stream, self._fills, self._forks = filler.stream, -1, FORKS.count
@@ -179,9 +188,9 @@ class Chain(Generic[V]):
             planned = captured.filling.bucket.planned(self.absent)
             sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
             carries = self._editing is not None and not self._moves_host
-            over = planned, self.edits.live_of(requests), requests, sides
+            over = planned, self.edits.live_of(requests), sides, self.edits.planned().fused
             here = self._known[rows, requests] = Here.of(*over, self.edits.whole if carries else ())
-        self._here = here
+        self._here, self._prepares = here, self._editing is None or self._moves_host or bool(here.always)
 
     def go_on(self, news: News, live: Mapping[Hashable, int], *, idle: bool) -> bool:
         """Run the step after the last one. live: the requests that stay. ReplayError where slots hold others now.
@@ -236,29 +245,35 @@ class Chain(Generic[V]):
         """Advance and edit by more than the step's own graph. moved: whether other ranks change what slots hold."""
         if self._hosts.possible:
             self._hosts.wait()
-        _run(self._here.advances)
+        last, before, is_edit = self._here, len(self.order.keys), news.has_any or moved
         resized, wrote = moved, self._moves_host
-        if news.has_any or moved:
-            before, (moves, brought) = len(self.order.keys), self._arrange(news, live)
+        moves: Moves = ()
+        brought: Sequence[tuple[Brought, list[int]]] = ()
+        _run(last.advances)
+        if is_edit:
+            moves, brought = self._arrange(news, live)
             resized |= before != len(self.order.keys)
             if resized:
                 self._arrive()  # before a packet is sent: a graph may be captured now
+            _run(last.rules)
             names = self.edits.rows if self._editing is None else self.edits.apart
             if names or [one for one, _ in brought if one.slots]:
                 self.edits.write(moves, brought, names)
                 wrote = True
-            if self._editing is not None:
-                carried: Mapping[str, bytes] = {}
-                if resized or wrote:
-                    carried = {one.computation.slot: one.bytes_of(self._fields) for one in self._here.packed}
-                self._send(news, before, moves, brought, carried)
         here = self._here
-        tails, values = here.tails if resized else here.always, here.values if resized or wrote else ()
-        if tails or values:
+        tails = here.tails if resized else here.always
+        if tails:  # before the host computes anything from these slots
             with torch.no_grad():
                 for tail, number in tails:
                     tail.fill_(number)
-                for value in values:
+        if is_edit and self._editing is not None:
+            packed = here.packed if resized or wrote else ()
+            self._send(
+                news, before, moves, brought, {one.computation.slot: one.bytes_of(self._fields) for one in packed}
+            )
+        if here.values and (resized or wrote):
+            with torch.no_grad():
+                for value in here.values:
                     value.run(self._fields)
 
     def _arrange(self, news: News, live: Mapping[Hashable, int]) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
@@ -281,12 +296,13 @@ class Chain(Generic[V]):
     ) -> None:
         """Have the kernel write what the host says: a packet for each set of slots, most often one."""
         after, send = len(self.order.keys), self.edits.send
+        advancing: int | None = before
         if not brought or (moves and not news.joining):  # rows move and are written in any order
             brought = [(None, ()), *brought]
         for one, rows in brought:
-            send(after, before, moves, one, rows, values)
+            send(after, advancing, moves, one, rows, values)
             self._editing.replay()  # type: ignore[union-attr] # there is one
-            before, moves, values = 0, (), {}
+            advancing, moves, values = None, (), {}
 
     def _call(self, news: News, live: Mapping[Hashable, int], *, idle: bool) -> bool:
         """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold then."""
@@ -296,7 +312,9 @@ class Chain(Generic[V]):
             graphs.order()
             if self._hosts.possible:
                 self._hosts.wait()
-            _run([one.of(len(self.order.keys)) for one in edits.planned().transitions.values()])
+            planned = self._captured.filling.bucket.planned(self.absent)  # in which the last step ran
+            last = planned.step(edits.live_of(len(self.order.keys))).live_sizes
+            _run([one.of(last) for one in planned.transitions.values()])
             edits.write(*self._arrange(news, live), edits.rows)
             sizes = edits.planned().ready(edits.live_of(len(self.order.keys))).step.live_sizes
             names = [name for name in declaration.sources if name not in self.absent]

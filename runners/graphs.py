@@ -20,7 +20,7 @@ from ..dataflow.capabilities import DEVICE, Lowering, chosen_lowering
 from ..dataflow.edits import RowBucket
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of, user_traceback
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import WORD, Feed, table_of
+from ..dataflow.packet import HEAD, WORD, Feed
 from ..dataflow.plan import FUSED, packet_bytes
 from ..dataflow.ready import Planned, Ready
 from ..dataflow.slots import Output
@@ -121,7 +121,11 @@ class Filler(Generic[V]):
         """Run what a step's graph begins with: rules of slots that are functions, and the kernel."""
         if self.lowering != "in_graph":
             return
-        filling.bucket.planned(absent).transitions[DEVICE].compute()
+        planned = filling.bucket.planned(absent)
+        rules = planned.transitions[DEVICE]
+        if rules.leaves(planned.fused):
+            words = self._feed.upload.packet[: WORD * (HEAD + len(self.stage.declaration.counted))]
+            rules.advance_in_graph(words.view(torch.int64).unbind())
         filling.kernel()
 
     def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> Filling:
@@ -137,22 +141,16 @@ class Filler(Generic[V]):
             table = self._table(planned, fusion)
             edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in planned.lanes])
 
-            def run() -> None:
-                with torch.no_grad():
-                    planned.transitions[DEVICE].compute()
-                    edit()
-
             self.rest()
-            warm_up(stage.backend, run)
-            graph = capture_step(stage.backend, run, pool=stage.backend.pool(), error_mode=self.error_mode)
+            warm_up(stage.backend, edit)
+            graph = capture_step(stage.backend, edit, pool=stage.backend.pool(), error_mode=self.error_mode)
             self._edits[absent] = Filling(bucket, table, edit, graph)
         return self._edits[absent]
 
     def _table(self, planned: Planned, fusion: Fusion) -> torch.Tensor:
         """The kernel's table of a plan, on the device."""
         with outside_inference():
-            rows = table_of(planned.lanes, fusion.block, planned.owner)
-            table = torch.from_numpy(rows).to(self.stage.backend.device)
+            table = torch.from_numpy(planned.table(fusion.block)).to(self.stage.backend.device)
         self._tables += table.nbytes
         return table
 

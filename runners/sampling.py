@@ -126,6 +126,18 @@ def _draw(
     )
 
 
+def signed_slots(declaration: Declaration, values: Values) -> list[str]:
+    """Copied slots of which nothing says that they hold no number below 0: no limit, role, length or values."""
+    found = list[str]()
+    for name in declaration.sources:
+        slot, tail = declaration.slots[name], declaration.slots[name].rule()
+        is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL
+        is_plain = isinstance(slot.dtype, torch.dtype) and slot.dtype.is_signed and not slot.dtype.is_complex
+        if is_plain and not is_length and slot.limit is None and name not in values:
+            found.append(name)
+    return found
+
+
 def is_location(slot: Slot) -> bool:
     """Whether a slot holds locations in a cache, of which no two are the same."""
     return isinstance(slot.dtype, Role) and slot.dtype.name == CACHE_LOC.name

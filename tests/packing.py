@@ -12,7 +12,7 @@ from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.backends.ring import ring_on
 from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
-from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes, table_of
+from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes
 
 NAME = "packing"
 Kernel = Callable[[], None]
@@ -84,11 +84,11 @@ def backend_of(name: str) -> Backend:
 def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Feed:
     """What gives a packet that is large enough for every bucket over some buffers."""
     bodies = sum(WORD * one.tensor.numel() + UNIT for one in buffers)
-    return Feed(upload, head_bytes(len([*buffers])) + UNIT + bodies)
+    return Feed(upload, head_bytes(len([*buffers]), len([*buffers]) + 8) + UNIT + bodies)
 
 
 def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:
     """What launches the kernel of a bucket, on the host where no other is given."""
     fusion, planned, packet = fusion or HOST_FUSION, bucket.planned(absent), bucket.feed.upload.packet
-    table = torch.from_numpy(table_of(planned.lanes, fusion.block, planned.owner)).to(packet.device)
+    table = torch.from_numpy(planned.table(fusion.block)).to(packet.device)
     return fusion.kernel(table, packet, [lane.target for lane in planned.lanes])

@@ -20,11 +20,12 @@ from ..comparison import state_on
 from ..config import checked
 from ..decode import DecodeRunner
 from ..runner import Runner
-from ..sampling import NO_VALUES, Sample, Values, sample_batch
+from ..sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
 from ..state import State
 from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races
-from .replays import TRANSITION, check_parity, check_poison, check_transition
+from .replays import check_parity, check_poison
+from .transitions import TRANSITION, check_transition
 from .trial import Finding, Subject, unwatched
 
 CHECKS: Final = {
@@ -128,7 +129,8 @@ def check(
         raise ReplayError("this runner is not captured: call capture() before check()")
     runner.stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside))
+    signed = signed_slots(runner.stage.declaration, values) if batches is None else ()
+    subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside), signed=signed)
     with unwatched(runner.watch):
         report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
     return attrs.evolve(report, seconds=time.perf_counter() - start)

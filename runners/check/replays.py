@@ -1,4 +1,4 @@
-"""Poison, parity, transitions: live rows are the same whatever lies in tails, and graphs do what steps and rules do."""
+"""Poison, parity: live rows are the same whatever lies in tails, and graphs do what steps do."""
 
 import itertools
 import math
@@ -8,12 +8,11 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
-from ...dataflow.buffers import Buffers, SharedMemory, at_rest
+from ...dataflow.axes import BATCH, TOKENS, Step
+from ...dataflow.buffers import Buffers, SharedMemory
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.errors import BatchError, ConfigError, SlotGraphError
 from ...dataflow.guard import outside_inference
-from ...dataflow.oracle import advance_slot_by_slot, fill_slot_by_slot
+from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
 from ..bits import first_unequal, unequal_rows
@@ -39,7 +38,6 @@ from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"
 PARITY: Final = "parity"
-TRANSITION: Final = "transition"
 MOST: Final = 4096  # values of live rows that are looked at to choose from
 COPIES: Final = 2  # of the state at once that parity takes: as it was, and as the step left it
 OTHER_SHAPES: Final[Tolerances] = {
@@ -392,48 +390,3 @@ def _raised(found: object) -> Finding | None:
     if not isinstance(found, Exception):
         return None
     return Finding(PARITY, None, f"the step raised {error_text(found)} where its graph is replayed")
-
-
-def check_transition(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Let slots advance from each batch, in a step without news and in one with an edit, and run their rules beside."""
-    with subject.state.kept(), slots_kept(subject.runner):
-        for one in batches:
-            yield from itertools.islice(_transition_faults(subject, one), 1)  # which makes others
-
-
-def _transition_faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
-    """What is wrong with rules on one batch, or with what carries them out."""
-    stage, buffers, step, slots = subject.runner.stage, subject.graphs.buffers, subject.step_of(one), subject.slots
-    declaration, absent, live = stage.declaration, stage.absent(one.batch, one.side), step.live_sizes
-    stale, right, told = cloned(buffers), cloned(buffers), "on initial values, as captures run it"
-
-    def apart(names: Iterable[str], held: Buffers, sizes: Sizes) -> Iterator[Finding]:
-        for name in names:
-            if not (name in absent or slots[name].rewritten or isinstance(slots[name], Output)):
-                mine, other = ({name: one[name].view(sizes)} for one in (held, right))
-                faults = fill_faults(mine, other, slots, live)
-                yield from (Finding(TRANSITION, name, f"{fault}, {told}") for fault in faults)
-
-    try:
-        with at_rest(right, stage.backend.capabilities):
-            rows = advance_slot_by_slot(declaration, right, step)
-        for last in subject.runner.steps(one.batch):  # type: ignore[attr-defined] # a DecodeRunner's
-            stage.backend.synchronize()
-            if last.number:
-                yield from apart({**rows, **slots}, buffers, step.padded_sizes)
-                last.edit()
-            if last.number > 1:
-                return
-            right, other = cloned(buffers), cloned(stale)  # whose padded rows are of the batch before
-            for name in slots:
-                other[name].view(live).copy_(right[name].view(live))
-            advance_slot_by_slot(declaration, other, step)
-            rows = advance_slot_by_slot(declaration, right, step)
-            told = "where padded rows hold other values: have its then= make live rows of live ones alone"
-            yield from apart(declaration.rules, other, live)
-            fill_slot_by_slot(declaration, right, stage.backend.capabilities, step, one.batch, given=rows)
-            told = f"in a step {'with an edit' if last.number else 'without news'}"
-    except (BatchError, ConfigError) as error:
-        subject.notes[f"no transition was checked: {error}"] = None
-    except SlotGraphError as error:
-        yield Finding(TRANSITION, None, f"{error}, {told}")

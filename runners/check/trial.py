@@ -1,7 +1,7 @@
 """Trials: runs of a step for a look, not for a batch, by all ranks at once; slots and state are as they were after."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 import attrs
@@ -153,7 +153,11 @@ class Finding:
 
 @attrs.frozen(eq=False)
 class Subject(Generic[V]):
-    """A captured runner that is checked. produce: writes what producers write. notes: what was left out, and why."""
+    """A captured runner that is checked.
+
+    produce: writes what producers write. signed: slots that may hold any number below 0, too. notes: what was left out,
+    and why.
+    """
 
     runner: Runner[V]
     graphs: GraphSet[V]
@@ -161,6 +165,7 @@ class Subject(Generic[V]):
     seed: int = 0
     read_outside: tuple[str, ...] = ()
     produce: Callable[[V], object] = id
+    signed: Collection[str] = ()
     notes: dict[str, None] = attrs.field(factory=dict)
 
     @property

@@ -288,10 +288,10 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
     paces = [case.pace(lane, v) for case, lane, v in zip(cases, lanes, values, strict=True)]
     sources = [v.data_ptr() if case.action != "reset" else 0 for case, v in zip(cases, values, strict=True)]
     block = max(block, 1 << (sum(lane.outer * lane.row for lane in lanes) // kernel.programs).bit_length())
-    table = torch.from_numpy(table_of(lanes, block, owner)).to(kernel.device)
+    table = torch.from_numpy(table_of(lanes, block, owner, 0)).to(kernel.device)
     head = [owner if meant_for is None else meant_for, *(0,) * (HEAD - 1)]
     packet = torch.tensor([*head, *words, *paces, *sources], device=kernel.device)
-    assert packet.nbytes == head_bytes(len(lanes))
+    assert packet.nbytes == head_bytes(len(lanes), 0)
     if len(table):
         kernel.run(table, packet, raws, values, block)
     for case, got, want, source in zip(cases, raws, wanted, values, strict=True):

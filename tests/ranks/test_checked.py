@@ -11,7 +11,7 @@ import torch.distributed as dist
 import slotgraph
 from slotgraph import BATCH, DecodeRunner, computed, copied, keep
 from slotgraph.runners.check.checks import CHECKS
-from slotgraph.runners.check.replays import TRANSITION
+from slotgraph.runners.check.transitions import TRANSITION
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping

@@ -15,8 +15,11 @@ import slotgraph
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, computed, copied, errors, keep, output
 from slotgraph.backends import cpu
 from slotgraph.dataflow.capabilities import LADDER
+from slotgraph.dataflow.packet import BYTE
 from slotgraph.dataflow.slots import Copied
+from slotgraph.dataflow.transition import Transition
 from slotgraph.extend import once, slot
+from slotgraph.runners.chain import Here
 from slotgraph.runners.check.checks import CheckReport
 from slotgraph.runners.check.trial import Finding
 from tests.invariants.device import Device
@@ -240,11 +243,69 @@ def _rule_that_raises() -> CheckReport:
 def _advanced_tail() -> CheckReport:
     advance = cpu._advance
 
-    def whole(row: list[int], requests: int, *, moves: bool, tail: bool) -> None:
-        advance(row, requests and 1 << 20, moves=moves, tail=tail)
+    def whole(row: list[int], rows: int, *, moves: bool, tail: bool) -> None:
+        is_positions = row[8] and row[7] & BYTE == torch.int64.itemsize
+        advance(row, rows and 1 << 20 if is_positions else rows, moves=moves, tail=tail)
 
     with mock.patch.object(cpu, "_advance", whole):
         return report_of("transition", runner_of(advancing, CAPTURES, Advancing, lowering="in_graph"))
+
+
+class AdvancingByAll(Advancing):  # with rules and functions that reduce over rows
+    shares: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    sums: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda sums, shares: sums + shares.sum())
+    hosted: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
+    most: torch.Tensor = computed(lambda hosted: int(hosted.sum()), shape=1, dtype=torch.int64)
+
+
+class AdvancingInTurn(AdvancingByAll):  # by a rule that reads what another one makes
+    after: torch.Tensor = copied(1, dtype=torch.int64, then=lambda sums: sums.sum().reshape(1))
+
+
+def _late_tails() -> CheckReport:
+    """Host functions that are called before the tails of host slots are reset, in the step of an edit."""
+    made = Here.of
+
+    class Late:
+        def __init__(self, tails: Any) -> None:
+            self.tails = tails
+
+        def run(self, _: object) -> None:
+            for tail, number in self.tails:
+                tail.fill_(number)
+
+    def late(*given: Any) -> Here:
+        here = made(*given)
+        last: Any = Late(here.tails)
+        return attrs.evolve(here, values=[*here.values, last], tails=[], always=[])
+
+    with mock.patch.object(Here, "of", late):
+        return report_of("transition", runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph"))
+
+
+def _rules_over_the_largest_bucket() -> CheckReport:
+    """Rules that are run over all rows of the largest bucket, in the step of an edit."""
+    made, runner = Here.of, runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph")
+
+    def whole(planned: Any, live: Any, sides: Any, lanes: Any, carried: Any) -> Here:
+        largest = runner.graphs.get(max(runner.sizes), frozenset())
+        of_all = largest.filling.bucket.planned().transitions["device"].of(planned.step(live).live_sizes, lanes)
+        return attrs.evolve(made(planned, live, sides, lanes, carried), rules=[of_all])
+
+    with mock.patch.object(Here, "of", whole):
+        return report_of("transition", runner)
+
+
+def _padded_rows_of_new_values() -> CheckReport:
+    """Rules that see what others made of padded rows."""
+    made = Transition.__init__
+
+    def bare(transition: Any, *given: Any) -> None:
+        made(transition, *given)
+        transition._made = {}
+
+    with mock.patch.object(Transition, "__init__", bare):
+        return report_of("transition", runner_of(advancing, CAPTURES, AdvancingInTurn))
 
 
 def _frozen_number() -> CheckReport:
@@ -299,6 +360,9 @@ OTHERS: Final[dict[str, Callable[[], CheckReport]]] = {
     "a rule makes live rows of padded ones": _padding_in_a_rule,
     "a rule raises on a slot's initial value": _rule_that_raises,
     "the kernel advances rows behind the live ones": _advanced_tail,
+    "the host computes from a slot before its tail is reset": _late_tails,
+    "rules run over the largest bucket in the step of an edit": _rules_over_the_largest_bucket,
+    "a rule sees padded rows of another slot's new value": _padded_rows_of_new_values,
 }
 """Bugs that the other checks find."""
 

@@ -1,0 +1,178 @@
+"""Transitions: slots advance by their rules, in steps with edits and without, whatever lies beyond the live rows."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+
+from ...dataflow.axes import Step
+from ...dataflow.bucket import Absent
+from ...dataflow.buffers import Buffers, at_rest
+from ...dataflow.errors import BatchError, ConfigError, SlotGraphError
+from ...dataflow.guard import outside_inference
+from ...dataflow.oracle import advance_slot_by_slot, fill_slot_by_slot
+from ...dataflow.slots import Output
+from ...dataflow.tails import Once, Pad
+from ...dataflow.transition import rows_of_requests
+from ..comparison import live_part, slots_kept, tails_of
+from ..sampling import Sample
+from ..testing.ground import differences as fill_faults
+from .replays import OTHER_SHAPES, cloned
+from .trial import Finding, Subject, Tensors
+
+TRANSITION: Final = "transition"
+LAST: Final = 3
+"""The last step that is looked at: the first is a fill, the next has no news, then come one with an edit, and one
+without."""
+ALONE: Final = "have its then= make live rows of live ones alone, or of tails that change nothing"
+
+
+def check_transition(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+    """Let slots advance from each batch, in steps without news and in one with an edit, and run their rules beside."""
+    with subject.state.kept(), slots_kept(subject.runner):
+        for one in batches:
+            yield from itertools.islice(_faults(subject, one), 1)  # which makes others
+
+
+def _faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
+    """What is wrong with rules on one batch, or with what carries them out."""
+    runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
+    declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
+    right, told = cloned(buffers), "on initial values, as captures run it"
+    compared = [name for name, slot in subject.slots.items() if not (name in absent or slot.rewritten)]
+    try:
+        with at_rest(right, record):
+            rows = advance_slot_by_slot(declaration, right, record, step)
+        runner(one.batch, **one.side)
+        _leave_stale_rows(subject, step)
+        for last in runner.steps(one.batch):  # type: ignore[attr-defined] # a DecodeRunner's
+            stage.backend.synchronize()
+            for name in dict.fromkeys([*rows, *compared]) if last.number else ():
+                if name in compared and not isinstance(subject.slots[name], Output):
+                    mine, other = ({name: held[name].view(step.padded_sizes)} for held in (buffers, right))
+                    faults = fill_faults(mine, other, subject.slots, step.live_sizes)
+                    yield from (Finding(TRANSITION, name, f"{fault}, {told}") for fault in faults)
+            if last.number == LAST:
+                return
+            if not last.number:
+                yield from _bucket_faults(subject, step, absent)
+            right = cloned(buffers)
+            rows = advance_slot_by_slot(declaration, right, record, step)
+            told = "in a step without news"
+            if last.number == 1:
+                told, requests = "in a step with an edit", len(last.keys)
+                stay = _staying(requests)
+                bucket = runner.buckets.fit(len(stay))  # type: ignore[attr-defined] # as above
+                if subject.graphs.has(bucket, absent):
+                    last.leave({*last.keys} - {last.keys[row] for row in stay})
+                    rows = _of_requests(subject, rows, stay, step)
+                    live = [step.live_sizes[axis] // requests * len(stay) for axis in declaration.varying]
+                    step = declaration.step(live, runner.sizes[bucket])
+                last.edit()
+            fill_slot_by_slot(declaration, right, record, step, one.batch, given=rows)
+    except (BatchError, ConfigError) as error:
+        subject.notes[f"no transition was checked: {error}"] = None
+    except SlotGraphError as error:
+        yield Finding(TRANSITION, None, f"{error}, {told}")
+
+
+def _staying(requests: int) -> list[int]:
+    """The rows of requests that stay where the first and the last one leave, in their new order; of two, the first."""
+    return [requests - 2, *range(1, requests - 2)] if requests > 2 else [0]  # noqa: PLR2004 - else only one leaves
+
+
+def _of_requests(subject: Subject[Any], rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
+    """The rows of some requests, in slots that have rows of requests."""
+    found = dict(rows)
+    for name, tensor in rows.items():
+        place = rows_of_requests(subject.slots[name], step.padded_sizes)
+        if place is not None:
+            dim, each = place
+            at = [row * each + part for row in stay for part in range(each)]
+            found[name] = tensor.index_select(dim, torch.tensor(at, device=tensor.device))
+    return found
+
+
+def _leave_stale_rows(subject: Subject[Any], step: Step) -> None:
+    """Have copied slots hold live rows wherever a fill does not write, as after a fuller batch."""
+    for name in subject.runner.stage.declaration.sources:
+        slot, tensor = subject.slots[name], subject.graphs.buffers[name].tensor
+        for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
+            live = slot.shape[dim].at(step.live_sizes)
+            if live:
+                tensor.copy_(tensor.index_select(dim, torch.arange(tensor.shape[dim], device=tensor.device) % live))
+    subject.graphs.buffers.distrust()
+
+
+def _bucket_faults(subject: Subject[Any], step: Step, absent: Absent) -> Iterator[Finding]:
+    """Rules whose live rows depend on the bucket, or on padded rows of which no rule says what they hold."""
+    runner, held = subject.runner, cloned(subject.graphs.buffers)
+    exact = attrs.evolve(step, padded_sizes=step.live_sizes)
+    largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **runner.sizes[max(runner.sizes)]})
+    on_host, extreme, negative = _on_host(held), _on_host(held), _on_host(held)
+    with torch.no_grad():
+        for name, slot in subject.slots.items():
+            for tail in _untold(subject, extreme, name, step):
+                tail.fill_(_most(tail.dtype))
+            if name in subject.signed:
+                live = live_part(slot, negative[name].tensor, step)
+                live.copy_(-live.abs() - 1)
+    others = "where padded rows that no rule tells hold other values"
+    for right, other, sizes, told in (
+        (held, held, exact, "where the bucket has no padded rows"),
+        (held, held, largest, "in the largest bucket"),
+        (on_host, extreme, step, others),
+        (negative, negative, exact, "where the bucket has no padded rows"),
+        (negative, negative, largest, "in the largest bucket"),
+    ):
+        usual, found = _advanced(subject, right, step), _advanced(subject, other, sizes)
+        if usual is None or found is None:
+            continue
+        for name in usual:
+            if name not in absent and not _alike(found[name], usual[name]):
+                fault = next(fill_faults(found, {name: usual[name]}, subject.slots, step.live_sizes))
+                yield Finding(TRANSITION, name, f"{fault}, {told}: {ALONE}")
+
+
+def _advanced(subject: Subject[Any], buffers: Buffers, step: Step) -> Tensors | None:
+    """The live rows that rules make; None where one cannot be run on such values."""
+    stage, held = subject.runner.stage, cloned(buffers)
+    try:
+        rows = advance_slot_by_slot(stage.declaration, held, stage.backend.capabilities, step)
+    except SlotGraphError:
+        return None
+    return {name: rows[name] for name in stage.declaration.rules}
+
+
+def _alike(mine: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are the same, floats as far as sums of more numbers may be."""
+    if mine.dtype not in OTHER_SHAPES:
+        return torch.equal(mine, right)
+    near, far = OTHER_SHAPES[mine.dtype]
+    return torch.allclose(mine, right, near, far, equal_nan=True)
+
+
+def _on_host(buffers: Buffers) -> Buffers:
+    """The same bytes in host memory, where a value that is no index raises and stops no device."""
+    found = cloned(buffers)
+    with outside_inference():
+        for buffer in found:
+            buffer.tensor = buffer.tensor.cpu()
+    return found
+
+
+def _untold(subject: Subject[Any], buffers: Buffers, name: str, step: Step) -> Iterator[torch.Tensor]:
+    """Padded rows of which no rule says what they hold in this step."""
+    slot = subject.slots[name]
+    if slot.varying and (isinstance(slot, Output) or (slot.rule() is not None and not isinstance(slot.rule(), Pad))):
+        yield from tails_of(slot, buffers[name].view(step.padded_sizes), step)
+
+
+def _most(dtype: torch.dtype) -> Any:
+    """A value that shows wherever it goes."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
