@@ -147,6 +147,10 @@ class Coordinator:
         """Run a step that all ranks run. Ranks that wait for this one are told if it raises."""
         return step(*args)
 
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose errors the caller tells the other ranks itself."""
+        return contextlib.nullcontext()
+
     def repeated(self, run: Run, live: Live) -> Run:
         """Make a step of quiet ranks that goes as one before it, with the same live sizes."""
         del live

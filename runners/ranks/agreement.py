@@ -50,6 +50,7 @@ class Agreement(Coordinator):
         self._place = Place(f"a step of {self._name}", parts)
         self._loop: Loop | None = None  # the one that is open
         self._within: Loop | None = None  # the one that calls the runner now
+        self._is_telling = False
 
     def begin(self) -> None:
         """A fill begins. It ends a loop of steps that it is no part of."""
@@ -268,10 +269,19 @@ class Agreement(Coordinator):
                 exchange(self.timeout)
                 self._failed(error)
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """A block whose errors the caller tells the other ranks itself."""
+        self._is_telling = True
+        try:
+            yield
+        finally:
+            self._is_telling = False
+
     def _failed(self, error: BaseException) -> None:
         """Tell the others, once, that a step failed, and note in the error if another rank failed before."""
         again, self._fill = self._fill, _FAILED
-        if again == _FAILED:
+        if again == _FAILED or (self._is_telling and isinstance(error, Exception)):
             return
         place = self._place if self._within is None else self._within.place or self._place
         if other := self.ranks.stop(_text("failed", place.at, error), again=again != _BEGUN):

@@ -555,8 +555,12 @@ class Ranks(Unique):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK)
-            why = self._broken_off(self.exchanges + 1) or "it is dead, stuck, or does something else"
-            lost = "; ".join(f"rank {rank} did not come {how}: {why}" for rank in missing)
+            why = self._broken_off(at[1] if at[0] == EXCHANGE else self.exchanges + 1)
+            lost = "; ".join(
+                f"rank {rank} did not come {how}: "
+                + (why if why.startswith(f"rank {rank} ") else "it is dead, stuck, or does something else")
+                for rank in missing
+            )
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
         self.broken = f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
