@@ -72,9 +72,9 @@ class Chain(Generic[V]):
 
     batch: the first one. why: the reason why each step is a whole call, such as watchers, or why the host must see each
     step before the next; nothing where steps can be launched ahead. together: whether ranks that have requests of their
-    own agree on a bucket every so many steps. loop: by which they know these steps. edits: takes what the host brings. joins: slots of which requests that
-    join bring rows. slots: those that an edit may bring. absent: optional ones that none brings. order: of the live
-    requests.
+    own agree on a bucket every so many steps. loop: these steps, as ranks know them. edits: takes what the host brings.
+    joins: slots of which requests that join bring rows. slots: those that an edit may bring. absent: optional ones that
+    none brings. order: of the live requests.
     """
 
     def __init__(
@@ -84,9 +84,8 @@ class Chain(Generic[V]):
         keys: Iterable[Hashable] | None,
         buckets: Buckets,
         rows_each: int | None,
-        every: int,
-        why: str,
         loop: Loop,
+        why: str,
     ) -> None:
         """Check everything; nothing is run yet."""
         declaration, requests = runner.stage.declaration, runner.size(batch, NO_SIDE)[-1]
@@ -102,9 +101,9 @@ class Chain(Generic[V]):
             raise BatchError(f"{len(self.order.keys)} keys for a batch of {requests} requests: give one for each")
         self.absent = runner.stage.absent(batch, NO_SIDE)
         filler, self._by_calls = self._graphs.filler, bool(why)
-        ranks, self.loop = runner.coordinator, loop
-        self._ranks = ranks
-        self.together, self._every, self._number = not ranks.quiet, every, 0
+        ranks = self._ranks = runner.coordinator
+        self.loop = loop
+        self.together, self._every, self._number = not ranks.quiet, loop.every, 0
         self._sizes_of_ranks: Mapping[Any, Any] = {}
         self._sized = next((name for name, slot in declaration.slots.items() if RANKS in slot.needs), None)
         if self._sized and self.together and self._every > 1:

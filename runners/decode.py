@@ -522,7 +522,7 @@ class DecodeRunner(RequestRunner[V]):
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, keys, self.buckets, self._rows_each, every, why, loop)
+            chain = Chain(self, batch, keys, self.buckets, self._rows_each, loop, why)
             return iter(Ahead(self, chain, ahead, read, needs))
 
     def _why_by_calls(self) -> str:

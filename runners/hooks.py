@@ -96,12 +96,12 @@ class Loop:
     """A loop of steps that ranks run together.
 
     Attributes:
-        bit: The bit by which all ranks know it; 0 where no rank is told of it.
-        place: Where ranks are in one of its steps.
+        every: After how many steps they agree on a bucket.
+        bit: The bit by which all ranks know it; 0 where no other rank does.
     """
 
+    every: int
     bit: int = 0
-    place: Any = None
 
 
 T = TypeVar("T")
@@ -185,8 +185,7 @@ class Coordinator:
 
     def loop(self, every: int) -> contextlib.AbstractContextManager[Loop]:
         """A block that prepares steps which follow one another, of which ranks agree on each `every`th."""
-        del every
-        return contextlib.nullcontext(Loop())
+        return contextlib.nullcontext(Loop(every))
 
     def looping(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
         """A block that hands out a loop's steps. Ranks that go on with the loop are told if it ends early."""

@@ -19,7 +19,7 @@ from ..statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FITS, REFUSED, Exchange, Message, Place, Ranks
 
 _BEGUN, _TOLD, _JOINED, _FAILED = range(4)
-"""How far a fill is: the others know nothing of it, they know, they run its step with this rank, or this rank failed."""
+"""How far a fill is: the others know nothing of it, they know of it, they run its step, or this rank has failed."""
 _WHYS: Final[tuple[Why, ...]] = get_args(Why)
 """Reasons, by the numbers that messages have for them."""
 
@@ -45,9 +45,8 @@ class Agreement(Coordinator):
         self.forced: dict[int, collections.Counter[Why]] = collections.defaultdict(collections.Counter)
         self._ahead: tuple[Decision, Live, Exchange] | None = None
         self._fill = _BEGUN
-        self._name = f"runner {ranks.runners} ({name})"
-        self._parts = parts
-        self._place = Place(f"a step of {self._name}", parts)
+        self._name, self._parts = f"runner {ranks.runners} ({name})", parts
+        self._place = self._place_of_loop = self._place_of(0)
         self._loop: Loop | None = None  # the one that is open
         self._within: Loop | None = None  # the one that calls the runner now
         self._is_telling = False
@@ -86,7 +85,7 @@ class Agreement(Coordinator):
         every: ranks agree on each step whose number divides by it, so all must have the same.
         """
         self.begin()
-        loop = Loop(self.ranks.begin_loop()) if self.quiet else Loop()
+        loop = Loop(every, self.ranks.begin_loop() if self.quiet else 0)
         try:
             yield loop
         except BaseException as error:
@@ -98,7 +97,7 @@ class Agreement(Coordinator):
         if not self.quiet:
             self._check_loops(self.tell("steps() begin", "", every))
             loop.bit = self.ranks.begin_loop()
-        self._loop = loop
+        self._loop, self._place_of_loop = loop, self._place_of(loop.bit)
 
     def _check_loops(self, told: Sequence[tuple[str, int]]) -> None:
         """RankError, on all ranks alike, if one refused its first batch or agrees after another number of steps."""
@@ -137,10 +136,12 @@ class Agreement(Coordinator):
         if loop is None:
             return self._place
         if loop.bit & ~self.ranks.open:
-            raise RankError(f"a step of steps() of {self._name}: {self.ranks.ended}: begin again with all live requests")
-        if loop.place is None:
-            loop.place = Place(f"a step of steps() of {self._name}", {**self._parts, "loop": str(loop.bit)})
-        return loop.place
+            raise RankError(f"{self._place_of_loop.at}: {self.ranks.ended}: begin again with all live requests")
+        return self._place_of_loop
+
+    def _place_of(self, loop: int) -> Place:
+        """Where ranks are in a step of the loop with this bit, or in a call for 0."""
+        return Place(f"a step of {'steps() of ' * bool(loop)}{self._name}", {**self._parts, "loop": str(loop)})
 
     def _leave(self, loop: Loop, why: str) -> None:
         """Tell the other ranks, unless they know, that this one has left a loop."""
@@ -254,11 +255,12 @@ class Agreement(Coordinator):
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others, who wait for this rank's fill, or will if they know already. Raises as `settle`."""
-        if self._fill == _JOINED or not isinstance(error, Exception):
+        is_asked = self._fill == _BEGUN and not self.quiet
+        if self._fill == _TOLD and isinstance(error, Exception):
+            return  # it is what the ranks said to each other
+        if not is_asked or not isinstance(error, Exception):
             self._failed(error)
-        elif self._fill == _BEGUN and self.quiet:
-            self._failed(error)
-        elif self._fill == _BEGUN:
+        else:
             self._fill = _TOLD
             if self._ahead is None:
                 place = self._place_in(self._within)
@@ -283,7 +285,7 @@ class Agreement(Coordinator):
         again, self._fill = self._fill, _FAILED
         if again == _FAILED or (self._is_telling and isinstance(error, Exception)):
             return
-        place = self._place if self._within is None else self._within.place or self._place
+        place = self._place if self._within is None else self._place_of_loop
         if other := self.ranks.stop(_text("failed", place.at, error), again=again != _BEGUN):
             error.add_note(other)
 

@@ -599,7 +599,7 @@ def _differing(named: Sequence[Place]) -> str:
             ranks.setdefault(one.parts.get(part, "not there"), []).append(str(rank))
         if len(ranks) > 1:
             each = [f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items()]
-            found.append(f"{part} is {' and '.join(each)}")
+            found.append(f"{part}: {', but '.join(each)}")
     return "; ".join(found)
 
 

@@ -265,7 +265,7 @@ def apart(rank: int, how: str) -> str:
     ("how", "told"),
     [
         ("step", "a step of runner 1 (DecodeRunner of Shared)"),
-        ("buckets", "runner 1 (DecodeRunner of Shared): a check of poison, on batches by buckets: 1 for 8; its state looked for"),
+        ("buckets", "runner 1 (DecodeRunner of Shared): a check of poison, on batches by buckets: 1 for 8; its state"),
         ("mode", "a step of runner 1 (DecodeRunner of Shared)"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph import BATCH, Axis, DecodeRunner, EagerRunner, copied
 from slotgraph.runners.ranks.group import Ranks
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
@@ -32,11 +32,13 @@ def crossed(rank: int, over: str, kind: str) -> tuple[list[str], bool]:
     for _ in range(2):  # each error leaves the ranks where the next call finds both at its start
         ahead(one)
         found.append(raised(runners[rank], one))
-    right = [torch.equal(runner(one), one["ids"] * factor) for runner, factor in zip(runners, (1000, 2000), strict=True)]
-    return found, all(right)
+    first, second = (runner(one) for runner in runners)
+    return found, torch.equal(first, one["ids"] * 1000) and torch.equal(second, one["ids"] * 2000)
 
 
-@pytest.mark.parametrize(("over", "kind"), [*((over, "decode") for over in OVER), (OVER[0], "eager"), (OVER[1], "ahead")])
+@pytest.mark.parametrize(
+    ("over", "kind"), [*((over, "decode") for over in OVER), (OVER[0], "eager"), (OVER[1], "ahead")]
+)
 def test_two_runners_of_one_class(two: Processes, over: str, kind: str) -> None:
     """Stepped crosswise they are refused by name on both ranks, and the next step is right."""
     name = "EagerRunner" if kind == "eager" else "DecodeRunner"
@@ -49,12 +51,13 @@ def test_two_runners_of_one_class(two: Processes, over: str, kind: str) -> None:
         assert right
 
 
-def others() -> tuple[type[Inputs], type[Inputs]]:
+def others() -> list[Any]:
     """What a rank may have that runs another version of the program: other weights, and an axis more."""
     name = Counted.__name__
     slots: dict[str, Any] = {"weights": copied(BATCH, 2, dtype=torch.float64, pad=-3)}
     pages: dict[str, Any] = {"pages": copied(PAGES, dtype=torch.int64, pad=0)}
-    return tuple(type(name, (Counted,), {**one, "__annotations__": dict.fromkeys(one, torch.Tensor)}) for one in (slots, pages))
+    made = [{**one, "__annotations__": dict.fromkeys(one, torch.Tensor)} for one in (slots, pages)]
+    return [type(name, (Counted,), body) for body in made]
 
 
 class Optional(Counted):
@@ -66,23 +69,29 @@ class Optional(Counted):
 Wide, Paged = others()
 
 DIFFERENT: Final[dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str]]] = {
-    "buckets": (Counted, {}, Counted, {"buckets": (2, 4)}, "buckets is 2, 4, 8 on rank 0 and 2, 4 on rank 1"),
-    "width": (Counted, {}, Counted, {"width": 2}, "width is 1 on rank 0 and 2 on rank 1"),
+    "buckets": (Counted, {}, Counted, {"buckets": (2, 4)}, "buckets: 2, 4, 8 on rank 0, but 2, 4 on rank 1"),
+    "width": (Counted, {}, Counted, {"width": 2}, "width: 1 on rank 0, but 2 on rank 1"),
     "absent": (
         Optional,
         {},
         Optional,
         {"absent": [{"more"}]},
-        "absent= is none on rank 0 and 'more' on rank 1",
+        "absent=: none on rank 0, but 'more' on rank 1",
     ),
     "slot": (
         Counted,
         {},
         Wide,
         {},
-        "slot 'weights' is Copied float32 [BATCH] on device on rank 0 and Copied float64 [BATCH, 2] on device on rank 1",
+        "slot 'weights': Copied float32 [BATCH] on device on rank 0, but Copied float64 [BATCH, 2] on device on rank 1",
     ),
-    "axes": (Counted, {}, Paged, {"sizes": {PAGES: 9}}, "axes is BATCH, TOKENS on rank 0 and BATCH, PAGES, TOKENS on"),
+    "axes": (
+        Counted,
+        {},
+        Paged,
+        {"sizes": {PAGES: 9}},
+        "axes: BATCH, TOKENS on rank 0, but BATCH, PAGES, TOKENS on rank 1",
+    ),
 }
 """What rank 0 and rank 1 make their runners of, and what both are told."""
 
@@ -93,7 +102,9 @@ def made_otherwise(rank: int, what: str, over: str, equal: bool) -> tuple[str, f
     made, start = soon(over, equal=equal), time.monotonic()
     inputs, given = (second, others) if rank else (first, options)
     runner = DecodeRunner(
-        inputs, lambda view: view.ids, **{"buckets": (2, 4, 8), "ranks": made, "backend": "cpu", "progress": False, **given}
+        inputs,
+        lambda view: view.ids,
+        **{"buckets": (2, 4, 8), "ranks": made, "backend": "cpu", "progress": False, **given},
     )
     return raised(runner.capture), time.monotonic() - start
 
@@ -110,7 +121,8 @@ def test_runners_that_differ(two: Processes, what: str, over: str, equal: bool) 
 
 def stepped_otherwise(rank: int) -> list[str]:
     """Eager runners, which capture nothing, of other slots."""
-    runner = EagerRunner(Wide if rank else Counted, lambda view: view.ids, ranks=soon(), backend="cpu")
+    inputs: Any = Wide if rank else Counted
+    runner = EagerRunner(inputs, lambda view: view.ids, ranks=soon(), backend="cpu")
     one = stepping.batch_of(3, 1)
     if rank:
         one["weights"] = torch.ones(3, 2, dtype=torch.float64)
@@ -125,8 +137,8 @@ def test_eager_runners_that_differ(two: Processes) -> None:
 
 def ranks_otherwise(rank: int, what: str) -> tuple[str, str]:
     """Ranks that are made with other arguments on rank 1; then with the same."""
-    options: dict[str, Any] = {"equal": {"equal": True}, "shards": {"shards": 2}, "on": {"on": "cuda"}}[what]
-    told = raised(soon, **(options if rank else {}))
+    options: dict[str, Any] = {"equal": True, "shards": 2, "on": "cuda"}
+    told = raised(soon, **({what: options[what]} if rank else {}))
     return told, raised(lambda: runner_on(soon(), lambda view: view.ids)(stepping.batch_of(3, 1)))
 
 
@@ -137,7 +149,9 @@ def test_ranks_that_differ(two: Processes, what: str, values: tuple[str, str]) -
     """Are refused when they are made, with the argument; the next ones can be made."""
     first, second = values
     for told, after in two.run(ranks_otherwise, what):
-        wanted = f"RankError: Ranks were made otherwise on each rank: {what}= is {first} on rank 0 and {second} on rank 1"
+        wanted = (
+            f"RankError: Ranks were made otherwise on each rank: {what}=: {first} on rank 0, but {second} on rank 1"
+        )
         assert told.startswith(wanted), told
         assert after == ""
 

@@ -1,6 +1,8 @@
 """A rank that breaks off is heard of at once, by name; and the call after that finds all ranks at its start."""
 
 import gc
+import itertools
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -8,12 +10,11 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import EagerRunner
-from slotgraph.dataflow.errors import RankError
+from slotgraph import BATCH, EagerRunner
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import OVER, SOON, Counted, runner_on, soon
-from tests.runners.test_ahead import Counting, batch, count, counting
+from tests.runners.test_ahead import batch, count, counting
 
 AT_ONCE: Final = 5.0
 """Seconds within which a rank is told: far less than those after which it gives up."""
@@ -126,68 +127,93 @@ def test_equal_ranks_that_fail_alike(two: Processes, over: str, how: str) -> Non
         assert not any("RankError" in one for one in found)
 
 
-def held(loop: Iterator[Any]) -> RankError:
-    """An error whose traceback holds a loop that was left."""
+def held(loop: Iterator[Any]) -> list[Any]:
+    """What an error keeps whose traceback holds a loop."""
+    found = list[Any]()
     try:
-        for step in loop:
-            if step.number == 4:
-                raise RankError("held")
-    except RankError as error:
-        return error
-    raise AssertionError("the loop ended")
+        next(loop), next(loop)
+        raise KeyError("held")  # noqa: TRY301 - its traceback is what is wanted
+    except KeyError as error:
+        found.append(error)
+    return found
+
+
+def in_cycle(loop: Iterator[Any]) -> list[Any]:
+    """Garbage that holds a loop, until it is collected."""
+    next(loop)
+    found: list[Any] = [loop]
+    found.append(found)
+    return []
+
+
+def closed(loop: Any) -> list[Any]:
+    """Close it."""
+    next(loop), next(loop)
+    loop.close()
+    return []
+
+
+def drive(loop: Iterator[Any], how: str, step: Failing) -> None:
+    """Take steps, and leave in the fifth by a break, by what its body raises, or by what its step raises."""
+    for one in loop:
+        assert one.tokens()
+        if one.number == 4:
+            if how == "body":
+                raise KeyError("not mine")
+            if how == "break":
+                break
+            step.error += [ValueError("lost a page")] if how == "step" else []
+            if how == "join":
+                one.join(batch(4), ["c", "d"])
+
+
+KEEPING: Final[dict[str, Callable[[Any], list[Any]]]] = {
+    "held": held,
+    "cycle": in_cycle,
+    "closed": closed,
+    "dropped": lambda _: [],
+}
+"""How a loop is left other than in its body; what holds it then."""
+
+
+def ends(loop: Iterator[Any], pause: float) -> str:
+    """What ends a loop on a rank that goes on with it; nothing if nothing does, soon."""
+    start, told = time.monotonic(), ""
+    while not told and time.monotonic() < start + SOON:
+        told = raised(next, loop)
+        time.sleep(pause)
+    return told
+
+
+def paired(runner: Any, rank: int, equal: bool) -> list[Any]:  # noqa: FBT001 - as a process is given it
+    """Four calls of sizes by rank and number, and whether each is run with the other rank's of this number."""
+    found = list[Any]()
+    for number in range(4):
+        sizes = [1 + (2 * one + 3 * number) % 5 for one in range(2)]
+        error = raised(runner, batch(*range(sizes[rank])))
+        found.append(error or (equal or runner.stage.declaration.ranks.live(BATCH) == tuple(sizes)))
+    return found
 
 
 def leaves(rank: int, how: str, over: str, options: dict[str, Any]) -> tuple[str, list[Any], float]:
     """Rank 1 leaves a loop in one of many ways; what ends rank 0's loop, and what both say in the calls after."""
-    step = Failing(count)
+    step, equal = Failing(count), options.get("equal", False)
     given = {name: options[name] for name in ("ahead", "agree_every") if name in options}
-    made = soon(over, equal=options.get("equal", False))
-    runner: Any = counting("cpu", step, ranks=made, lowering=options.get("lowering", "foreach"))
+    runner: Any = counting("cpu", step, ranks=soon(over, equal=equal), lowering=options.get("lowering", "foreach"))
     loop, told, kept = runner.steps(batch(1, 2), keys=["a", "b"], **given), "", list[Any]()
-
-    def run() -> None:
-        for one in loop:
-            assert one.tokens()
-            if one.number == 4:
-                if how == "body":
-                    raise KeyError("not mine")
-                if how == "break":
-                    break
-                step.error += [ValueError("lost a page")] if how == "step" else []
-                if how == "join":
-                    one.join(batch(4), ["c", "d"])
-
-    if rank:
-        if how == "dropped":
-            pass
-        elif how == "closed":
-            next(loop), next(loop)
-            loop.close()
-        elif how == "cycle":
-            next(loop)
-            kept.append([loop])
-            kept[0].append(kept)
-            kept = []
-        elif how == "held":
-            kept.append(held(loop))
-        else:
-            told = raised(run)
-        del loop
+    start = time.monotonic()
+    if rank == 0:
+        told = ends(loop, 0.02 if equal else 0.0)
+    elif how in KEEPING:
+        kept = KEEPING[how](loop)
     else:
-        start = time.monotonic()
-        while not told and time.monotonic() < start + SOON:
-            told = raised(next, loop)
-            time.sleep(0.02 if options.get("equal") else 0)
-    start, after = time.monotonic(), list[Any]()
-    for number in range(4):  # these belong together: each rank's sizes are known to the other
-        tags = range(1 + (2 * rank + number) % 5)
-        error = raised(runner, batch(*tags))
-        sizes = [1 + (2 * one + number) % 5 for one in range(2)]
-        bucket = next(size for size in (2, 4, 8) if size >= max(sizes))
-        after.append(error or (made.equal or runner.agreed.bucket == bucket))
+        told = raised(drive, loop, how, step)
+    del loop
+    after = paired(runner, rank, equal)
     gc.collect()
-    again = [[key for key, _ in one.tokens()] for one, _ in zip(runner.steps(batch(5), keys=["z"]), range(3))]
-    after.append(again == [["z"]] * 3)
+    steps = itertools.islice(runner.steps(batch(5), keys=["z"]), 3)
+    after.append([[key for key, _ in one.tokens()] for one in steps] == [["z"]] * 3)
+    del kept
     return told, after, time.monotonic() - start
 
 
@@ -204,9 +230,9 @@ WAYS: Final = {
 """How a rank leaves its loop, and what the others are told of it."""
 
 
-def judge(first: Any, second: Any, how: str, said: str) -> None:
+def judge(found: list[Any], how: str, said: str) -> None:
     """Rank 0 was told at once, and the calls after that belong together."""
-    (told, after, seconds), (own, others, _) = first, second
+    (told, after, seconds), (own, others, _) = found
     assert told.startswith(f"RankError: rank 1 {said}"), told
     assert "did not come" not in told
     assert (own == "") == (how not in ("body", "step", "join"))
@@ -218,7 +244,7 @@ def judge(first: Any, second: Any, how: str, said: str) -> None:
 @pytest.mark.parametrize(("over", "ahead"), [(OVER[0], 0), (OVER[0], 2), (OVER[1], 1)])
 def test_a_loop_that_one_rank_leaves(two: Processes, how: str, over: str, ahead: int) -> None:
     """The others' loops raise at once and name it; all are at their start in the next call."""
-    judge(*two.run(leaves, how, over, {"ahead": ahead}), how, LEFT + WAYS[how])
+    judge(two.run(leaves, how, over, {"ahead": ahead}), how, LEFT + WAYS[how])
 
 
 @pytest.mark.parametrize("how", ["body", "break", "step", "held"])
@@ -227,7 +253,7 @@ def test_each_kind_of_loop(two: Processes, how: str, options: dict[str, Any]) ->
     """Also where ranks agree now and then, where steps are calls, and where nothing is exchanged."""
     is_called = how == "step" and "lowering" in options
     said = f"failed in a step of steps() of {NAME}" if is_called else LEFT
-    judge(*two.run(leaves, how, OVER[0], options), how, said + WAYS[how])
+    judge(two.run(leaves, how, OVER[0], options), how, said + WAYS[how])
 
 
 def both_leave(rank: int, equal: bool) -> list[str]:  # noqa: FBT001 - a process is given it
@@ -251,52 +277,52 @@ def test_a_loop_that_all_leave(two: Processes, equal: bool) -> None:  # noqa: FB
     assert two.run(both_leave, equal) == [[""] * 6] * 2
 
 
-def nested(rank: int, where: str) -> list[str]:
+def inside(rank: int, inner: Any, outer: int, where: str) -> None:
+    """An inner loop, which all leave in its third step; or rank 1 does alone, or leaves the outer one with it."""
+    for one in inner.steps(batch(2, 3)):
+        if one.number == 2 and where == "both" and rank and outer == 1:
+            raise KeyError("both")
+        if one.number == 2 and (where != "inner" or rank):
+            return
+        if one.number == 9:
+            return
+
+
+def nested(rank: int, where: str) -> list[Any]:
     """A loop of one runner within a loop of another; rank 1 leaves the inner one, or both."""
-    ranks = soon()
+    ranks, inner_ends, steps = soon(), list[str](), list[int]()
     outer, inner = (counting("cpu", count, ranks=ranks) for _ in range(2))
 
     def run() -> None:
         for one in outer.steps(batch(1)):
-            for two_ in inner.steps(batch(2, 3)):
-                if two_.number == 2:
-                    if where == "both" and rank and one.number == 1:
-                        raise KeyError("both")
-                    break
+            steps.append(one.number)
+            if where == "inner":
+                inner_ends.append(raised(inside, rank, inner, one.number, where))
+            else:
+                inside(rank, inner, one.number, where)
             if one.number == 3:
                 return
 
-    def inside() -> None:
-        for one in outer.steps(batch(1)):
-            if one.number == 2:
-                told.append(raised(lambda: [*inner.steps(batch(2))] if rank == 0 else _three(inner)))
-            if one.number == 4:
-                return
-
-    def _three(runner: Any) -> None:
-        for one in runner.steps(batch(2)):
-            if one.number == 3:
-                return
-
-    told = list[str]()
-    told.append(raised(inside if where == "inner" else run))
-    return [*told, raised(outer, batch(3)), raised(inner, batch(3))]
+    return [raised(run), inner_ends, steps, paired(outer, rank, equal=False), paired(inner, rank, equal=False)]
 
 
 @pytest.mark.parametrize("where", ["none", "inner", "both"])
 def test_nested_loops(two: Processes, where: str) -> None:
     """A rank that leaves the inner loop ends that one; one that leaves both ends both."""
     first, second = two.run(nested, where)
-    assert first[-2:] == second[-2:] == ["", ""]
-    if where == "none":
-        assert first[0] == second[0] == ""
-    if where == "inner":  # the outer one goes on
-        assert first[0].startswith("RankError: rank 1 left its loop of steps() of runner 2 (DecodeRunner of Counting)")
-        assert first[1] == second[0] == second[1] == ""
+    assert first[3:] == second[3:] == [[True] * 4] * 2
+    left = "left its loop of steps() of runner"
     if where == "both":
-        assert "rank 1 left its loop of steps() of runner 2" in first[0]
-        assert "and left its loop of steps() of runner 1" in first[0]
+        assert first[2] == second[2] == [0, 1]
+        assert f"rank 1 {left} 2 (DecodeRunner of Counting), and {left} 1 (DecodeRunner of Counting)" in first[0]
         assert second[0] == "KeyError: 'both'"
+    else:
+        assert first[0] == second[0] == ""
+        assert first[2] == second[2] == [0, 1, 2, 3]
+    if where == "inner":
+        assert second[1] == [""] * 4
+        assert len(first[1]) == 4
+        assert all(one.startswith(f"RankError: rank 1 {left} 2 (DecodeRunner of Counting)") for one in first[1])
 
 
 def interrupted(rank: int, over: str) -> list[str]:
@@ -306,8 +332,6 @@ def interrupted(rank: int, over: str) -> list[str]:
     if rank == 0:
         time.sleep(1.0)
     else:
-        import signal  # noqa: PLC0415 - of one rank
-
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.4)
     try:
@@ -325,6 +349,3 @@ def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) ->
     assert first[1] == second[1]
     assert first[1].startswith("RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): Keyboard")
     assert first[2:] == second[2:] == ["", ""]
-
-
-_ = Counting
