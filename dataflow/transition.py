@@ -71,6 +71,11 @@ def _wrapped(add: int, dtype: torch.dtype) -> int:
     return (add - least) % (-2 * least) + least
 
 
+def _number_like(tensor: torch.Tensor, value: Number) -> torch.Tensor:
+    """Make a number a tensor of another's dtype, where that lies."""
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+
+
 Mask = Sequence[tuple[torch.Tensor, int]]
 """Places along a dim that varies, and which of the live counts says how many are live; one for each such dim."""
 
@@ -122,7 +127,8 @@ class Transition:
         read = {(need, one.slot) for one in self._computations for need in one.compute.needs}
         names, others = {need for need, _ in read}, {need for need, slot in read if need != slot}
         self._apart = [] if lanes is None else [name for name in self.sources if name not in lanes]
-        self._written = {name: value for name, value in written.items() if name in names}
+        with outside_inference():
+            self._written = {name: _number_like(buffers[name].tensor, written[name]) for name in written if name in names}
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
 
@@ -152,8 +158,9 @@ class Transition:
         counts: live counts, of the sizes in `Declaration.counted`: numbers, or tensors where a graph reads them.
         """
         live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
-        for name, value in self._written.items():
-            self._buffers[name].view(self._sizes).masked_fill_(live[name].logical_not(), value)
+        for name, number in self._written.items():
+            slot = self._buffers[name].view(self._sizes)
+            torch.where(live[name], slot, number, out=slot)
         for computation in self._computations:
             computation.run(None)
             view = self._made.get(computation.slot)

@@ -14,7 +14,7 @@ import torch
 from ..backends.base import Backend, Event
 from ..dataflow.capabilities import HOST
 from ..dataflow.edits import keys_in
-from ..dataflow.errors import BatchError, ConfigError, RankError, StaleOutputError, did_you_mean
+from ..dataflow.errors import BatchError, ConfigError, StaleOutputError, did_you_mean
 from ..dataflow.guard import outside_inference
 from ..dataflow.sources import NO_SIDE, linear
 from .chain import Chain, News
@@ -278,27 +278,30 @@ class Ahead(Generic[V]):
         self._foretell(chain.batch, chain.order.keys)
 
     def __iter__(self) -> Iterator[LaunchedStep]:
-        """Hand out the steps in turn; others are launched meanwhile."""
+        """Begin to hand out the steps: from now on the loop is left if it is dropped, also before its first step."""
+        steps = self._steps()
+        next(steps)
+        return steps  # type: ignore[return-value] # the rest are steps
+
+    def _steps(self) -> Iterator[LaunchedStep | None]:
+        """Yield None, and then the steps in turn; others are launched meanwhile."""
         steps, counts, together = collections.deque[LaunchedStep](), self._runner.tally.ahead, self._chain.together
         try:
-            while self.since or steps or together:
-                held = self.held or self._chain.why
-                self.held = ""
-                while (self.since or together) and len(steps) <= (0 if held else self._ahead):
-                    launched = self._launch(idle=not self.since and not any(step.keys for step in steps))
-                    if launched is None:
-                        return
-                    steps.append(launched)
-                    counts[f"held: {held}" if held else "ahead"] += 1
-                step = steps.popleft()
-                if self.last:
-                    self._forget_lives()
-                yield step
-        except BaseException as error:
-            is_left = isinstance(error, GeneratorExit)
-            if together or not is_left:
-                self._runner.coordinator.refuse(RankError("its loop of steps() was left") if is_left else error)
-            raise
+            with self._runner.coordinator.looping(self._chain.loop):
+                yield None
+                while self.since or steps or together:
+                    held = self.held or self._chain.why
+                    self.held = ""
+                    while (self.since or together) and len(steps) <= (0 if held else self._ahead):
+                        launched = self._launch(idle=not self.since and not any(step.keys for step in steps))
+                        if launched is None:
+                            return
+                        steps.append(launched)
+                        counts[f"held: {held}" if held else "ahead"] += 1
+                    step = steps.popleft()
+                    if self.last:
+                        self._forget_lives()
+                    yield step
         finally:  # a kernel may still write there
             self._has_ended = True
             _IN_FLIGHT[:] = [entry for entry in (*_IN_FLIGHT, *self._ring) if entry.is_open]

@@ -17,6 +17,7 @@ from ..dataflow.sources import NO_SIDE, RANKS, look_up
 from .capture import FORKS
 from .config import Buckets
 from .graphs import GraphSet
+from .hooks import Loop
 from .runner import Runner
 from .sampling import rebuilt
 from .stage import V
@@ -80,9 +81,9 @@ class Chain(Generic[V]):
 
     batch: the first one. why: the reason why each step is a whole call, such as watchers, or why the host must see each
     step before the next; nothing where steps can be launched ahead. together: whether ranks that have requests of their
-    own agree on a bucket every so many steps. edits: takes what the host brings. joins: slots of which requests that
-    join bring rows. slots: those that an edit may bring. absent: optional ones that none brings. order: of the live
-    requests.
+    own agree on a bucket every so many steps. loop: these steps, as ranks know them. edits: takes what the host brings.
+    joins: slots of which requests that join bring rows. slots: those that an edit may bring. absent: optional ones that
+    none brings. order: of the live requests.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Chain(Generic[V]):
         keys: Iterable[Hashable] | None,
         buckets: Buckets,
         rows_each: int | None,
-        every: int,
+        loop: Loop,
         why: str,
     ) -> None:
         """Check everything; nothing is run yet."""
@@ -110,7 +111,8 @@ class Chain(Generic[V]):
         self.absent = runner.stage.absent(batch, NO_SIDE)
         filler, self._by_calls = self._graphs.filler, bool(why)
         ranks = self._ranks = runner.coordinator
-        self.together, self._every, self._number = not ranks.quiet, every, 0
+        self.loop = loop
+        self.together, self._every, self._number = not ranks.quiet, loop.every, 0
         self._sizes_of_ranks: Mapping[Any, Any] = {}
         self._sized = next((name for name, slot in declaration.slots.items() if RANKS in slot.needs), None)
         if self._sized and self.together and self._every > 1:
@@ -169,7 +171,8 @@ class Chain(Generic[V]):
 
     def start(self) -> None:
         """Fill and run the first step as any other."""
-        self._made, self._number = self._runner(self.batch), 1
+        with self._ranks.within(self.loop):
+            self._made, self._number = self._runner(self.batch), 1
         self._graphs.buffers.distrust()  # a later fill knows nothing of tails
         self._arrive()
 
@@ -225,7 +228,7 @@ class Chain(Generic[V]):
             return False
         rows, live, before = self._buckets.fit(requests), (*self.edits.live_of(requests), requests), self._agreed
         own = Decision("graph", rows, "fits", f"bucket {rows} fits")
-        decision = self._ranks.follow(own, live, idle=idle)
+        decision = self._ranks.follow(own, live, self.loop, idle=idle)
         if decision is None:
             return None
         if decision.bucket is None:
@@ -320,9 +323,10 @@ class Chain(Generic[V]):
             names = [name for name in declaration.sources if name not in self.absent]
             slots = {name: graphs.buffers[name].view(sizes).clone() for name in names}
         one = rebuilt(declaration, slots, self._fields)
-        if idle and self._ranks.idle(runner.decide(one.batch, **one.side), runner.size(one.batch, one.side)):
-            return False
-        self._made = runner(one.batch, **one.side)
+        with self._ranks.within(self.loop):
+            if idle and self._ranks.idle(runner.decide(one.batch, **one.side), runner.size(one.batch, one.side)):
+                return False
+            self._made = runner(one.batch, **one.side)
         self._arrive()
         return True
 

@@ -138,7 +138,7 @@ class GraphRunner(Runner[V]):
         config.check(stage.backend.capabilities)
         patterns = patterns_of(stage.declaration, given.get("absent", ()))
         size = Sizer(stage.declaration, stage.relations, self._capacity, lead, factor=factor)
-        coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
+        coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, patterns, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         self.sizes, self.patterns = sizes, patterns
         self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
@@ -511,13 +511,13 @@ class DecodeRunner(RequestRunner[V]):
             check_step("read", read, "a step's outputs, which chooses parts of them")
         why = self._why_by_calls()
         every = 1 if why else agree_every
-        with self.coordinator.loop(every):
+        with self.coordinator.loop(every) as loop:
             if batch is None:
                 batch, _ = self._empty(None, NO_SIDE)
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, keys, self.buckets, self._rows_each, every, why)
+            chain = Chain(self, batch, keys, self.buckets, self._rows_each, loop, why)
             return iter(Ahead(self, chain, ahead, read, needs))
 
     def _why_by_calls(self) -> str:

@@ -58,7 +58,7 @@ class EagerRunner(Runner[V]):
         # rows are counted on requests where there are any, else on tokens, else on what varies
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
-        coordinator = coordinator_of(declaration, name, config, {}, *([] if lead is None else [lead]))
+        coordinator = coordinator_of(declaration, name, config, {}, (), *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
         self.eager = Eagerly(stage, name, self._table, no_copy=no_copy)
         self._bound = self._table if self.coordinator.quiet else None

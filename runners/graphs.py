@@ -270,7 +270,7 @@ class GraphSet(Generic[V]):
         wanted = len(sizes) * len(self.patterns)
         if most is not None and wanted > most:  # which is said before minutes are spent on them
             log.warning("many_graphs", runner=self.runner, wanted=wanted, most=most)
-        meet(f"captures begin, of buckets {', '.join(map(str, sizes)) or 'none'}")
+        meet("captures begin")
         report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
         self._forks = FORKS.count
         if failed:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, TypeVar
 
+import attrs
 import torch
 
 from ..backends.base import Backend, Event
@@ -90,6 +91,19 @@ class Watch:
             raise
 
 
+@attrs.define(eq=False)
+class Loop:
+    """A loop of steps that ranks run together.
+
+    Attributes:
+        every: After how many steps they agree on a bucket.
+        bit: The bit by which all ranks know it; 0 where no other rank does.
+    """
+
+    every: int
+    bit: int = 0
+
+
 T = TypeVar("T")
 Step = Callable[[], Any]
 Run = Callable[..., Any]
@@ -133,6 +147,10 @@ class Coordinator:
         """Run a step that all ranks run. Ranks that wait for this one are told if it raises."""
         return step(*args)
 
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose errors the caller tells the other ranks itself."""
+        return contextlib.nullcontext()
+
     def repeated(self, run: Run, live: Live) -> Run:
         """Make a step of quiet ranks that goes as one before it, with the same live sizes."""
         del live
@@ -165,17 +183,26 @@ class Coordinator:
         del backend
         return step
 
-    def loop(self, every: int) -> contextlib.AbstractContextManager[None]:
+    def loop(self, every: int) -> contextlib.AbstractContextManager[Loop]:
         """A block that prepares steps which follow one another, of which ranks agree on each `every`th."""
-        del every
+        return contextlib.nullcontext(Loop(every))
+
+    def looping(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
+        """A block that hands out a loop's steps. Ranks that go on with the loop are told if it ends early."""
+        del loop
         return contextlib.nullcontext()
 
-    def follow(self, own: Decision, live: Live, *, idle: bool) -> Decision | None:
-        """What all ranks do in a step that follows another, where this one would do `own`.
+    def within(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
+        """A block in which a loop calls its runner: any other call of the runner ends the loop."""
+        del loop
+        return contextlib.nullcontext()
+
+    def follow(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
+        """What all ranks do in a step of a loop, where this one would do `own`.
 
         idle: whether this rank has no request. None where all ranks are idle, so that none runs the step.
         """
-        del live
+        del live, loop
         return None if idle else own
 
     def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:

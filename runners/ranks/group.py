@@ -3,13 +3,15 @@
 import contextlib
 import datetime as dt
 import functools
-import itertools
+import hashlib
+import json
+import math
 import os
 import struct
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -29,23 +31,60 @@ Exchange = Callable[[float], "list[Message]"]
 HOST: Final = "host"
 EXCHANGE: Final = "exchange"
 WAIT: Final = "wait"
-_BROKE_OFF: Final = "broke off"
-PATIENCE: Final = 1.0
-"""Seconds after which a rank that waits says in the store that it is there: no good step takes that long."""
+_STOPPED: Final = "stopped before exchange"
+PATIENCE: Final = 0.2
+"""Seconds after which a rank that waits says in the store that it is there, and looks there whether one broke off."""
 GRACE: Final = 2.0
 """Seconds that others have to say that they are there, once one rank knows that something is wrong."""
 _LOOK: Final = 0.02
+PAUSE: Final = 0.5
+"""Seconds between two looks of ranks that exchange nothing."""
 _ABORTED: Final = 20.0
 """Seconds in which collectives are gone that were aborted."""
-FITS, EAGER, REFUSED = range(3)
-"""What a rank says of its batch: a bucket takes it, none does, or the rank refuses it."""
+FITS, EAGER, REFUSED, STOPPED = range(4)
+"""What a rank says of its batch: a bucket takes it, none does, the rank refuses it, or it broke off a step before."""
 AXES: Final = 8
 """Varying axes whose live sizes one message holds, at most."""
 _TEXT: Final = 256
 _LAYOUT: Final = struct.Struct(f"<{5 + AXES}q{_TEXT}s")
 _SPIN: Final = 0.001
 """Seconds that a rank asks without a pause; then each pause is 1 % of what it has waited. An idle rank waits often."""
-_COUNT: Final = itertools.count()
+_LOOPS: Final = 62
+"""Loops of steps that may be open at once, at most: each has a bit of a message's number."""
+
+
+@attrs.frozen
+class Place:
+    """A place in the program, which ranks reach together.
+
+    Attributes:
+        at: The place in words.
+        parts: What must be the same on all ranks there, by name.
+    """
+
+    at: str
+    parts: Mapping[str, str] = types.MappingProxyType({})
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number for it, the same on all ranks."""
+        text = json.dumps([self.at, dict(self.parts)])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@attrs.frozen
+class Stop:
+    """What this rank says in an exchange in place of what it would say, because it broke off a step or a loop.
+
+    Attributes:
+        text: What it broke off, and why.
+        loops: The loops of steps that it left, as bits.
+        again: Whether others ran the step: then their next call raises, and so does the next one of this rank.
+    """
+
+    text: str
+    loops: int
+    again: bool
 
 
 @attrs.frozen
@@ -204,6 +243,14 @@ class Ranks(Unique):
     """What each rank said of the last step that was agreed on."""
     brought: Mapping[Axis, tuple[int, ...]] = types.MappingProxyType({})
     """Live rows that each rank brings to the present step, by axis."""
+    runners = 0
+    """How many runners were made with these ranks."""
+    open = 0
+    """The loops of steps that no rank has left, as bits."""
+    ended = "it has ended"
+    """What ranks said that broke off last."""
+    _loops = _turns = 0
+    _due = math.inf
 
     def __init__(
         self,
@@ -233,7 +280,11 @@ class Ranks(Unique):
         self.timeout, self.capture_timeout = timeout, capture_timeout
         self.exchanges = self._waits = 0
         self.broken: str | None = None
+        self._stops: list[Stop] = []
+        self._under_way: dict[int, HostWire | SharedWire] = {}
+        self._late: list[int] = []
         if self.size > 1:
+            self._due = 0.0
             self._connect()
             self._free = [self._wire()]
             if self.on == HOST:
@@ -241,23 +292,42 @@ class Ranks(Unique):
 
     def _connect(self) -> None:
         """Make the group that sizes are exchanged in, and a store that all ranks reach and nothing else uses."""
-        members, number = dist.get_process_group_ranks(self.group), next(_COUNT)
-        limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
-        self.over = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
-        made: Any = dist.new_group(
-            members, timeout=limit, backend=self.over, use_local_synchronization=True, group_desc="slotgraph"
-        )
         from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store  # noqa: PLC0415 - some builds of torch have none of it
 
-        self._connection, self._store = made, PrefixStore(f"slotgraph{number}", _get_process_group_store(made))
+        whole = _get_process_group_store(self.group)
+        count = functools.partial(whole.add, f"slotgraph ranks of {self.rank}")
+        self._store = PrefixStore(f"slotgraph {count(1)}", whole)
+        mine = Place("Ranks", {"equal=": repr(self.equal), "shards=": repr(self.shards), "on=": repr(self.on)})
+        try:
+            named = self._named("made by", self.rank, mine, [*range(self.size)], self.capture_timeout)
+        except RuntimeError as error:
+            lost = [str(rank) for rank in range(self.size) if not self._store.check([f"made by {rank}"])]
+            self._store.delete_key(f"made by {self.rank}")
+            count(-1)
+            who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(lost)}"
+            raise RankError(
+                f"Ranks: {who} did not come within {self.capture_timeout:g} s: make Ranks on all ranks at once, in the "
+                "same order"
+            ) from error
+        if differing := _differing(named):
+            raise RankError(f"Ranks were made otherwise on each rank: {differing}; give all the same arguments")
+        members = dist.get_process_group_ranks(self.group)
+        limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
+        self.over = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
+        try:
+            self._connection: Any = dist.new_group(
+                members, timeout=limit, backend=self.over, use_local_synchronization=True, group_desc="slotgraph"
+            )
+        except RuntimeError as error:
+            raise RankError(f"Ranks: the ranks could not connect over {self.over}: {error}") from error
 
     def _share(self) -> None:
         """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
         told, memory = "the choice of what carries exchanges", RankMemory(self.rank, self.size, _LAYOUT.size)
-        place = "" if self.rank else memory.open(self._connection)
-        first, *_ = self.begin(Message(0, text=place), told)(self.capture_timeout)
+        place, seconds = "" if self.rank else memory.open(self._connection), self.capture_timeout
+        first, *_ = self.begin(Message(0, text=place), told, seconds)(seconds)
         place = place or (first.text and memory.open(self._connection, first.text))
-        if all(one.text for one in self.begin(Message(0, text=place), told)(self.capture_timeout)):
+        if all(one.text for one in self.begin(Message(0, text=place), told, seconds)(seconds)):
             self._memory, self._free, self.over = memory, [], "shared memory"
 
     def _wire(self) -> HostWire | SharedWire:
@@ -290,10 +360,65 @@ class Ranks(Unique):
             )
         return self.brought.get(axis, (0,) * self.size)
 
-    def broke_off(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one in a step, or will, that it broke the step off."""
-        if self.size > 1:
-            self._note(_BROKE_OFF, f"{type(error).__name__}: {error}"[:500])
+    def stop(self, text: str, *, again: bool = False, loop: int = 0) -> str:
+        """Say in the next exchange that this rank broke off, and at once to ranks that wait for it.
+
+        Args:
+            text: What it broke off, and why.
+            again: Whether the others ran the step that this one broke off.
+            loop: The bit of a loop of steps that it left, which includes what was broken off within it.
+
+        Returns:
+            What another rank has said before, if one has.
+        """
+        if self.size == 1:
+            return ""
+        self._due = 0.0
+        key = f"{_STOPPED} {self.exchanges + len(self._stops) + 1}"
+        if loop and self._stops:
+            last = self._stops.pop()
+            self._stops.append(Stop(f"{last.text}, and {text}", last.loops | loop, again=False))
+            return ""
+        self._stops.append(Stop(text, loop, again))
+        _, other = self._told_of(key)
+        self._note(key, f"{self._turns} rank {self.rank} {text}")
+        return other
+
+    def resolve(self, told: str, timeout: float) -> None:
+        """End the exchanges that were broken off, so that all ranks begin the next one together. told: the next one.
+
+        RankError if the others come with a step that this rank broke off.
+        """
+        while self._late:
+            messages = self._end(self._late[0], told, timeout, heeds=False)
+            if any(one.answer >= REFUSED for one in messages):  # then nobody has run that step
+                self._stops = [one for one in self._stops if not one.again]
+        while self._stops:
+            stop = self._stops.pop(0)
+            loops = stop.loops & self.open
+            if stop.loops and not loops:  # all ranks know that they ended
+                continue
+            said = Message(0, STOPPED, bucket=loops, text=stop.text)
+            messages = self._end(self._send(said), told, timeout, heeds=False)
+            if stop.again and any(one.answer != STOPPED for one in messages):
+                raise RankError(self.ended)
+
+    def attend(self, told: str, timeout: float) -> None:
+        """Count one more step of ranks that exchange nothing. RankError, soon, if one broke off a step before it."""
+        self._turns += 1
+        if self._due < time.monotonic():
+            self._due = time.monotonic() + PAUSE
+            self.resolve(told, timeout)
+            turn, why = self._told_of(f"{_STOPPED} {self.exchanges + 1}")
+            if why and turn < self._turns:
+                self.begin(Message(0), told, timeout)(timeout)  # which raises
+
+    def begin_loop(self) -> int:
+        """Open a loop of steps, as all ranks do now; its bit."""
+        self._loops += 1
+        bit = 1 << self._loops % _LOOPS
+        self.open |= bit
+        return bit
 
     def wait(self, event: Event, device: torch.device, told: str, seconds: float, *, together: bool) -> None:
         """Wait until a device is past an event. told: what ends there. together: whether all ranks wait for it.
@@ -308,17 +433,28 @@ class Ranks(Unique):
             at = WAIT, self._waits
         else:
             at = EXCHANGE, self.exchanges + 1  # the one that follows: other ranks may be there
-        if not self._came(functools.partial(_passes, event.query), at, seconds):
+        if not self._came(functools.partial(_passes, event.query), at, seconds, self.exchanges + 1, GRACE):
             lost = self._lost(at, told, f"within {seconds:g} s")
             self._abort(event, device)
             raise lost
 
-    def _came(self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float) -> bool:
-        """Whether what is waited for arrives in time. at: what this rank then says that it waits for."""
-        if arrives(min(PATIENCE, timeout)):
-            return True
-        self._note(*at)
-        return arrives(timeout - PATIENCE)
+    def _came(
+        self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, before: int, grace: float = 0.0
+    ) -> bool:
+        """Whether what is waited for arrives in time. at: what this rank then says that it waits for.
+
+        before: wait only `grace` seconds longer once a rank says that it broke off before this exchange; 0 for none.
+        """
+        deadline, is_noted, is_told = time.monotonic() + timeout, False, False
+        while not arrives(min(PATIENCE, max(deadline - time.monotonic(), 0.0))):
+            if time.monotonic() >= deadline:
+                return False
+            if not is_noted:
+                self._note(f"{at[0]} {self.rank}", at[1])
+                is_noted = True
+            if before and not is_told and self._broken_off(before):
+                deadline, is_told = min(deadline, time.monotonic() + grace), True
+        return True
 
     def _abort(self, event: Event, device: torch.device) -> None:
         """End the group's collectives on a device, which would wait for ever; on a CPU the group's time-out does."""
@@ -329,60 +465,142 @@ class Ranks(Unique):
             threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
             _passes(event.query, _ABORTED)
 
-    def begin(self, message: Message, told: str) -> Exchange:
-        """Tell all ranks a message. told: the place in the program. RankError if an exchange before failed."""
+    def begin(self, message: Message, told: str, timeout: float, loop: int = 0) -> Exchange:
+        """Tell all ranks a message, after what is left of exchanges before it has ended.
+
+        Args:
+            message: What this rank says.
+            told: The place in the program, in words.
+            timeout: Seconds to wait for the end of earlier exchanges.
+            loop: The bit of the loop of steps that the message belongs to.
+
+        Raises:
+            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop.
+        """
         if self.broken:
             raise RankError(f"{told}: these ranks are lost to each other: {self.broken}")
-        self.exchanges += 1
+        self.resolve(told, timeout)
+        if loop & ~self.open:
+            raise RankError(f"{told}: {self.ended}: begin again with all live requests")
+        return functools.partial(self._end, self._send(message), told)
+
+    def _send(self, message: Message) -> int:
+        """Send a message; the number of its exchange."""
         wire = self._free.pop() if self._free else self._wire()
         wire.send(message)
-        return functools.partial(self._end, wire, self.exchanges, told)
+        self.exchanges += 1
+        self._under_way[self.exchanges] = wire
+        return self.exchanges
 
-    def _end(self, wire: HostWire | SharedWire, number: int, told: str, timeout: float) -> list[Message]:
-        """Every rank's message. RankError, in time, names the ranks that did not come, and ends all exchanges."""
-        at = EXCHANGE, number
+    def _end(self, number: int, told: str, timeout: float, *, heeds: bool = True) -> list[Message]:
+        """Every rank's message. RankError, in time, names the ranks that did not come, and ends all exchanges.
+
+        heeds: whether it also raises if a rank broke off before: at once, so that the exchange is ended later.
+        """
+        at, wire = (EXCHANGE, number), self._under_way[number]
         try:
-            came = self._came(wire.arrives, at, timeout)
+            came = self._came(wire.arrives, at, timeout, number if heeds else 0)
         except RuntimeError as error:
-            self._note(*at)
+            self._note(f"{EXCHANGE} {self.rank}", number)
             raise self._lost(at, told, "before its connection was lost") from error
-        except BaseException:  # an interrupt leaves others with an answer that is not read
-            self.broken = f"{told} was broken off"
+        except BaseException:
+            self._put_off(number)
             raise
         if not came:
+            if heeds and (why := self._broken_off(number)):
+                self._put_off(number)
+                raise RankError(why)
             raise self._lost(at, told, f"within {timeout:g} s")
         messages = wire.messages()
-        self._free.append(wire)
+        self._free.append(self._under_way.pop(number))
+        self._late = [one for one in self._late if one != number]
+        stops = [(rank, one) for rank, one in enumerate(messages) if one.answer == STOPPED]
+        if stops:
+            self._turns, self.ended = 0, "; ".join(f"rank {rank} {one.text}" for rank, one in stops)
+            for _, one in stops:
+                self.open &= ~one.bucket
+            if heeds:
+                raise RankError(self.ended)
         return messages
+
+    def _put_off(self, number: int) -> None:
+        """Leave the end of an exchange to the next one's begin."""
+        self._due = 0.0
+        if number not in self._late:
+            self._late.append(number)
+
+    def apart(self, mine: Place, messages: Sequence[Message]) -> RankError:
+        """The error of ranks that are at different places: where each is, or what differs there."""
+        digests = [one.place for one in messages]
+        try:
+            named = self._named("place", mine.digest, mine, digests, GRACE)
+        except RuntimeError:  # what stores raise, whichever it is
+            return RankError(f"ranks do not run the same steps: this one is at {mine.at}, and others do not say where")
+        where = "; ".join(f"rank {rank} is at {one.at}" for rank, one in enumerate(named))
+        if len({one.at for one in named}) == 1:
+            where = f"their runners differ: {_differing(named)}; all are at {mine.at}"
+        return RankError(f"ranks do not run the same steps: {where}")
+
+    def _named(self, what: str, own: int, mine: Place, keys: Sequence[int], seconds: float) -> list[Place]:
+        """Leave a place in the store, and read what others leave there. RuntimeError if they do not in time."""
+        self._store.set(f"{what} {own}", json.dumps([mine.at, dict(mine.parts)]))
+        self._store.wait([f"{what} {key}" for key in keys], dt.timedelta(seconds=seconds))
+        return [Place(*json.loads(self._store.get(f"{what} {key}"))) for key in keys]
 
     def _lost(self, at: tuple[str, int], told: str, how: str) -> RankError:
         """The error of a rank that has waited in vain, from now on. told: for what. how: how long, or until when."""
         missing, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + GRACE
         try:
-            while missing := [rank for rank in missing if int(self._noted(at[0], rank) or 0) < at[1]]:
+            while missing := [rank for rank in missing if int(self._noted(f"{at[0]} {rank}") or 0) < at[1]]:
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK)
-            whys = {rank: self._noted(_BROKE_OFF, rank) for rank in missing}
+            why = self._broken_off(at[1] if at[0] == EXCHANGE else self.exchanges + 1)
             lost = "; ".join(
                 f"rank {rank} did not come {how}: "
-                + (f"it broke off a step before: {why}" if why else "it is dead, stuck, or does something else")
-                for rank, why in whys.items()
+                + (why if why.startswith(f"rank {rank} ") else "it is dead, stuck, or does something else")
+                for rank in missing
             )
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
         self.broken = f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
+        self.stop(f"lost the others: {self.broken}")
         return RankError(self.broken)
 
-    def _note(self, what: str, text: object) -> None:
-        """Leave word of this rank in the store: the EXCHANGE or WAIT that it is at or past, or why it broke off."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lost` says
-            self._store.set(f"{what} {self.rank}", str(text))
+    def _broken_off(self, number: int) -> str:
+        """What a rank says that broke off before an exchange, or before one under way; nothing if none did."""
+        found = (self._told_of(f"{_STOPPED} {one}")[1] for one in {*self._under_way, number})
+        return next(filter(None, found), "")
 
-    def _noted(self, what: str, rank: int) -> str:
-        """What a rank has left there, or nothing."""
-        key = f"{what} {rank}"
+    def _told_of(self, key: str) -> tuple[int, str]:
+        """What a rank says that broke off, and the step of equal ranks after which it did; nothing if none did."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lost` says
+            if found := self._noted(key):
+                turn, _, text = found.partition(" ")
+                return int(turn), text
+        return 0, ""
+
+    def _note(self, key: str, text: object) -> None:
+        """Leave word in the store: the EXCHANGE or WAIT that this rank is at or past, or why it broke off."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lost` says
+            self._store.set(key, str(text))
+
+    def _noted(self, key: str) -> str:
+        """What ranks have left there, or nothing."""
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
+
+
+def _differing(named: Sequence[Place]) -> str:
+    """What is not the same on all ranks, and which of them have which."""
+    found = list[str]()
+    for part in dict.fromkeys(name for one in named for name in one.parts):
+        ranks = dict[str, list[str]]()
+        for rank, one in enumerate(named):
+            ranks.setdefault(one.parts.get(part, "not there"), []).append(str(rank))
+        if len(ranks) > 1:
+            each = [f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items()]
+            found.append(f"{part}: {', but '.join(each)}")
+    return "; ".join(found)
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":

@@ -53,9 +53,9 @@ class RecordedRanks(Ranks):
             raise RecordingError(f"{file.name}: its runner had no ranks")
         return cls(file.runner.ranks)
 
-    def begin(self, message: Message, told: str) -> Exchange:
+    def begin(self, message: Message, told: str, timeout: float, loop: int = 0) -> Exchange:
         """All have told what they have to tell."""
-        del told
+        del told, timeout, loop
         self.exchanges += 1
         said = [attrs.evolve(one, place=message.place) for one in self.others or [message] * self.size]
         said[self.rank] = message
@@ -66,8 +66,11 @@ class RecordedRanks(Ranks):
         del device, told, seconds, together
         event.synchronize()
 
-    def broke_off(self, error: BaseException) -> None:
+    def stop(self, text: str, *, again: bool = False, loop: int = 0) -> str:
         """Nobody waits for this rank."""
+        del text, again
+        self.open &= ~loop
+        return ""
 
 
 @attrs.frozen(kw_only=True)

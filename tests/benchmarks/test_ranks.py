@@ -136,7 +136,7 @@ def exchanged(_: int, rounds: int, each: int) -> dict[str, list[float]]:
                 for number in range(each):
                     time.sleep(pause) if pause else None
                     begin = time.perf_counter()
-                    one.begin(Message(number, live=(3, 4)), "a place")(60.0)
+                    one.begin(Message(number, live=(3, 4)), "a place", 60.0)(60.0)
                     times.append((time.perf_counter() - begin) * 1e6)
     return runs
 

@@ -64,6 +64,8 @@ def runner_on(ranks: Ranks, step: Callable[[Any], Any], inputs: type[Any] = Coun
     return decoder(inputs, step, ranks=ranks, **{"buckets": BUCKETS, **options})
 
 
+SOON: Final = 20.0
+"""Seconds after which a rank gives up: no test that is about being told waits for it."""
 OVER: Final = ("shared memory", "gloo")
 """What carries exchanges between host memories."""
 
@@ -72,7 +74,7 @@ def soon(over: str = OVER[0], **options: Any) -> Ranks:
     """Ranks over the default group that do not wait for long. over: gloo, as if each was on a host of its own."""
     host = mock.patch.object(shared, "host_of", return_value=f"host-{dist.get_rank()}")
     with host if over == "gloo" else contextlib.nullcontext():
-        return Ranks(**{"timeout": 20.0, "capture_timeout": 20.0, **options})
+        return Ranks(**{"timeout": SOON, "capture_timeout": SOON, **options})
 
 
 class Kept:

@@ -99,24 +99,26 @@ def test_an_idle_ranks_batch(two: Processes) -> None:
     assert (first[2], second[2]) == ("", "")
 
 
-def another_batch(rank: int, over: str) -> str:
+def another_batch(rank: int, over: str) -> list[str]:
     """Rank 1 brings another batch than it told; rank 0 steps with what it was told."""
     runner = runner_on(soon(over), lambda view: view.ids * 2)
     runner.agree_ahead(stepping.batch_of(3, 1))
     with pytest.raises(RankError, match="has not been run"):
         runner.agree_ahead(stepping.batch_of(3, 1))
-    found = raised(runner, stepping.batch_of(3 + rank, 1))
+    found = [raised(runner, stepping.batch_of(3 + rank, 1)), raised(runner, stepping.batch_of(2, 1))]
     runner(stepping.batch_of(2, 1))
     return found
 
 
 @pytest.mark.parametrize("over", OVER)
 def test_another_batch_than_was_agreed_on(two: Processes, over: str) -> None:
-    """It is told where it is noticed; the next step is right."""
-    first, second = two.run(another_batch, over)
+    """It is told where it is noticed, and in the next call everywhere; the one after it is right."""
+    (first, after), (second, also) = two.run(another_batch, over)
     assert first == ""
     told = "RankError: this is not the batch that was agreed on ahead, with sizes (3, 3, 3); it has sizes (4, 4, 4)"
     assert second.startswith(told)
+    assert after == also
+    assert after.startswith(f"RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): {told}")
 
 
 def test_alone_and_quiet() -> None:

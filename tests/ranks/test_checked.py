@@ -264,16 +264,17 @@ def apart(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("step", "a step of DecodeRunner with buckets 2, 4, 8"),
-        ("buckets", "DecodeRunner: a check of poison, on batches by buckets: 1 for 8; its state looked for"),
-        ("mode", "a step of DecodeRunner with buckets 2, 4, 8"),
+        ("step", "a step of runner 1 (DecodeRunner of Shared)"),
+        ("buckets", "runner 1 (DecodeRunner of Shared): a check of poison, on batches by buckets: 1 for 8; its state"),
+        ("mode", "a step of runner 1 (DecodeRunner of Shared)"),
     ],
 )
 def test_something_else(two: Processes, how: str, told: str) -> None:
     """Each is told where all are, at once."""
     for message in two.run(apart, how):
         at = "a look at a step, of a check or a debug mode; " if how == "mode" else "a check of "
-        assert message.startswith(f"RankError: ranks do not run the same steps: rank 0 is at DecodeRunner: {at}")
+        place = f"rank 0 is at runner 1 (DecodeRunner of Shared): {at}"
+        assert message.startswith(f"RankError: ranks do not run the same steps: {place}")
         assert f"rank 1 is at {told}" in message
 
 
