@@ -128,7 +128,9 @@ class Transition:
         names, others = {need for need, _ in read}, {need for need, slot in read if need != slot}
         self._apart = [] if lanes is None else [name for name in self.sources if name not in lanes]
         with outside_inference():
-            self._written = {name: _number_like(buffers[name].tensor, written[name]) for name in written if name in names}
+            self._written = {
+                name: _number_like(buffers[name].tensor, written[name]) for name in written if name in names
+            }
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
 

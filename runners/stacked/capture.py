@@ -25,7 +25,7 @@ from ..capture import Filling, told_as_capture_error
 from ..config import is_collection, refuse
 from ..graphs import Look
 from ..outputs import cut_rows, map_tensors
-from ..running import Running, under_way
+from ..running import Running, running, under_way
 from ..stage import Stage, V
 from ..state import State
 from .breaks import broken

@@ -25,6 +25,7 @@ from ..stage import Stage
 from ..statistics import Counts
 from .breaks import FACTS, VALUES, share_storage
 
+
 @attrs.frozen(eq=False)
 class Stack:
     """The part of a step that is captured: a module that it calls, and how that was named; all of it where none is."""

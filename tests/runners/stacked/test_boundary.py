@@ -87,6 +87,7 @@ def marked(function: Any) -> Any:
 NAMED = (plus, into, torch.Tensor.relu_, with_stored, with_anew, write_anew)
 BREAKS = {"breakable": Breaks(*map(marked, NAMED)), "piecewise": Breaks(*NAMED)}
 
+
 def pair(kind: str, backend: Any, body: Any, outer: Any, **options: Any) -> tuple[Any, EagerRunner[Prefill]]:
     """A captured runner whose stack is `body(breaks, *arguments)`, and an eager one over the same step."""
     breaks = BREAKS[kind]
@@ -485,7 +486,9 @@ def test_answers_that_are_no_arguments_any_more(backend: Backend) -> None:
     runner, eager = pair("breakable", backend, body, lambda _, hidden, inner: [inner(hidden)])
     for answer in (torch.clone, lambda one: one[1:], lambda one: one.t(), lambda _: None):
         later[:] = [answer]
-        with pytest.raises(errors.ReplayError, match=r"result 0 was its argument 0 at capture, or a view of it, and is"):
+        with pytest.raises(
+            errors.ReplayError, match=r"result 0 was its argument 0 at capture, or a view of it, and is"
+        ):
             runner(batch_of([4], 1, backend.device))
     later.clear()
     assert_same(runner, eager, backend.device)
@@ -503,7 +506,9 @@ def test_results_that_share_memory(backend: Backend) -> None:
     body = lambda _, hidden: sum(twice(hidden + 1))  # noqa: E731
     assert_same(*pair("breakable", backend, body, outer), backend.device, [3])
     said = refusal("breakable", backend, lambda _, hidden: twice(hidden)[1].add_(1), outer)
-    assert "add_ writes a result of break 'marked" in said.replace("test_results_that_share_memory.<locals>.twice", "marked")
+    assert "add_ writes a result of break 'marked" in said.replace(
+        "test_results_that_share_memory.<locals>.twice", "marked"
+    )
 
 
 def test_check_has_nothing_to_find(cpu: str) -> None:
