@@ -103,9 +103,10 @@ _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.pa
 """Files that a failure is not blamed on: those of torch, and of this library."""
 
 
-def place_of(error: BaseException) -> str:
-    """The innermost line of the user's that an error came through: " at model.py:7, `x.item()`"."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OTHERS)]
+def place_of(error: BaseException | None = None) -> str:
+    """The innermost line of the user's that an error came through, or that runs now: " at model.py:7, `x.item()`"."""
+    stack = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    frames = [f for f in stack if not f.filename.startswith(_OTHERS)]
     if not frames:
         return ""
     source = f", `{frames[-1].line}`" if frames[-1].line else ""

@@ -5,7 +5,8 @@ import gc
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -43,12 +44,17 @@ class Filling:
 
 @attrs.define(eq=False)
 class Captured:
-    """One bucket for one pattern of absent slots: its graph, of the call `step`. verified: no address had moved."""
+    """One bucket for one pattern of absent slots: its graph, of the call `step`.
+
+    taken: storages that the first run of the step took, each by the operators that read or wrote it. verified: no
+    address had moved.
+    """
 
     rows: int
     filling: Filling
     graph: Graph
     step: Callable[[], Any]
+    taken: Mapping[int, AbstractSet[str]]
     verified: bool = False
 
     def live(self, rows: int | None) -> Any:
@@ -93,7 +99,7 @@ def frozen_garbage() -> Iterator[None]:
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
     """Run a step as it is captured, and wait for it. CaptureError, chained to whatever was raised."""
-    with told_as_capture_error(), backend.stream(), _own_casts():  # in another state torch.compile would compile anew
+    with told_as_capture_error(), backend.stream(), own_casts():  # in another state torch.compile would compile anew
         step()
         backend.synchronize()
 
@@ -107,13 +113,13 @@ def capture_step(
     parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Graph:
     """Capture one step on the backend's stream. parameters: host slots, by the operator's argument that takes them."""
-    with told_as_capture_error(), backend.stream(), _own_casts():
+    with told_as_capture_error(), backend.stream(), own_casts():
         backend.synchronize()
         return backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
 
 
 @contextlib.contextmanager
-def _own_casts() -> Iterator[None]:
+def own_casts() -> Iterator[None]:
     """Have a graph cast weights itself: the casts that torch.autocast keeps are freed when its outermost block ends."""
     torch.autocast_increment_nesting()
     if not torch.autocast_decrement_nesting():  # no block is open, and torch.compile would compile for another state
@@ -142,7 +148,7 @@ def told_as_capture_error() -> Iterator[None]:
         raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
 
-def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Iterator[T]:
+def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Generator[T]:
     """Walk over items under a progress bar that says what is done to each; no bar off a terminal."""
     console = rich.console.Console(stderr=True)
     shown = show and console.is_interactive and console.file.isatty()  # to rich, FORCE_COLOR makes a pipe a terminal

@@ -1,0 +1,91 @@
+"""No false alarms: in the middle of each example program its runners pass all checks, and the program goes on."""
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import slotgraph
+from slotgraph.runners.check.checks import CheckReport
+from slotgraph.runners.decode import GraphRunner
+from slotgraph.runners.runner import Runner
+from tests.examples.demo import SMALL, module
+from tests.examples.test_programs import SHORT, needs
+
+MOST = 4
+
+
+@attrs.define(eq=False)
+class Kept:
+    """The first batches of a runner, one of each size, in memory of their own."""
+
+    runner: Any
+    batches: dict[Any, Any] = attrs.field(factory=dict)
+    report: CheckReport | None = None
+
+    def take(self, batch: Any, side: dict[str, Any]) -> Any:
+        """The batch, after a check if there are enough of them."""
+        if self.report is not None or self.runner.decide(batch, **side).bucket is None:
+            return batch
+        batch = copy.deepcopy(batch)  # it may lie in memory of the graph
+        self.batches.setdefault(self.runner.size(batch, side), copy.deepcopy((batch, side)))
+        if len(self.batches) == MOST:
+            self.check()
+        return batch
+
+    def check(self) -> None:
+        """Check the runner on them."""
+        self.report = CheckReport(runner="", findings=(), steps={})  # which its own steps must not do
+        with torch.no_grad():
+            self.report = slotgraph.check(self.runner, [*self.batches.values()], progress=False)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    """Of each runner that is captured from now on."""
+    found, capture = list[Kept](), GraphRunner.capture
+
+    def watched(self: Any) -> Any:
+        report = capture(self)
+        found.append(Kept(self))
+        return report
+
+    def looked_at(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, batch: Any, **side: Any) -> Any:
+            mine = [one for one in found if one.runner is self]
+            return method(self, mine[0].take(batch, side) if mine else batch, **side)
+
+        return call
+
+    monkeypatch.setattr(GraphRunner, "capture", watched)
+    for name in ("__call__", "fill"):
+        monkeypatch.setattr(Runner, name, looked_at(getattr(Runner, name)))
+    return found
+
+
+@pytest.mark.parametrize("package", SHORT)
+def test_programs(kept: list[Kept], package: str) -> None:
+    """Of each program."""
+    needs(package)
+    main = module(f"{package}.program").main
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main(SHORT[package])
+    print(status, out.getvalue()[-300:])
+    for one in kept:
+        print(len(one.batches), one.report)
+
+
+@pytest.mark.parametrize("prefill", ["breakable", "piecewise"])
+def test_demo(kept: list[Kept], prefill: str) -> None:
+    """Of the demo."""
+    options = module("serving.options").parse([*SMALL, "--prefill", prefill])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = module("serving.program").generate(options)
+    print(status, out.getvalue()[-300:])
+    for one in kept:
+        print(len(one.batches), one.report)
