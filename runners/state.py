@@ -197,10 +197,17 @@ class State:
             return [piece.copy() for piece in self.pieces]
 
     def restore(self, copies: Copies) -> None:
-        """Make it what it was."""
+        """Make it what it was. An interrupt comes once all is."""
         with _as_it_is():
-            for piece, before in zip(self.pieces, copies, strict=True):
-                piece.restore(before)
+            try:
+                self._put_back(copies)
+            except BaseException:
+                self._put_back(copies)
+                raise
+
+    def _put_back(self, copies: Copies) -> None:
+        for piece, before in zip(self.pieces, copies, strict=True):
+            piece.restore(before)
 
     def apart(self, copies: Copies) -> Copies:
         """In which words of each piece it is not what it was. They take some hundredths of a copy's memory."""

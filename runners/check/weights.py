@@ -108,7 +108,8 @@ def weights_of(runner: Runner[Any]) -> list[Weight]:
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if is_buffer else "tensor"
         if key not in known:
             known.add(key)
-            found.append(Weight(ordinary_alias(tensor), f"{kind} {name!r}", kind=kind))
+            once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # of rows that are expanded
+            found.append(Weight(ordinary_alias(tensor)[once], f"{kind} {name!r}", kind=kind))
     return found
 
 
@@ -279,9 +280,9 @@ def _has_room(state: State) -> bool:
 def _change(tensor: torch.Tensor, seed: int) -> None:
     """Write other numbers: smaller ones of the same sign, which stay within any bounds, and small ones for zeros."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
-    single = tensor[tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())]
+    rows = max(1, CHUNK * len(tensor) // tensor.numel()) if tensor.dim() else 0
     with torch.no_grad():
-        for part in torch.split(single, max(1, CHUNK * len(single) // single.numel())) if single.dim() else [single]:
+        for part in torch.split(tensor, rows) if rows else [tensor]:
             noise = torch.rand(part.shape, device=part.device, generator=generator)
             wide = part.to(torch.promote_types(part.dtype, torch.float32))
             part.copy_(torch.where(wide == 0, noise / 8, wide * (noise + 1) / 2))
