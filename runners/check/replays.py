@@ -237,7 +237,9 @@ class Poisoning:
         trial, effect = self._trial, self._try(NOTHING, self._trial.redrawn)
         if effect is None:
             return []
-        by = next(iter(operators_of(trial, torch.Tag.nondeterministic_seeded, drawing=True)), "Python's or NumPy's random")
+        by = next(
+            iter(operators_of(trial, torch.Tag.nondeterministic_seeded, drawing=True)), "Python's or NumPy's random"
+        )
         message = (
             f"two replays of one batch differ: {effect[0].rstrip(',')}, with other random numbers, which {by} draws: "
             "call eval() on a model whose dropout is still on; if the step draws on purpose, as a sampler, say "
