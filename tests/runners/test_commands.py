@@ -570,7 +570,7 @@ def test_what_a_target_is() -> None:
 
 
 def test_progress(folder: pathlib.Path) -> None:
-    """At a terminal a bar says what is checked, and the time left, on standard error; the report is alone on the other."""
+    """At a terminal a bar on standard error has the time left; standard output has the report alone."""
     line = [sys.executable, "-m", "slotgraph", "check", "checked_engine.py:make_sound", "--rounds", "150"]
     shown, terminal = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
@@ -588,7 +588,7 @@ def test_progress(folder: pathlib.Path) -> None:
     text = told.decode()
     assert "looking at batches" in text
     assert "checking poison" in text
-    assert re.search(r"\b\d:\d\d:\d\d\b", text), text[-500:]
+    assert re.search(r"\d:\d\d:\d\d", text), text[-500:]
 
 
 def test_replay(folder: pathlib.Path) -> None:

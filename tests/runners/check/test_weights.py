@@ -1,4 +1,4 @@
-"""Weights and random numbers: what a graph keeps of them, and what a step changes or draws, is found by name and line."""
+"""What a graph keeps of a weight, and what a step changes or draws, is found by name and line, and put back."""
 
 import contextlib
 import functools
@@ -76,7 +76,7 @@ class Model(nn.Module):
         self.register_buffer("count", torch.rand((), generator=draw) + 1)
         self.register_buffer("mean", torch.randn(WIDE, generator=draw))
         self.register_buffer("cache", torch.randn(PLACES, WIDE, generator=draw))
-        self.half = torch.randn(3, generator=draw).half()
+        self.extra = torch.randn(3, generator=draw).half()
         self.drop = nn.Dropout(0.5)
         self.array = self.weight.numpy()
         self.fault, self.broken = fault, broken
@@ -85,7 +85,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         rows = (passed_on(x) if self.broken else x) @ self.weight + self.table[ids]
         self.get_buffer("cache")[places] = rows
-        return self.fault(self, rows + self.get_buffer("cache")[places] * self.half.sum())
+        return self.fault(self, rows + self.get_buffer("cache")[places] * self.extra.sum())
 
 
 class Around(nn.Module):  # a step around the model
@@ -190,11 +190,12 @@ def test_random_numbers_of_the_host(cpu: str, draw: Callable[[], float]) -> None
 
 
 def test_attention_draws_nothing() -> None:
-    """torch marks attention as an operator that draws, whatever its dropout: the one that does draw is named."""
+    """Attention is marked by torch as an operator that draws, whatever its dropout: the one that does draw is named."""
 
     def attended(model: Model, rows: torch.Tensor) -> torch.Tensor:
         one = rows[:, None, None]
-        return model.drop(nn.functional.scaled_dot_product_attention(one, one, one)[:, 0, 0])
+        made: torch.Tensor = model.drop(nn.functional.scaled_dot_product_attention(one, one, one)[:, 0, 0])
+        return made
 
     (found,) = found_in(attended)
     assert "which aten::bernoulli_ at" in found.message
@@ -221,7 +222,7 @@ def _averaged(model: Model, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(model: Model, rows: torch.Tensor) -> torch.Tensor:
-    model.half.mul_(0.75)
+    model.extra.mul_(0.75)
     return rows
 
 
@@ -230,7 +231,7 @@ CHANGED = {
     "parameter 'model.weight' once": (_clamped, "aten::clamp_", "model.weight.clamp_(-0.5, 0.5)"),
     "buffer 'model.count'": (_counted, "aten::add_", 'model.get_buffer("count").add_(1)'),
     "buffer 'model.mean'": (_averaged, "aten::mul_", 'model.get_buffer("mean").mul_(0.9).add_(0.1)'),
-    "tensor 'model.half'": (_plain, "aten::mul_", "model.half.mul_(0.75)"),
+    "tensor 'model.extra'": (_plain, "aten::mul_", "model.extra.mul_(0.75)"),
 }
 
 
@@ -259,11 +260,11 @@ def test_a_declared_change_is_none(cpu: str) -> None:
 
 
 def _by_array(model: Model, rows: torch.Tensor) -> torch.Tensor:
-    return rows * float(model.array.sum())
+    return torch.mul(rows, float(model.array.sum()))
 
 
 def _by_thread(model: Model, rows: torch.Tensor) -> torch.Tensor:
-    return rows * by_thread(lambda: float(model.weight.sum()))
+    return torch.mul(rows, by_thread(lambda: float(model.weight.sum())))
 
 
 def _tensor_by_thread(model: Model, rows: torch.Tensor) -> torch.Tensor:
@@ -299,13 +300,13 @@ def test_what_a_graph_keeps_of_a_weight(cpu: str, fault: Any, kind: str) -> None
 def _number_once(model: Model, rows: torch.Tensor) -> torch.Tensor:
     if model.scale is None:
         model.scale = float(model.weight.sum())
-    return rows * model.scale
+    return torch.mul(rows, model.scale)
 
 
 def _tensor_once(model: Model, rows: torch.Tensor) -> torch.Tensor:
     if model.scale is None:
         model.scale = model.weight.softmax(0).sum(1)
-    return rows * model.scale
+    return torch.mul(rows, model.scale)
 
 
 @pytest.mark.parametrize(("fault", "operator"), [(_number_once, "aten::sum"), (_tensor_once, "aten::_softmax")])
@@ -322,7 +323,7 @@ class _Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, _Interrupted])
-@pytest.mark.parametrize("at", range(2, 60, 3))
+@pytest.mark.parametrize("at", range(2, 60, 5))
 def test_all_is_as_it_was(cpu: str, error: type[BaseException], at: int) -> None:
     """Whatever the step raises, in whichever of its runs: weights, caches, slots of state, and random numbers."""
     runs = [-1000]
@@ -335,15 +336,15 @@ def test_all_is_as_it_was(cpu: str, error: type[BaseException], at: int) -> None
 
     runner = captured(failing, "breakable", cpu, buckets=[4])  # of which the break runs in each replay, too
     model = model_of(runner)
-    before = {name: bytes_of(one) for name, one in {**model.state_dict(), "half": model.half}.items()}
-    random_before = bytes_of(torch.get_rng_state()), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]  # noqa: NPY002 - as steps draw
+    before = {name: bytes_of(one) for name, one in {**model.state_dict(), "extra": model.extra}.items()}
+    random_before = bytes_of(torch.get_rng_state()), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002 - as steps draw
     runs[0] = 0
     with contextlib.suppress(error, errors.SlotGraphError):
         report_of(runner, "breakable", only=("poison", "parity", "weights"), rounds=1)
     runs[0] = 1000
-    assert {name: bytes_of(one) for name, one in {**model.state_dict(), "half": model.half}.items()} == before
+    assert {name: bytes_of(one) for name, one in {**model.state_dict(), "extra": model.extra}.items()} == before
     assert (bytes_of(torch.get_rng_state()), random.getstate()) == random_before[:2]
-    assert np.random.get_state()[1].tolist() == random_before[2]  # type: ignore[index, union-attr]  # noqa: NPY002 - as above
+    assert np.random.get_state()[1].tolist() == random_before[2]  # type: ignore[index]  # noqa: NPY002 - as above
     given = batch(3, torch.Generator().manual_seed(1), "breakable")
     again = captured(lambda _, rows: rows, "breakable", cpu, buckets=[4])
     if not at % 2:
@@ -366,7 +367,7 @@ def test_memory_of_others(tmp_path: Path) -> None:
     mapped = np.load(tmp_path / "table.npy", mmap_mode="r")
     with pytest.warns(UserWarning, match="not writable"):
         table = torch.from_numpy(mapped)
-    shared = torch.rand(WIDE).share_memory_()
+    shared = torch.rand(WIDE).share_memory_()  # type: ignore[no-untyped-call] # torch's own
     report = report_of(captured(lambda _, rows: rows + table[0] * shared))
     assert report.ok
     assert re.search(r"2 of \d+ tensors that the step holds, such as .*, were not changed", str(report.notes))
@@ -399,19 +400,6 @@ def test_random_numbers_go_on_where_they_were(cpu: str) -> None:
 class Drawn(nn.Module):
     """A random step of rows that are each their own affair, over the weights and the state that engines have."""
 
-    OPERATIONS = (
-        "layer",
-        "table",
-        "scale",
-        "cache",
-        "recurrent",
-        "statistic",
-        "tied",
-        "expanded",
-        "frozen stack",
-        "view",
-    )
-
     def __init__(self, program: list[str], seed: int) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(seed)
@@ -426,46 +414,52 @@ class Drawn(nn.Module):
         self.tied = self.table.weight
         self.scale = [torch.randn(1, generator=draw).bfloat16().expand(WIDE)]
         self.fused = torch.randn(2 * WIDE, WIDE, generator=draw)
-        self.parts = self.fused.split(WIDE)
+        self.parts = torch.split(self.fused, WIDE)
         self.ready = torch.randn(WIDE, generator=draw).sum().item()  # made before any capture
         self.eval()
 
     def forward(self, view: Any) -> torch.Tensor:
         rows = view.x.clone()
         for name in self.program:
-            if name == "layer":
-                rows = torch.tanh(self.drop(self.norm(self.layer(rows))))
-            elif name == "table":
-                rows = rows + self.table(view.ids)
-            elif name == "scale":
-                rows = rows * view.weights[:, None] * self.ready
-            elif name == "cache":
-                self.get_buffer("keys")[view.places] = rows
-                rows = rows + self.get_buffer("keys")[view.places] / 2
-            elif name == "recurrent":
-                hidden = self.states["hidden"]
-                rows = hidden[view.places] * 0.9 + rows
-                hidden[view.places] = rows
-            elif name == "statistic":
-                self.seen.add_(view.live.float())
-            elif name == "tied":
-                rows = rows + torch.tanh(rows @ self.tied.T) @ self.tied
-            elif name == "expanded":
-                rows = rows + self.scale[0]
-            elif name == "frozen stack":
-                rows = rows @ self.parts[0] + rows @ self.parts[1]
-            else:
-                rows = torch.where(view.flags[:, None], rows, -rows)
+            rows = OPERATIONS[name](self, rows, view)
         for name in [one for one in vars(view) if one.startswith("other_")]:
             rows = rows + getattr(view, name).double().reshape(len(rows), -1).sum(1, keepdim=True).float()
         view.made.copy_(rows)
+        return torch.mul(rows, 2)
+
+    def cached(self, rows: torch.Tensor, view: Any) -> torch.Tensor:
+        self.get_buffer("keys")[view.places] = rows
+        return rows + self.get_buffer("keys")[view.places] / 2
+
+    def recurred(self, rows: torch.Tensor, view: Any) -> torch.Tensor:
+        hidden = self.states["hidden"]
+        hidden[view.places] = hidden[view.places] * 0.9 + rows
+        return hidden[view.places]
+
+    def counted(self, rows: torch.Tensor, view: Any) -> torch.Tensor:
+        self.seen.add_(view.live.float())
         return rows
+
+
+Operation = Callable[[Drawn, torch.Tensor, Any], torch.Tensor]
+OPERATIONS: dict[str, Operation] = {
+    "layer": lambda step, rows, _: torch.tanh(step.drop(step.norm(step.layer(rows)))),
+    "table": lambda step, rows, view: rows + step.table(view.ids),
+    "scale": lambda step, rows, view: rows * view.weights[:, None] * step.ready,
+    "cache": Drawn.cached,
+    "recurrent": Drawn.recurred,
+    "statistic": Drawn.counted,
+    "tied": lambda step, rows, _: rows + torch.tanh(rows @ step.tied.T) @ step.tied,
+    "expanded": lambda step, rows, _: rows + step.scale[0],
+    "parts": lambda step, rows, _: rows @ step.parts[0] + rows @ step.parts[1],
+    "flags": lambda _, rows, view: torch.where(view.flags[:, None], rows, -rows),
+}
 
 
 @st.composite
 def drawn_inputs(draw: st.DrawFn) -> type[Inputs]:
     """A declaration of what such a step reads, and of slots of any dtype, width, tail and placement beside it."""
-    rules = ([0, 1.5, keep("rows apart"), once(2)], [1, 0], [0, keep("not read")])
+    rules: Any = ([0, 1.5, keep("rows apart"), once(2)], [1, 0], [0, keep("not read")])
     tails = [draw(st.sampled_from(each)) for each in rules]
     placement: Any = draw(st.sampled_from(["device", "host"]))
 
@@ -505,7 +499,7 @@ FAULTS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
 def found_in_any(data: st.DataObject, fault: str) -> None:
     """Check a random step over a random declaration: nothing is found but the fault, and all weights are as before."""
     inputs, seed = data.draw(drawn_inputs()), data.draw(st.integers(0, 99))
-    program = data.draw(st.lists(st.sampled_from(Drawn.OPERATIONS), max_size=5))
+    program = data.draw(st.lists(st.sampled_from([*OPERATIONS]), max_size=5))
     sizes = data.draw(st.sets(st.integers(1, 9), min_size=1, max_size=3))
     torch.manual_seed(seed)
     step = Drawn(program, seed)
