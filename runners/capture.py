@@ -6,7 +6,8 @@ import operator
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -45,12 +46,17 @@ class Filling:
 
 @attrs.define(eq=False)
 class Captured:
-    """One bucket for one pattern of absent slots: its graph, of the call `step`. verified: no address had moved."""
+    """One bucket for one pattern of absent slots: its graph, of the call `step`.
+
+    taken: storages that the first run of the step took, each by the operators that read or wrote it. verified: no
+    address had moved.
+    """
 
     rows: int
     filling: Filling
     graph: Graph
     step: Callable[[], Any]
+    taken: Mapping[int, AbstractSet[str]]
     verified: bool = False
 
     def live(self, rows: int | None) -> Any:
@@ -96,7 +102,7 @@ def frozen_garbage() -> Iterator[None]:
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
     """Run a step as it is captured, and wait for it. CaptureError, chained to whatever was raised."""
     with told_as_capture_error(), backend.stream():
-        _with_own_casts(step)  # in another state torch.compile would compile anew
+        with_own_casts(step)  # in another state torch.compile would compile anew
         backend.synchronize()
 
 
@@ -111,10 +117,10 @@ def capture_step(
     """Capture one step on the backend's stream. parameters: host slots, by the operator's argument that takes them."""
     with told_as_capture_error(), backend.stream():
         backend.synchronize()
-        return _with_own_casts(lambda: backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters))
+        return with_own_casts(lambda: backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters))
 
 
-def _with_own_casts(run: Callable[[], T]) -> T:
+def with_own_casts(run: Callable[[], T]) -> T:
     """Have a graph cast weights itself: the casts that torch.autocast keeps are freed when its outermost block ends."""
     # The map calls both from C, where no interrupt comes between them.
     *_, blocks = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
@@ -155,7 +161,7 @@ def with_place(error: CaptureError) -> CaptureError:
     return error
 
 
-def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Iterator[T]:
+def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Generator[T]:
     """Walk over items under a progress bar that says what is done to each; no bar off a terminal."""
     console = rich.console.Console(stderr=True)
     shown = show and console.is_interactive and console.file.isatty()  # to rich, FORCE_COLOR makes a pipe a terminal

@@ -360,7 +360,7 @@ class GraphSet(Generic[V]):
         if filler.lowering == "fused":
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
-        return Captured(rows, filling, graph, step)
+        return Captured(rows, filling, graph, step, state.taken)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once; its state, which is put back. CaptureError where it writes what it may only read."""

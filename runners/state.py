@@ -8,12 +8,15 @@ dispatcher, and objects of Python, are not seen: give `state=` for those.
 import contextlib
 import copyreg
 import functools
+import random
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -53,6 +56,7 @@ _MODULE: Final = ("_parameters", "_buffers", "_modules")
 Spans = Sequence[tuple[int, int]]
 Copies = Sequence[torch.Tensor]
 """Copies of a state's pieces, or which of their words differ."""
+Taken = Mapping[int, AbstractSet[str]]
 Index = tuple[Any, ...]
 Leads = tuple[Callable[[Any], Any], ...]
 
@@ -64,6 +68,7 @@ class Piece:
     memory: torch.Tensor
     told: str  # what messages call it
     index: Index = ()  # the elements that the step changes; all, if it is empty
+    given: bool = False  # whether the caller said that the step changes it
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -91,15 +96,19 @@ class Piece:
 
 @attrs.frozen(eq=False)
 class State:
-    """The memory outside of its slots that a step changes. Random numbers go with it."""
+    """The memory outside of its slots that a step changes. Random numbers go with it.
+
+    taken: storages that the run took by which it was found, each with the operators that read or wrote it.
+    """
 
     backend: Backend
     pieces: tuple[Piece, ...] = ()
+    taken: Taken = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
         """A state that is known: these tensors, or parts of them, whatever else a step may change."""
-        pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}") for one in tensors if one.numel())
+        pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}", given=True) for one in tensors if one.numel())
         return cls(backend, tuple(pieces))
 
     @classmethod
@@ -145,19 +154,22 @@ class State:
                     pieces.append(piece)
                     copies.append(piece.copy())
 
+        traffic = Traffic(writes=note)
         with _random_kept(backend):
             try:
-                run_seen(Traffic(writes=note), run)
+                run_seen(traffic, run)
             finally:  # the last one first: what was noted before it may lie in it, too
-                _restore(pieces[::-1], copies[::-1])
+                cls(backend, tuple(pieces[::-1])).restore(copies[::-1])
         if refused:
             raise refused[0]
-        return cls(backend, tuple(pieces))
+        return cls(backend, tuple(pieces), traffic.found)
 
     def joined(self, other: "State") -> "State":
         """Both states."""
         known = {span(piece.memory) for piece in self.pieces}
-        return State(self.backend, (*self.pieces, *(one for one in other.pieces if span(one.memory) not in known)))
+        pieces = (*self.pieces, *(one for one in other.pieces if span(one.memory) not in known))
+        taken = {key: {*self.taken.get(key, ()), *other.taken.get(key, ())} for key in {**self.taken, **other.taken}}
+        return State(self.backend, pieces, taken)
 
     def check_room(
         self,
@@ -190,6 +202,19 @@ class State:
         with _as_it_is():
             return [piece.copy() for piece in self.pieces]
 
+    def restore(self, copies: Copies) -> None:
+        """Make it what it was. An interrupt comes once all is."""
+        with _as_it_is():
+            try:
+                self._put_back(copies)
+            except BaseException:
+                self._put_back(copies)
+                raise
+
+    def _put_back(self, copies: Copies) -> None:
+        for piece, before in zip(self.pieces, copies, strict=True):
+            piece.restore(before)
+
     def apart(self, copies: Copies) -> Copies:
         """In which words of each piece it is not what it was. They take some hundredths of a copy's memory."""
         return [_unlike(piece.memory, was) for piece, was in zip(self.pieces, copies, strict=True)]
@@ -208,7 +233,7 @@ class State:
             try:
                 yield
             finally:
-                _restore(self.pieces, before)
+                self.restore(before)
 
 
 def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers: Buffers) -> None:
@@ -235,12 +260,6 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
             f"the step writes {names}: write to a tensor of its own, or declare what it writes with rewritten=True, "
             "or as staged() or output()"
         )
-
-
-def _restore(pieces: Sequence[Piece], copies: Copies) -> None:
-    with _as_it_is():
-        for piece, before in zip(pieces, copies, strict=True):
-            piece.restore(before)
 
 
 def _written_index(operator: str, args: Sequence[Any]) -> Index:
@@ -293,10 +312,26 @@ def _free_on(backend: Backend, device: torch.device) -> int:
     return (backend if backend.device.type == device.type else choose("cpu")).memory().free
 
 
-def _random_kept(backend: Backend) -> contextlib.AbstractContextManager[None]:
-    """A block after which random numbers go on where they were, on the host and on the device."""
+@contextlib.contextmanager
+def _random_kept(backend: Backend) -> Iterator[None]:
+    """Run a block after which random numbers go on where they were: torch's, Python's and NumPy's."""
     device = backend.device
-    return torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type)
+    python = random.getstate()
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - a step may draw by these
+    with torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002 - as above
+
+
+def draw_on(backend: Backend) -> None:
+    """Draw a few random numbers, so that whoever draws next gets others."""
+    random.random()  # noqa: S311 - a step may draw by it
+    np.random.rand()  # noqa: NPY002 - as above
+    for device in {torch.device("cpu"), backend.device}:
+        torch.rand((), device=device)
 
 
 def _text(tensor: torch.Tensor) -> str:

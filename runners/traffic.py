@@ -35,6 +35,7 @@ class Traffic(OperatorWatch):
     """Tells of each operator that is run, but not of kernels beside torch's dispatcher, such as Triton's.
 
     writes: called before an operator writes memory that the run did not make. done: called after each but a view.
+    found: storages that the run took and did not make, each with the operators that read or wrote it.
     """
 
     def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:
@@ -42,7 +43,7 @@ class Traffic(OperatorWatch):
         self._writes = writes
         self._done = done
         self._made: set[int] = set()
-        self._found: set[int] = set()
+        self.found: dict[int, set[str]] = {}
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tell of one operator, and run it."""
@@ -52,7 +53,8 @@ class Traffic(OperatorWatch):
         name = str(operator._schema.name) if plain else str(operator)  # noqa: SLF001 - no public name
         taken = list(_strided((args, kwargs)))
         if not name.startswith("aten::lift"):  # which hands on what was made of host data a moment before
-            self._found.update({storage_key(tensor) for tensor in taken} - self._made)
+            for key in {storage_key(tensor) for tensor in taken} - self._made:
+                self.found.setdefault(key, set()).update(() if plain and operator.is_view else (name,))
         if self._writes is not None:
             # an operator that takes functions does not say what these write
             for tensor in _strided(list(written(operator, args, kwargs))) if plain else taken:
@@ -60,7 +62,7 @@ class Traffic(OperatorWatch):
                     self._writes(tensor, name, args)
         result = operator(*args, **kwargs)
         results = list(_strided(result))
-        self._made.update({storage_key(tensor) for tensor in results} - self._found)
+        self._made.update({storage_key(tensor) for tensor in results} - self.found.keys())
         if self._done is not None and not (plain and operator.is_view):
             self._done(name, taken, results)
         return result

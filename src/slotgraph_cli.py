@@ -205,6 +205,9 @@ def check(
         list[str] | None,
         typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated."),
     ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="The step draws random numbers on purpose, as a sampler does.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")] = 2,
     seed: Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")] = 0,
     form: _Form = "table",
@@ -215,11 +218,13 @@ def check(
     The runner is captured first, if it is not yet.
 
     \b
-    poison     poison in every tail changes no bit of a live row
+    poison     poison in every tail changes no bit of a live row, nor do random
+               numbers
     parity     a graph gives what its step gives, padded and not
     addresses  everything that a graph reads lives where it was
     coverage   every slot is written in each step or constant, and is read
     races      steps in flight give what each gives alone
+    weights    a step changes no weight, and its graph sees each change
     transition slots that advance hold what their rules say, step by step
 
     \b

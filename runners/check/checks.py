@@ -14,19 +14,20 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
-from ...dataflow.errors import CheckError, ConfigError, ReplayError
+from ...dataflow.errors import CheckError, ConfigError, ReplayError, did_you_mean
 from ..capture import progress_over
 from ..comparison import state_on
 from ..config import checked
 from ..decode import DecodeRunner
 from ..runner import Runner
 from ..sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
-from ..state import State
+from ..state import State, draw_on
 from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition
 from .trial import Finding, Subject, unwatched
+from .weights import WEIGHTS, check_weights
 
 CHECKS: Final = {
     "poison": check_poison,
@@ -34,6 +35,7 @@ CHECKS: Final = {
     "addresses": check_moves,
     "coverage": check_coverage,
     "races": check_races,
+    WEIGHTS: check_weights,
     TRANSITION: check_transition,
 }
 """Every check, in the order in which they are run."""
@@ -84,29 +86,32 @@ def check(
     batches: Batches | None = None,
     *,
     state: Iterable[torch.Tensor] | None = None,
-    only: Collection[str] = (),
+    only: str | Collection[str] = (),
     rounds: int = 2,
     seed: int = 0,
     values: Values = NO_VALUES,
     read_outside: Collection[str] = (),
+    random: bool = False,
     progress: bool = True,
 ) -> CheckReport:
     """Hold a captured runner to what its declaration promises. The report names what was found by slot.
 
-    Each bucket is replayed with poison in its tails, beside the step as it is written, and over garbage. If no batch
-    reaches a graph, that is a finding: nothing was checked. Of several ranks all call this at once, with batches for
-    the same buckets. What one finds is in the report of each.
+    Each bucket is replayed with poison in its tails, beside the step as it is written, and over garbage. Weights that
+    the step reaches are changed for a moment, and put back. If no batch reaches a graph, that is a finding: nothing was
+    checked. Of several ranks all call this at once, with batches for the same buckets. What one finds is in the report
+    of each.
 
     Args:
         runner: The runner.
         batches: Batches to check with, or a function of rows and a generator that makes one. By default they are drawn.
         state: Tensors that the step changes beside its slots. By default they are found by a run of it.
-        only: Some of the checks.
+        only: One of the checks, or several.
         rounds: Batches of random rows for each bucket and pattern, beside the largest and smallest.
         seed: Where random batches begin.
         values: For batches that are drawn, see `sample_batch`.
         read_outside: Slots that are read between fill and replay.
-        progress: Show a progress bar on a terminal.
+        random: Whether the step draws random numbers on purpose, as a sampler does.
+        progress: Show a progress bar with the time left, on standard error, if that is a terminal.
 
     Raises:
         ReplayError: The runner is not captured.
@@ -115,11 +120,13 @@ def check(
         RankError: Other ranks do not come, or check something else. The error names them.
     """
     start, graphs = time.perf_counter(), runner.graphs
-    advances = isinstance(runner, DecodeRunner) and runner.stage.declaration.rules and runner.coordinator.size == 1
-    known = [name for name in CHECKS if advances or name != TRANSITION]
+    only, left_out = {only} if isinstance(only, str) else only, _no_transition(runner)
+    known = [name for name in CHECKS if name != TRANSITION or left_out is None]
     for name in only:
+        if name not in CHECKS:
+            raise ConfigError(f"there is no check {name!r}: checks are {', '.join(known)}{did_you_mean(name, known)}")
         if name not in known:
-            raise ConfigError(f"there is no check {name!r}: checks are {', '.join(known)}")
+            raise ConfigError(f"check {name!r} is not for this runner: {left_out}")
     checked("rounds", "a whole number, at least 1", rounds, int, 1)
     wanted = [name for name in known if name in only or not only]
     if graphs is None:
@@ -130,10 +137,21 @@ def check(
     runner.stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
     signed = signed_slots(runner.stage.declaration, values) if batches is None else ()
-    subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside), signed=signed)
-    with unwatched(runner.watch):
+    state_of_device = State(runner.stage.backend)
+    subject = Subject(runner, graphs, state_of_device, seed, tuple(read_outside), random=random, signed=signed)
+    with unwatched(runner.watch), subject.state.kept():
+        draw_on(runner.stage.backend)  # a step that draws on the host would draw what its capture drew
         report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
     return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _no_transition(runner: Runner[Any]) -> str | None:
+    """Return why the transitions of a runner cannot be checked, or None."""
+    if not isinstance(runner, DecodeRunner):
+        return f"a {runner.name} has no steps() in which slots advance"
+    if not runner.stage.declaration.rules:
+        return "no slot has then="
+    return "it has several ranks" if runner.coordinator.size > 1 else None
 
 
 def batches_of(
@@ -201,7 +219,8 @@ def _checked(
     runner = subject.runner
     ranks, stage = runner.coordinator, runner.stage
     decisions, firsts = list[Decision](), dict[Absent, Callable[[], Sample]]()
-    for make in makers:
+    shown = progress and ranks.rank == 0
+    for make in progress_over(makers, lambda _: "looking at batches", show=shown):
         one = make()
         decisions.append(runner.decide(one.batch, **one.side))
         firsts.setdefault(stage.absent(one.batch, one.side), make)
@@ -224,7 +243,7 @@ def _checked(
     notes = {f"{them} passed over, which no graph takes: {reason}": None for them, reason in told}
     subject = attrs.evolve(subject, state=known, notes=notes)
     if taken:
-        findings = _run(subject, wanted, taken, progress=progress and ranks.rank == 0)
+        findings = _run(subject, wanted, taken, progress=shown)
     else:
         message = f"nothing was checked: {'; '.join(subject.notes)}; give batches that a captured bucket takes"
         findings = (Finding(wanted[0], None, message),)
@@ -235,18 +254,21 @@ def _checked(
 def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
     """One check after the other, until the device answers no more; each tells a slot, or an output, once."""
     findings: list[Finding] = []
+    every = [(name, make) for name in wanted for make in makers]  # of one bar, which tells the time left for all
+    turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=progress)
     try:
         for name in wanted:
-            turns = progress_over(makers, f"checking {name}".format, show=progress)  # the same for each batch
-            batches = (make() for make in turns)
+            left = itertools.islice(turns, len(makers))
             found: dict[str, Finding] = {}
-            for one in CHECKS[name](subject, batches):
+            for one in CHECKS[name](subject, (make() for _, make in left)):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
+            collections.deque(left, 0)  # of a check that ended early
             findings += _with_others(subject, name, list(found.values()))
             if subject.together.any(not _answers(subject.runner.stage.backend)):
                 subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
                 break
     finally:
+        turns.close()
         subject.graphs.buffers.distrust()
     return tuple(findings)
 

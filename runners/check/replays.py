@@ -2,15 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 import attrs
 import torch
 
+from ...backends.operators import OperatorWatch, run_under
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers, SharedMemory
 from ...dataflow.capabilities import Capabilities
+from ...dataflow.errors import place_now
 from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Output, Slot
@@ -19,6 +21,7 @@ from ..bits import first_unequal, unequal_rows
 from ..comparison import (
     BITWISE,
     USUAL,
+    Leaves,
     Seen,
     Tolerances,
     copies,
@@ -54,14 +57,18 @@ Poison = tuple[tuple[Number, ...], tuple[Number, ...]]
 
 def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Fill and replay each batch with poison in its tails, but in those of slots that were found guilty before."""
-    guilty = set[str | None]()
+    guilty, drawn = set[str | None](), list[Finding]()
     for number, one in enumerate(batches):
         found = _unlike_oracle(subject, one, number)
         guilty.update(finding.slot for finding in found)
         trial = subject.trial(one)
-        found += Poisoning(trial, subject.seed + number, {name for name in guilty if name}).findings()
+        poisoning = Poisoning(trial, subject.seed + number, {name for name in guilty if name})
+        found += poisoning.findings()
         guilty.update(finding.slot for finding in found)
         yield from found
+        if not (drawn or subject.random or subject.together.any(trial.lost or None in guilty)):
+            drawn = poisoning.drawn()
+            yield from drawn
         for name, filled in trial.filled.items():
             slot = trial.declared[name]
             if slot.rule() is not None and _poison_in(trial, name) is None and [*tails_of(slot, filled, trial.step)]:
@@ -224,9 +231,24 @@ class Poisoning:
                     break
         return found
 
-    def _try(self, poison: Tensors) -> tuple[str, bool] | None:
+    def drawn(self) -> list[Finding]:
+        """Random numbers that the step draws, if other ones change a live row."""
+        trial, effect = self._trial, self._try(NOTHING, self._trial.redrawn)
+        if effect is None:
+            return []
+        by = next(
+            iter(operators_of(trial, torch.Tag.nondeterministic_seeded, drawing=True)), "Python's or NumPy's random"
+        )
+        message = (
+            f"two replays of one batch differ: {effect[0].rstrip(',')}, with other random numbers, which {by} draws: "
+            "call eval() on a model whose dropout is still on; if the step draws on purpose, as a sampler, say "
+            "random=True"
+        )
+        return [Finding(POISON, None, message)] if effect[1] else []
+
+    def _try(self, poison: Tensors, by: Callable[[], Any] | None = None) -> tuple[str, bool] | None:
         """What poison changes on this rank, else on another one; whether on this one. None, on all, if nothing."""
-        found, told = self._trial.run(self._live, poison), ""
+        found, told = self._trial.run(self._live, poison, by), ""
         if isinstance(found, Exception):
             told = f"the step raised {error_text(found)}"
         else:
@@ -287,6 +309,36 @@ class Poisoning:
         return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
 
 
+def operators_of(trial: Trial[Any], tag: torch.Tag, *, drawing: bool = False) -> list[str]:
+    """The operators of a step that have one of torch's tags, each with the line that calls it.
+
+    drawing: only those that draw random numbers, as attention with a dropout of 0 does not.
+    """
+    found: list[str] = []
+    device = trial.runner.stage.backend.device
+
+    def drawn() -> list[bytes]:
+        states = [torch.get_rng_state()]
+        if drawing and device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        return [state.numpy().tobytes() for state in states]
+
+    class Tagged(OperatorWatch):
+        """Notes them."""
+
+        def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if tag not in getattr(operator, "tags", ()):
+                return operator(*args, **kwargs)
+            before = drawn()
+            result = operator(*args, **kwargs)
+            if not drawing or drawn() != before:
+                found.append(f"{operator.name().partition('.')[0]}{place_now()}")
+            return result
+
+    trial.run(id, by=lambda: run_under(Tagged(), trial.eagerly))
+    return found
+
+
 def _of(poison: Tensors, names: Collection[str]) -> Tensors:
     return {name: poison[name] for name in names if name in poison}
 
@@ -320,10 +372,11 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if isinstance(graph, Exception):
         return None
     found = next(differences(graph, exact, OTHER_SHAPES), None)
-    if found is None:
-        return None
-    if found.where in graph.copied:
+    is_drawn = subject.together.any(found) and redraws(trial, graph.outputs)
+    if found is not None and found.where in graph.copied:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
+    if found is None or is_drawn:  # other numbers are drawn for another shape
+        return None
     apart = list(mismatches(graph.computed, exact.computed, step=graph.step))
     told = "; ".join(map(str, apart)) or "all slots agree in their live rows"
     message = (
@@ -331,6 +384,12 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
         "for the bucket, reach live ones"
     )
     return Finding(PARITY, apart[0].slot if apart else None, message)
+
+
+def redraws(trial: Trial[Any], outputs: Leaves, by: Callable[[], Any] | None = None) -> bool:
+    """Whether a replay, or another run, gives other outputs with other random numbers."""
+    other = trial.run(lambda made: seen(trial.view, made).outputs, by=lambda: trial.redrawn(by))
+    return not isinstance(other, Exception) and any(mismatches(outputs, other, USUAL, step=trial.step))
 
 
 def parity_fault(trial: Trial[Any]) -> Finding | None:
@@ -361,10 +420,13 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     differs = any(mismatches(expected, again[0], step=trial.step))  # no more can be asked than of the step
     every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
     found = min(every, key=lambda one: one.slot is None, default=None)  # a slot tells more than what was returned
+    is_drawn = together.any(found is not None and not differs) and redraws(trial, expected, trial.eagerly)
     if found is not None:
         captured = graph_of(trial.runner, trial.view)
         where = "" if captured is None else f" (bucket {captured.rows})"
         why = "the step reads something that is not a slot, such as a host value or an address at capture"
+        if is_drawn:
+            why = "the step draws random numbers on the host, and the graph keeps those of its capture: draw by torch"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
     told = next(iter(state.told(graph[1], besides)), None)
     message = (

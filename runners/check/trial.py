@@ -17,7 +17,7 @@ from ..hooks import Coordinator, Watch
 from ..runner import Runner
 from ..sampling import Sample
 from ..stage import V
-from ..state import State
+from ..state import State, draw_on
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -98,6 +98,11 @@ class Trial(Generic[V]):
             if not isinstance(slot, Constant) and values[name] is not None
         }
 
+    def redrawn(self, by: Callable[[], Any] | None = None) -> Any:
+        """Run the step, or its graph, with other random numbers than the last time."""
+        draw_on(self.runner.stage.backend)
+        return self.runner.replay(self.view) if by is None else by()
+
     def eagerly(self) -> Any:
         """Run the step as it is written."""
         return ran_eagerly(self.runner, self.view)
@@ -109,7 +114,7 @@ class Trial(Generic[V]):
 
         put: what slots hold instead of what was filled. by: runs the step; by default its graph is replayed.
         """
-        self._write(put)
+        self.write(put)
         found: T | Exception
         try:
             with self.state.kept(), self.together.ranks.telling():
@@ -123,14 +128,15 @@ class Trial(Generic[V]):
                 self.lost = self.one is None
                 if self.one is not None:
                     self.view = self.runner.fill(self.one.batch, **self.one.side)
-            self._write(self.filled)
+            self.write(self.filled)
         except Exception:  # a device that a fault has stopped says so in words of its own
             if not self.raised:
                 raise
             self.lost = True
         return found
 
-    def _write(self, values: Tensors) -> None:
+    def write(self, values: Tensors) -> None:
+        """Have slots hold these values."""
         self._wait()  # a replay may still read slots in host memory
         slots = self.slots
         with torch.no_grad():
@@ -155,8 +161,8 @@ class Finding:
 class Subject(Generic[V]):
     """A captured runner that is checked.
 
-    produce: writes what producers write. signed: slots that may hold any number below 0, too. notes: what was left out,
-    and why.
+    produce: writes what producers write. random: whether the step draws random numbers on purpose. signed: slots that
+    may hold any number below 0, too. notes: what was left out, and why.
     """
 
     runner: Runner[V]
@@ -164,6 +170,7 @@ class Subject(Generic[V]):
     state: State
     seed: int = 0
     read_outside: tuple[str, ...] = ()
+    random: bool = False
     produce: Callable[[V], object] = id
     signed: Collection[str] = ()
     notes: dict[str, None] = attrs.field(factory=dict)

@@ -106,6 +106,11 @@ def find(
     is_wanted: whether a value is looked for. why: what others are. given: for a function that takes such arguments.
     """
     place, colon, name = target.rpartition(":")
+    if not name or (colon and not place):
+        refuse(
+            "expected MODULE:NAME, a module or a .py file and a name in it, as in my_engine.runners:decode or "
+            f"engine.py:make, got {target!r}"
+        )
     module: Any = _module(place if colon else name)
     known = [known for known, one in vars(module).items() if is_wanted(one) and not known.startswith("_")]
     if not colon:
@@ -287,6 +292,7 @@ def check(
     batches: str | None,
     only: Sequence[str] | None,
     read_outside: Sequence[str] | None,
+    random: bool,
     rounds: int,
     seed: int,
 ) -> Found:
@@ -299,7 +305,8 @@ def check(
             lambda value: callable(value) or (isinstance(value, Iterable) and not isinstance(value, str)),
             why,
         )
-    report = check_runner(runner, given, rounds=rounds, seed=seed, only=only or (), read_outside=read_outside or ())
+    options: dict[str, Any] = {"only": only or (), "read_outside": read_outside or (), "random": random}
+    report = check_runner(runner, given, rounds=rounds, seed=seed, **options)
     title, *lines = str(report).splitlines()
     found = {name: report.of(name) for name in report.steps}
     rows = [

@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -516,7 +517,7 @@ def test_check_finds() -> None:
     found = checked("checked_engine:faulty --seed 4")
     assert found.exit_code == 1
     cells = cells_of(found.stdout)
-    assert list(cells) == ["poison", "parity", "addresses", "coverage", "races"]
+    assert list(cells) == ["poison", "parity", "addresses", "coverage", "races", "weights"]
     assert (cells["poison"], cells["races"]) == (["8", "1", "weights"], ["8", "0", "-"])
     assert "poison: live row 0 of the output changed" in found.stdout
     assert "when the tail of slot 'weights' held nan instead of 1.0" in found.stdout
@@ -542,7 +543,9 @@ def test_check_of_a_sound_runner() -> None:
 NOT_CHECKED = {
     "number": (2, "'number' in checked_engine is not a runner, nor a function without"),
     "make_trouble": (1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
-    "captured --only poisson": (2, "there is no check 'poisson': checks are poison, parity"),
+    "captured --only poisson": (2, "checks are poison, parity, addresses, coverage, races, weights; did you mean"),
+    "captured --only transition": (2, "check 'transition' is not for this runner: no slot has then="),
+    "": (2, "expected MODULE:NAME, a module or a .py file and a name in it, as in my_engine.runners:decode"),
     "captured --batches number": (2, "'number' in checked_engine is no batches"),
     "captured --rounds 0": (2, "--rounds"),
 }
@@ -555,6 +558,38 @@ def test_check_refuses() -> None:
         found = checked(f"checked_engine:{arguments}")
         assert found.exit_code == status, arguments
         assert said in " ".join(found.stderr.split()), found.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_a_target_is() -> None:
+    """A target without a module or a name says what it must have."""
+    for command, target in itertools.product(("check", "explain"), ("", ":", ":made", "checked_engine:")):
+        found = run(command, target)
+        assert found.exit_code == 2
+        assert "expected MODULE:NAME, a module or a .py file and a name in it" in " ".join(found.stderr.split())
+        assert f"got {target!r}" in " ".join(found.stderr.split())
+
+
+def test_progress(folder: pathlib.Path) -> None:
+    """At a terminal a bar on standard error has the time left; standard output has the report alone."""
+    line = [sys.executable, "-m", "slotgraph", "check", "checked_engine.py:make_sound", "--rounds", "150"]
+    shown, terminal = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=terminal, cwd=folder, env=environment) as done:  # noqa: S603 - ours
+        os.close(terminal)
+        told = b""
+        with contextlib.suppress(OSError):  # as a terminal ends
+            while chunk := os.read(shown, 4096):
+                told += chunk
+        report = done.stdout.read().decode() if done.stdout else ""
+    os.close(shown)
+    assert done.returncode == 0
+    assert "DecodeRunner: no findings" in report
+    assert "\x1b" not in report
+    text = told.decode()
+    assert "looking at batches" in text
+    assert "checking poison" in text
+    assert re.search(r"\d:\d\d:\d\d", text), text[-500:]
 
 
 def test_replay(folder: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, staged
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, errors, staged
 from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
@@ -81,8 +81,10 @@ def test_sources_in_place(backend: "Backend") -> None:
 def test_refusals(cpu: str) -> None:
     """Unknown checks and slots, no batches, and a runner that is not captured, each in its words."""
     runner = plain_runner(cpu)
-    with pytest.raises(errors.ConfigError, match="there is no check 'poisson': checks are poison, parity"):
-        slotgraph.check(runner, only=("poisson",))
+    said = "there is no check 'poisson': checks are poison, parity, .*, weights; did you mean 'poison'?"
+    for only in ("poisson", ("poisson",)):
+        with pytest.raises(errors.ConfigError, match=said):
+            slotgraph.check(runner, only=only)
     with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is not a slot of PlainInputs"):
         slotgraph.check(runner, read_outside=["idz"])
     with pytest.raises(errors.ConfigError, match="batches= has none"):
@@ -98,6 +100,14 @@ def test_step_that_is_never_the_same() -> None:
     assert found.slot is None
     assert "gives other outputs for the same inputs (live row 0 of the output changed" in found.message
     assert "pass that as state=[...]" in found.message
+
+
+def test_one_check_by_its_name(cpu: str) -> None:
+    """A name by itself is one check, and one that is not for a runner says why."""
+    assert passed(plain_runner(cpu), only="poison").steps.keys() == {"poison"}
+    eager = EagerRunner(PlainInputs, plain_step, backend=cpu)
+    with pytest.raises(errors.ConfigError, match=r"not for this runner: a EagerRunner has no steps\(\)"):
+        slotgraph.check(eager, only="transition")
 
 
 def test_report(cpu: str) -> None:

@@ -315,6 +315,33 @@ def _frozen_number() -> CheckReport:
     return report_of("parity", runner)
 
 
+def _dropout() -> CheckReport:
+    dropout = torch.nn.Dropout(0.4)
+    return report_of("poison", runner_of(lambda view: dropout(sound(view)), CAPTURES))
+
+
+def _changed_weight() -> CheckReport:
+    weight = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+    return report_of("weights", runner_of(lambda view: sound(view) * weight.mul_(0.5), CAPTURES))
+
+
+def _frozen_sum() -> CheckReport:
+    weight = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+    array = weight.numpy()  # which shares its memory
+    return report_of("weights", runner_of(lambda view: sound(view) * weight * float(array.sum()), CAPTURES))
+
+
+def _sum_made_once() -> CheckReport:
+    weight, made = torch.nn.Parameter(torch.rand(4), requires_grad=False), dict[str, float]()
+
+    def step(view: Any) -> torch.Tensor:
+        if not made:
+            made["sum"] = float(weight.sum())
+        return sound(view) * weight * made["sum"]
+
+    return report_of("weights", runner_of(step, CAPTURES))
+
+
 def _exchanged_tensor() -> CheckReport:
     held = {"bias": torch.ones(4)}
     runner = runner_of(lambda view: sound(view) + held["bias"], CAPTURES)
@@ -357,6 +384,10 @@ OTHERS: Final[dict[str, Callable[[], CheckReport]]] = {
     "the buffer of a slot is another one than at capture": _moved_slot,
     "host memory is written again while its upload is in flight": _broken_ring,
     "a fill overtakes a copy out of a slot in host memory": _overtaken_copy,
+    "a dropout is still on": _dropout,
+    "the step changes a weight": _changed_weight,
+    "a number that the step makes of a weight is frozen in the graph": _frozen_sum,
+    "the step makes a number of a weight in its first run alone": _sum_made_once,
     "a rule makes live rows of padded ones": _padding_in_a_rule,
     "a rule raises on a slot's initial value": _rule_that_raises,
     "the kernel advances rows behind the live ones": _advanced_tail,
@@ -414,7 +445,7 @@ def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     """The same step without a bug passes all checks, with notes on what was held."""
     report = passed(runner_of(sound, backend))
     assert report.notes == ("slot 'places' was checked against its pad=0: it says where the step writes",)
-    assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races"), 13)
+    assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races", "weights"), 13)
 
 
 @pytest.mark.parametrize("lowering", LADDER)
@@ -443,7 +474,7 @@ def test_sound_rules_have_no_findings(backend: "Backend", lowering: str) -> None
 
 def test_transitions_that_no_one_runs(cpu: str) -> None:
     """A runner of which no slot advances has no such check; one that steps() refuses is noted."""
-    with pytest.raises(errors.ConfigError, match="there is no check 'transition': checks are poison"):
+    with pytest.raises(errors.ConfigError, match="check 'transition' is not for this runner: no slot has then="):
         report_of("transition", runner_of(sound, cpu))
 
     class Varied(Advancing):
