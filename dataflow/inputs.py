@@ -3,7 +3,7 @@
 import inspect
 import keyword
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, SupportsIndex, TypeVar, dataclass_transform
 
 import attrs
@@ -11,7 +11,7 @@ import torch
 
 from .axes import TOKENS, Axis, Step
 from .declaration import Declaration, Faults, declare, refused
-from .errors import DeclarationError, DeclarationErrors, did_you_mean
+from .errors import BatchError, DeclarationError, DeclarationErrors, did_you_mean
 from .slots import FAULTS, SLOT, Slot, computed, constant, copied, output, slot, staged
 from .sources import Field, is_factory
 from .views import ViewInfo, live_values, narrowed
@@ -36,8 +36,8 @@ def slot_in(field: object) -> Slot | None:
 
 def _holds_slots(value: object, depth: int = 4) -> bool:
     """Whether something is a slot, or a list, tuple, set or mapping of some, nested so deep at most."""
-    inner = value.values() if isinstance(value, Mapping) else value
-    if depth and isinstance(inner, Collection) and not isinstance(inner, str | bytes | torch.Tensor):
+    inner = [*value.values()] if isinstance(value, Mapping) else value
+    if depth and isinstance(inner, list | tuple | set | frozenset):
         return any(_holds_slots(one, depth - 1) for one in inner)
     return isinstance(value, Slot) or slot_in(value) is not None
 
@@ -101,10 +101,11 @@ class Inputs(metaclass=_Declaring):
         slots = {a.name: kind for a in _attributes(cls) if (kind := slot_in(a)) is not None}
         plain, fields = {a.name: a for a in _attributes(cls) if a.name not in slots}, dict[str, Field]()
         for name, attribute in plain.items():
+            fields[name] = Field.of(cls, attribute)
             try:
-                fields[name] = Field.of(cls, attribute)
-            except Exception as error:  # noqa: BLE001 - a converter may raise anything
-                faults.append((name, f"its converter raised {type(error).__name__} for its default: {error}"))
+                _ = is_factory(attribute.default) or fields[name].read(None)
+            except BatchError as error:
+                faults.append((name, f"its converter does not take its default: {error}"))
         for name, fault in faults:
             what = "field" if name in plain else "slot"
             found.append(DeclarationError(f"{cls.__name__}.{name}: {what} {name!r}: {fault}"))

@@ -102,7 +102,7 @@ class Field:
     """A field of a declaration that is no slot, and what attrs does to its values.
 
     owner: the declaration, whose constructor has converted what its objects have. attribute: its own description of the
-    field. convert: its converter, or None. default: converted, too; attrs.NOTHING where there is none.
+    field. convert: its converter, or None. default: as declared; attrs.NOTHING where there is none.
     """
 
     name: str
@@ -113,16 +113,14 @@ class Field:
 
     @classmethod
     def of(cls, owner: type, attribute: Any) -> "Field":
-        """The field that attrs made. Raises what its converter raises over the default."""
-        convert, default = attribute.converter, attribute.default
+        """The field that attrs made."""
+        convert = attribute.converter
         if isinstance(convert, attrs.Converter):
             said: Any = convert  # its type has no attributes
             make = said.converter
             convert = (lambda value: make(value, attribute)) if said.takes_field else make
             convert = None if said.takes_self else convert  # which its class is refused for
-        if convert is not None and default is not attrs.NOTHING and not is_factory(default):
-            default = convert(default)
-        return cls(attribute.name, owner, attribute, convert, default)
+        return cls(attribute.name, owner, attribute, convert, attribute.default)
 
     def read(self, batch: Any) -> Any:
         """The batch's own value, else the default, converted; None where there is neither.
@@ -131,13 +129,15 @@ class Field:
         """
         value = look_up(batch, self.name)
         if value is None:
-            if not is_factory(self.default):
-                return None if self.default is attrs.NOTHING else self.default
-            value = self.default.factory()
-        elif self.convert is None or isinstance(batch, self.owner):
+            if self.default is attrs.NOTHING:
+                return None
+            value = self.default.factory() if is_factory(self.default) else self.default
+        elif isinstance(batch, self.owner):
+            return value
+        if self.convert is None:
             return value
         try:
-            return value if self.convert is None else self.convert(value)
+            return self.convert(value)
         except Exception as error:
             raise BatchError(self.refusal(error)) from error
 

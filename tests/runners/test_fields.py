@@ -181,6 +181,23 @@ class Stacked(Prefill):  # its placeholder gives texts, which the class makes nu
         return {"extend_seq_lens": [step.live(TOKENS)], "scale": cls.given}
 
 
+def test_converted_defaults_are_made_for_each_batch() -> None:
+    """What a converter makes of a default belongs to one batch: changed in place, no other batch sees it."""
+
+    class Made(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        tags: Any = attrs.field(default="a b", converter=lambda tags: tags.split() if isinstance(tags, str) else tags)
+
+    runner = ready(DecodeRunner(Made, lambda view: view.ids * len(view.tags), buckets=[4], backend="cpu-capture"))
+    for batch in ({"ids": [5]}, {"ids": [5], "tags": "a b"}, Made(ids=torch.tensor([5]))):
+        view = runner.fill(batch)
+        if isinstance(batch, dict):  # else the object's own
+            view.tags.append("c")
+        assert runner(batch).tolist() == [10]
+        assert runner.decide(batch).path == "graph"
+    assert runner({"ids": [5], "tags": "a"}).tolist() == [5]
+
+
 def test_placeholders() -> None:
     """A break sees a placeholder's values, and a batch's, as the class makes them; a wrong one is refused."""
     seen = list[Any]()
