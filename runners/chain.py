@@ -128,7 +128,11 @@ class Chain(Generic[V]):
         self._editing = filling.alone
         host = next((name for name in declaration.rules if declaration.slots[name].placement == HOST), None)
         self.why = why or ("" if host is None else f"host slot {host!r} advances")
-        self._moves_host = host is not None
+        read = {
+            need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
+        }
+        written = [one.name for one in self._graphs.buffers if one.slot.rewritten or one.foreign]
+        self._moves_host = host is not None or not read.isdisjoint(written)
         self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
         self._turn, self._clock, self._hosts = self._graphs.buffers.turn, self._graphs.clock, filler.hosts
         self._stream, self._fills, self._forks = filler.stream, -1, FORKS.count

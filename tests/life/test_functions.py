@@ -27,6 +27,7 @@ BUCKETS: Final = (1, 2, 4, 8)
 POISON: Final = 7919
 UNREAD: Final = (keep("only rules by row read it"), once(5))
 DTYPES: Final = (torch.int64, torch.int32, torch.float64)
+HEALTH: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 SHRINKS: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 EXAMPLES: Final = int(os.environ.get("SLOTGRAPH_GAMES", "0"))
 Tensors = dict[str, torch.Tensor]
@@ -429,7 +430,7 @@ def played(game: Any, examples: int) -> None:
     @settings(
         max_examples=EXAMPLES or examples,
         deadline=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=HEALTH,
         phases=[Phase.generate, *([Phase.shrink] if SHRINKS else [])],
     )
     @given(st.data())

@@ -6,7 +6,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, output
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, output, staged
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import LADDER
 
@@ -221,3 +221,24 @@ def test_a_replay_without_a_fill_knows_each_axis(name: str) -> None:
                 assert bool((held[count:] == -1).all()), (slot, number)
             assert int(view.made) == total
             total = int((batch["ids"].cpu() + number + 1).sum()) - (8 - tokens)  # of the new ids
+
+
+class Produced(Inputs):  # a producer writes a slot in host memory, and the host computes from it
+    ids: torch.Tensor = ids()
+    lens: torch.Tensor = staged(BATCH, dtype=torch.int64, pad=0, placement="host")
+    most: torch.Tensor = computed(lambda lens: int(lens.sum()), shape=1, dtype=torch.int64)
+
+
+@by_all_ways
+def test_a_function_on_the_host_sees_what_a_producer_wrote(backend: str, lowering: str) -> None:
+    """It is called again in each step, also without news, and sees no padded row that the producer wrote."""
+    runner = captured(backend, lowering, Produced, lambda view: view.most.clone(), buckets=(4, 8))
+    lens = runner.inputs(4).lens
+    lens.copy_(torch.tensor([1, 2, 3, 50]))
+    found = []
+    for step in runner.steps({"ids": [1, 2, 3]}):
+        found += step.outputs.tolist()
+        lens += 10
+        if step.number == 2:
+            break
+    assert found == [6, 36, 66]
