@@ -216,6 +216,7 @@ def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: st
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 @pytest.mark.parametrize("dtype", WHOLE, ids=str)
 def test_whole_numbers_on_cuda(dtype: torch.dtype, lowering: str) -> None:

@@ -93,6 +93,7 @@ def test_parts_of_each_step(cpu: str, name: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 def test_parts_of_each_step_on_cuda(name: str, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
