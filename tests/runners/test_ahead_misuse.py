@@ -112,9 +112,10 @@ def test_no_raw_error(runner: DecodeRunner[Mixed]) -> None:
     assert refused > 250
 
 
-@pytest.mark.parametrize("junk", [one for one in JUNK if one is not None], ids=lambda one: str(one)[:20])
-def test_arguments_of_steps(junk: Any) -> None:
+@pytest.mark.parametrize("place", range(1, len(JUNK)))
+def test_arguments_of_steps(place: int) -> None:
     """They are refused before anything is run."""
+    junk = JUNK[place]
     runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
     runner.capture()
     for argument in ("keys", "needs", "read", "ahead", "agree_every"):
@@ -179,9 +180,9 @@ def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: st
         down: torch.Tensor = copied(BATCH, 2, dtype=dtype, pad=1, then=lambda down: down - 3)
 
     def step(view: Whole) -> torch.Tensor:
-        return torch.cat([view.up[:, None], view.down], 1)
+        return torch.cat([view.up[:, None].to(torch.int64), view.down.to(torch.int64)], 1)
 
-    def bits_of(rows: Any) -> list[Any]:  # torch itself gives some numbers of uint64 below 0
+    def bits_of(rows: Any) -> list[Any]:  # some numbers of uint64 are below 0 as int64
         return [[one % size for one in row] for row in rows]
 
     runner = DecodeRunner(Whole, step, backend=cpu, buckets=(2, 4), output_rows=BATCH, lowering=lowering)
@@ -212,6 +213,15 @@ def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: st
         if one.number == 5:
             break
         rows = [[row[0] + most, row[1] - 3, row[2] - 3] for row in rows]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
+@pytest.mark.parametrize("dtype", WHOLE, ids=str)
+def test_whole_numbers_on_cuda(dtype: torch.dtype, lowering: str) -> None:
+    """The same by the compiled kernel, and by torch's own operators."""
+    test_whole_numbers_of_every_dtype("cuda", dtype, lowering)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)

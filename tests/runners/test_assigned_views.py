@@ -189,7 +189,9 @@ def line_of(step: Callable[..., Any]) -> int:
 
 
 @pytest.mark.parametrize("lowering", LADDER)
-@pytest.mark.parametrize(("step", "at"), [(whole, deeper), (part, part), (twice, twice)], ids=str)
+@pytest.mark.parametrize(
+    ("step", "at"), [(whole, deeper), (part, part), (twice, twice)], ids=["whole", "part", "twice"]
+)
 def test_a_write_in_place_names_its_line(cpu: str, step: Any, at: Callable[..., Any], lowering: str) -> None:
     """The slot, the file and the line, and what to do."""
     runner = DecodeRunner(Placed, step, backend=cpu, buckets=(2,), lowering=lowering)

@@ -77,10 +77,11 @@ def test_parts_of_each_step(cpu: str, name: str, options: dict[str, Any]) -> Non
     """Each step has its own values, also where requests have joined or left."""
     read, first = PARTS[name], torch.randint(1, 99, (2,), generator=torch.Generator().manual_seed(4))
     numbers = dict(zip("ab", first.tolist(), strict=True))
+    tens = TENS.cpu()
     for step in ready(cpu, **options).steps({"number": first}, keys=[*"ab"], ahead=1, read=read):
         now = {key: numbers[key] + step.number for key in numbers if key != "c" or key in step.keys}
         rows = torch.tensor([now[key] for key in step.keys])
-        want = Made(rows * 2, rows[:, None] * TENS, 0.5)
+        want = Made(rows * 2, rows[:, None] * tens, 0.5)
         assert plain(step.outputs) == plain(read(want))
         if step.number == 2:
             step.join({"number": [50]}, ["c"])
@@ -89,6 +90,16 @@ def test_parts_of_each_step(cpu: str, name: str, options: dict[str, Any]) -> Non
             step.leave(["a"])
         if step.number == 7:
             break
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
+def test_parts_of_each_step_on_cuda(name: str, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same from the device's memory."""
+    monkeypatch.setattr("tests.runners.test_read.TENS", TENS.to("cuda"))
+    test_parts_of_each_step("cuda", name, {"lowering": lowering})
 
 
 WRONG: Final[dict[str, Callable[[Made], Any]]] = {
