@@ -179,13 +179,18 @@ class Inputs(metaclass=_Declaring):
 
     def __copy__(self) -> Self:
         """Copy a batch or a view with the same tensors: that of a view is a view, too."""
-        return _made_of(type(self), vars(self))
+        return _made_of(self._declared(), vars(self))
+
+    @classmethod
+    def _declared(cls) -> type[Self]:
+        """The declaration that this is an object of. A runner's views are of a subclass."""
+        return cls
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Copy or pickle a view as a batch with memory of its own: its live rows and its fields, nothing computed."""
         if self._slotgraph_view is None:
             return super().__reduce_ex__(protocol)
-        return _made_of, (type(self), live_values(vars(self), self.slotgraph, self._slotgraph_view))
+        return _made_of, (self._declared(), live_values(vars(self), self.slotgraph, self._slotgraph_view))
 
 
 def _made_of(cls: type[V], values: Mapping[str, Any]) -> V:

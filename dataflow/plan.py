@@ -147,6 +147,9 @@ FEW_NUMBERS: Final = 2
 """So many numbers that the host computes are filled in one by one where nothing else goes up: 70 us against 79 of an
 upload, on one H100's host for 12 slots, one of them such a number."""
 
+_NOT_TOGETHER: Final = frozenset({torch.uint16, torch.uint32, torch.uint64})
+"""Dtypes that torch copies on a device one by one alone."""
+
 NONE: Final[frozenset[str]] = frozenset()
 
 
@@ -351,6 +354,9 @@ class _Planning:
         on_device = slot.placement == DEVICE
         if not (self.capabilities.foreach_device if on_device else self.capabilities.foreach_host):
             return f"no foreach on the {slot.placement}"
+        dtype = resolve_dtype(slot.dtype, self.capabilities)
+        if dtype in _NOT_TOGETHER:
+            return f"no foreach of {dtype_text(dtype)}"
         packs = self.capabilities.packed_uploads
         if (slot.strided and not (packs and name in self.pattern.hosted)) or any(dim > 0 for dim in slot.varying):
             return "strided"

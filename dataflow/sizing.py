@@ -161,7 +161,8 @@ class Sizer:
     def _no_batch(self, batch: Any) -> list[str]:
         """Say what came in place of a batch, if nothing that slots read is there."""
         names = [*self._names]
-        if isinstance(batch, Mapping) or any(look_up(batch, name) is not None for name in names):
+        is_tensor = isinstance(batch, torch.Tensor)  # whose own attributes may have the names of slots
+        if isinstance(batch, Mapping) or (not is_tensor and any(look_up(batch, one) is not None for one in names)):
             return []
         if not names or self._nearest(batch):
             return []

@@ -161,8 +161,8 @@ class Transition:
         """
         live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
         for name, number in self._written.items():
-            slot = self._buffers[name].view(self._sizes)
-            torch.where(live[name], slot, number, out=slot)
+            slot = words(self._buffers[name].view(self._sizes))
+            torch.where(live[name], slot, words(number), out=slot)
         for computation in self._computations:
             computation.run(None)
             view = self._made.get(computation.slot)
@@ -193,12 +193,11 @@ class Transition:
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for slot in self.sources.keys() - {*lanes}:
             buffer, add = self.sources[slot]
-            target, source = self._buffers[slot].view(live), buffer.view(live)
+            target, source = words(self._buffers[slot].view(live)), words(buffer.view(live))
             if source.data_ptr() != target.data_ptr():
                 targets.append(target)
                 sources.append(source)
             if add:
-                target = words(target)
                 adds.setdefault(_wrapped(add, target.dtype), []).append(target)
 
         def advance() -> None:

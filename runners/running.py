@@ -133,6 +133,11 @@ class _Shown:
     def __init_subclass__(cls) -> None:
         """Leave the class as it is: its slots are those of the declaration that it derives from."""
 
+    @classmethod
+    def _declared(cls) -> type:
+        """The declaration itself, of which copies are."""
+        return cls.__bases__[1]
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Raise ReplayError unless a step runs. Slots that are written in place, `view.ids += 1`, come as they are."""
         values = vars(self)

@@ -57,5 +57,5 @@ def test_names_that_neither_has() -> None:
     def misspelt(view: Any) -> Any:
         return view.pixel
 
-    with pytest.raises(AttributeError, match=r"^'Images' has no slot or field 'pixel'$"):
+    with pytest.raises(AttributeError, match=r"^'Images' has no slot or field 'pixel'; did you mean 'pixels'\?$"):
         EagerRunner(Images, misspelt, backend="cpu")({"pixels": torch.rand(3, 4), "labels": [1, 2, 3]})
