@@ -133,6 +133,8 @@ class Transition:
             }
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
+        with outside_inference():  # the number of the last packet that slots were written by
+            self._taken = [buffers[name].tensor.new_zeros((), dtype=torch.int64) for name in self._apart[:1]]
 
     def _mask(self, name: str) -> Mask:
         """What tells the live rows of a slot."""
@@ -143,12 +145,6 @@ class Transition:
                 place = torch.arange(view.shape[dim], device=view.device).view(-1, *[1] * (view.dim() - dim - 1))
                 mask.append((place, self._declaration.counted.index(slot.shape[dim])))
         return mask
-
-    @functools.cached_property
-    def _taken(self) -> torch.Tensor:
-        """The number of the last packet that slots were written by."""
-        with outside_inference():
-            return torch.zeros((), dtype=torch.int64, device=self._buffers[self._apart[0]].tensor.device)
 
     def leaves(self, lanes: Collection[str]) -> bool:
         """Whether a kernel that advances some lanes leaves anything: a rule that is a function, or other slots."""
@@ -176,16 +172,17 @@ class Transition:
         head: the packet's first words, see `.packet`.
         """
         armed, number, _, _, *counts = head
-        self._compute(counts)
-        if self._apart:
-            moves = (armed != 0) & (number == self._taken)
+        if self._computations:
+            self._compute(counts)
+        for taken in self._taken:
+            moves = (armed != 0) & (number == taken)
             for slot in self._apart:
                 buffer, add = self.sources[slot]
                 target, source = words(self._buffers[slot].view(self._sizes)), words(buffer.view(self._sizes))
                 is_live = _below(self._masks[slot], counts, moves)
                 value = source + _wrapped(add, source.dtype) if add else source
                 torch.where(is_live, value, target, out=target)
-            self._taken.copy_(number)
+            taken.copy_(number)
 
     def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
         """A call that advances the live rows of slots with rules, but for lanes, which a kernel then advances."""
@@ -201,7 +198,8 @@ class Transition:
                 adds.setdefault(_wrapped(add, target.dtype), []).append(target)
 
         def advance() -> None:
-            self._compute(counts)
+            if self._computations:
+                self._compute(counts)
             if targets:
                 _FOREACH_COPY(targets, sources)
             for add, grown in adds.items():

@@ -183,6 +183,9 @@ class Free(Inputs):  # axes that do not follow from one another
     ends: torch.Tensor = copied(BATCH + 1, dtype=torch.int64, pad=-1, then=lambda ends: ends + 100)
     table: torch.Tensor = copied(BATCH * PAGES, 2, dtype=torch.int64, pad=-1, then=lambda table: table + 1000)
     stays: torch.Tensor = copied(PAGES * 2, dtype=torch.int64, pad=-1)
+    apart: torch.Tensor = copied(  # from the kernel
+        TOKENS, dtype=torch.complex128, pad=-1, converts=(torch.int64,), then=lambda apart: apart + 5
+    )
     total: torch.Tensor = copied(1, dtype=torch.int64, then=lambda ids: ids.sum().reshape(1))
     made: torch.Tensor = output(1, dtype=torch.int64)
 
@@ -208,10 +211,11 @@ def test_a_replay_without_a_fill_knows_each_axis(name: str) -> None:
     graph = backend.capture(step)
     for requests, tokens, pages in ((2, 5, 3), (4, 1, 1), (1, 8, 2), (3, 2, 1)):
         rows = {"ids": tokens, "lens": requests, "ends": requests + 1, "table": requests * pages, "stays": pages * 2}
+        rows["apart"] = tokens
         batch = {name: torch.arange(1, count + 1, device=backend.device) for name, count in rows.items()}
         batch["table"] = batch["table"][:, None].repeat(1, 2)
         view = buffers.fill({**batch, "total": [0]}, live={BATCH: requests, TOKENS: tokens, PAGES: pages})
-        added = {"ids": 1, "lens": 10, "ends": 100, "table": 1000, "stays": 0}
+        added = {"ids": 1, "lens": 10, "ends": 100, "table": 1000, "stays": 0, "apart": 5}
         total = 0
         for number in range(4):
             graph.replay()
