@@ -14,7 +14,7 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CheckError, place_now
 from ...dataflow.views import ordinary_alias
 from ..capture import Captured, with_own_casts
-from ..comparison import graph_of, mismatches, seen
+from ..comparison import USUAL, graph_of, mismatches, seen
 from ..runner import Runner
 from ..sampling import Sample
 from ..state import CLOSED, Piece, State, reached
@@ -70,7 +70,7 @@ def check_weights(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[
     held = weights_of(subject.runner)
     written = _written(subject, held)
     places = [span(piece.memory) for piece in subject.state.pieces]
-    floats = [one for one in held if one.memory.is_floating_point() and not overlaps(one.memory, places)]
+    floats = [one for one in held if one.memory.dtype in USUAL and not overlaps(one.memory, places)]
     steady = [one for one, is_own in zip(floats, _owned(floats), strict=True) if is_own]
     for left in floats[:1] if len(steady) < len(floats) else ():
         subject.notes[
@@ -190,10 +190,10 @@ def _changed(trial: Trial[Any], written: State, changes: Sequence[Changes], *, v
 
 def _reaches_outputs(trial: Trial[Any], loose: State) -> bool:
     """Whether a step gives other outputs on what an earlier one left in some tensors."""
-    left = trial.run(lambda _: loose.copy())
-    usual = trial.run(lambda made: seen(trial.view, made).outputs)
-    if isinstance(left, Exception) or isinstance(usual, Exception):
+    first = trial.run(lambda made: (loose.copy(), seen(trial.view, made).outputs))
+    if trial.raised or isinstance(first, Exception):
         return False
+    left, usual = first
 
     def go_on() -> Any:
         loose.restore(left)

@@ -31,6 +31,7 @@ from slotgraph import (
     keep,
     output,
 )
+from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport
@@ -101,7 +102,7 @@ class Around(nn.Module):  # a step around the model
 def captured(fault: Any, kind: str = "decode", backend: Any = CAPTURES, **options: Any) -> Any:
     """A captured runner of a model with a fault."""
     step = Around(Model(fault, broken=kind == "breakable"))
-    device = slotgraph.backends.choose(backend).device
+    device = choose(backend).device
     step.model.array = step.model.weight.numpy()
     step = step.to(device)
     if kind == "decode":
@@ -413,6 +414,7 @@ class Drawn(nn.Module):
         self.seen = torch.zeros(1)  # which nothing reads
         self.tied = self.table.weight
         self.scale = [torch.randn(1, generator=draw).bfloat16().expand(WIDE)]
+        self.small = torch.randn(WIDE, generator=draw).to(torch.float8_e4m3fn)
         self.fused = torch.randn(2 * WIDE, WIDE, generator=draw)
         self.parts = torch.split(self.fused, WIDE)
         self.ready = torch.randn(WIDE, generator=draw).sum().item()  # made before any capture
@@ -450,7 +452,7 @@ OPERATIONS: dict[str, Operation] = {
     "recurrent": Drawn.recurred,
     "statistic": Drawn.counted,
     "tied": lambda step, rows, _: rows + torch.tanh(rows @ step.tied.T) @ step.tied,
-    "expanded": lambda step, rows, _: rows + step.scale[0],
+    "expanded": lambda step, rows, _: rows + step.scale[0] + step.small.float(),
     "parts": lambda step, rows, _: rows @ step.parts[0] + rows @ step.parts[1],
     "flags": lambda _, rows, view: torch.where(view.flags[:, None], rows, -rows),
 }
