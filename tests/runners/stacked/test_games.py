@@ -91,7 +91,7 @@ class Program:
         in_context = ARGUMENTS.index(self.in_context) if self.in_context else None
         if in_context is not None and any(act == "with_anew" for act, _ in self.acts):
             shared |= {in_context}
-        is_part = any(place % len(origins) > 2 and origins[place % len(origins)] == 2 for place in self.returned)  # noqa: PLR2004 - the last argument
+        is_part = any(place % len(origins) > 2 and origins[place % len(origins)] == 2 for place in self.returned)
         return bool(shared & written) or (self.twin == "part" and is_part)
 
 

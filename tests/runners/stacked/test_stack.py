@@ -274,7 +274,11 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], None, "long reads slot 'extend_seq_lens'"),
     (lambda hidden, view: hidden * view.scale, None, "'scale' is carried from the batch and has no default"),
     (lambda hidden, _: hidden * current_view(Prefill).scale, None, "'scale' is carried from the batch and has no"),
-    (lambda hidden, pool: hidden + pool.rows, pool_of, "argument 1 of the stack, of type Pool, holds a tensor that each"),
+    (
+        lambda hidden, pool: hidden + pool.rows,
+        pool_of,
+        "argument 1 of the stack, of type Pool, holds a tensor that each",
+    ),
     (lambda hidden, pool: plus_rows(hidden, pool) + pool.rows[0], pool_of, "of type Pool, holds a tensor"),
     (lambda hidden, part: first_request(hidden, part) + part.positions.sum(), first_of, "of type Prefill, is another"),
 ]
