@@ -287,7 +287,7 @@ class _Tensors:
     """Tensors by identity, none of which is kept alive."""
 
     def __init__(self) -> None:
-        self._known = WeakIdKeyDictionary()  # type: ignore[no-untyped-call] # torch's own
+        self._known = WeakIdKeyDictionary()
 
     def add(self, tensor: torch.Tensor) -> None:
         """Know one more."""
@@ -381,6 +381,6 @@ def _reads(what: str, slot: str) -> str:
 def _made_anew(what: str, tensor: torch.Tensor) -> str:
     return (
         f"{what} a tensor that the step makes anew, past the arguments of the stack, {text_of(tensor)}: later steps "
-        "would have that of the capture in its place. Hand it to the stack as an argument, or read it in a break, where "
-        "the step has put it"
+        "would have that of the capture in its place. Hand it to the stack as an argument, or read it in a break, "
+        "where the step has put it"
     )

@@ -1,4 +1,4 @@
-"""A step whose stack is captured: the call that its graphs are of, what each boundary hands over, and a replay of it."""
+"""A step whose stack is captured: the call that its graphs are of, what boundaries hand over, and its replays."""
 
 import functools
 import operator
@@ -61,7 +61,7 @@ class StackCall:
     """What is captured of one bucket: a function and its arguments; tensors beside the slots have memory of their own.
 
     own: the step's view. view: what the captured part sees in its place. leaves: the arguments of the capture, flat.
-    sources: by identity of what the captured part was given, what each step has in its place. written: places of
+    sources: by identity of what the captured part was given, what each step has in its place. written:
     arguments that graphs or breaks write, and that graphs read. hands_out: whether outputs are each step's own.
     """
 
@@ -105,16 +105,17 @@ class StackCall:
 
         apart: pairs of arguments that may not share memory, because one of them is written.
         """
-        self.written, self.apart = sorted(set(written) & set(read)), apart
-        self._views, self._values = list[int](), list[tuple[int, Any]]()
-        self._moved, self._same = list[tuple[int, torch.Tensor]](), list[tuple[int, Any]]()
-        first = dict[int, int]()
+        self._apart = apart
+        self._values = list[tuple[int, Any]]()
+        self._same = list[tuple[int, Any]]()
+        self._moved = list[tuple[int, torch.Tensor]]()
         self._twins = list[tuple[int, int]]()
+        first = dict[int, int]()
         for place, kept in enumerate(self.leaves):
-            if kept is self.view:
-                self._views.append(place)
-            elif isinstance(kept, VALUES):
+            if isinstance(kept, VALUES):
                 self._values.append((place, kept))
+            elif kept is self.view:
+                self._same.append((place, kept))
             elif place not in read:
                 if first.setdefault(id(kept), place) != place:
                     self._twins.append((first[id(kept)], place))
@@ -122,7 +123,8 @@ class StackCall:
                 self._moved.append((place, kept))
             else:
                 self._same.append((place, kept))
-        moved = {id(kept) for _, kept in (*self._moved, *self._same)}
+        moved = {id(kept) for _, kept in (*self._moved, *self._same)} - {id(self.view)}
+        self.written = [(place, kept) for place, kept in self._moved if place in written]
         self._live = {key: source for key, source in self.sources.items() if key not in moved}
 
     def arguments(self) -> Any:
@@ -143,22 +145,21 @@ class StackCall:
         with torch.no_grad():
             return under_way(self.at_capture(self._backend), lambda: self.named(self.run(*args, **kwargs)))
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running) -> None:
+    def take(  # noqa: C901 - in one piece, for each step's sake
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
+    ) -> None:
         """Move a step's arguments to where graphs read them, and let breaks find them, flat."""
         leaves, view = [*args, *kwargs.values()], step.view
         if (*map(type, leaves), *kwargs) != self._kinds:  # what follows takes ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if structure != self._structure:
                 raise ReplayError("the stack was called with other arguments than at capture")
-        for place in self._views:
-            if leaves[place] is not view:
-                raise ReplayError(other_object(place, view))
         for place, kept in self._values:
             leaf = leaves[place]
             if type(leaf) is not type(kept) or leaf != kept:
                 raise _changed(place, leaf, kept)
         for place, kept in self._same:
-            if leaves[place] is not kept:
+            if leaves[place] is not (view if kept is self.view else kept):
                 raise ReplayError(other_object(place, kept))
         for place, kept in self._moved:
             leaf = leaves[place]
@@ -170,16 +171,22 @@ class StackCall:
                 if place in self.inside:
                     raise ReplayError(other_object(place, kept))
                 kept.copy_(leaf)
+        if self._apart or self._twins:
+            self._check_apart(leaves)
+        step.arguments = leaves
+        step.sources = self._live
+
+    def _check_apart(self, leaves: Sequence[Any]) -> None:
+        """Raise ReplayError for arguments that are one where the capture had two, or two where it had one."""
         for one, other in self._twins:
             if leaves[one] is not leaves[other]:
                 raise ReplayError(
                     f"arguments {one} and {other} of the stack were one object at capture, and are two now: breaks "
                     "could not tell them apart"
                 )
-        for one, other in self.apart:
+        for one, other in self._apart:
             if share_memory(leaves[one], leaves[other]):
                 raise ReplayError(shared_arguments(one, other))
-        step.arguments, step.sources = leaves, self._live
 
     def named(self, outputs: Any) -> Any:
         """The outputs, with a name in the place of what is the step's own: arguments, the view, and parts of them."""
@@ -243,8 +250,8 @@ def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:
         leaf: torch.Tensor = step.arguments[place]
         if leaf.stride() != kept.stride():
             raise ReplayError(
-                f"the stack returns a part of its argument {place}, whose strides are {leaf.stride()} in this step, and "
-                f"{kept.stride()} in its graphs: hand over a contiguous tensor, or return a clone"
+                f"the stack returns a part of its argument {place}, whose strides are {leaf.stride()} in this step, "
+                f"and {kept.stride()} in its graphs: hand over a contiguous tensor, or return a clone"
             )
         return leaf.as_strided(size, stride, leaf.storage_offset() + offset)
 
@@ -269,8 +276,8 @@ def share_memory(one: Any, other: Any) -> bool:
 def shared_arguments(one: int, other: int) -> str:
     """Why two arguments of a stack may not share memory."""
     return (
-        f"arguments {one} and {other} of the stack share memory, and it writes one of them: graphs read copies, so that "
-        "what is written through one would not be seen through the other; hand over one of them, or a clone"
+        f"arguments {one} and {other} of the stack share memory, and it writes one of them: graphs read copies, so "
+        "that what is written through one would not be seen through the other; hand over one of them, or a clone"
     )
 
 
@@ -364,9 +371,9 @@ def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Cal
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
-        for place in call.written:  # to where the step has them
-            leaf, kept = step.arguments[place], call.leaves[place]
-            if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
+        for place, kept in call.written:  # to where the step has them
+            leaf = step.arguments[place]
+            if leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)
         return hand_out(outputs, step) if call.hands_out else outputs
 

@@ -22,7 +22,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def plus(hidden: torch.Tensor) -> torch.Tensor:
     """Read this step's requests and scale."""
     view = current_view(Prefill)
-    return hidden * view.extend_seq_lens.shape[0] + view.scale
+    return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
 
 
 @torch.library.custom_op("slotgraph_boundary::into", mutates_args={"out"})
@@ -79,18 +79,13 @@ class Breaks:
     write_anew: Callable[..., Any]
 
 
-def marked(function: Any) -> Any:
-    """A function that is a break, whatever it calls."""
-    return graph_break(lambda *args: function(*args))
-
-
 def in_place(one: torch.Tensor) -> torch.Tensor:
     """An operator that returns its argument."""
     return one.relu_()
 
 
-NAMED = (plus, into, in_place, with_stored, with_anew, write_anew)
-BREAKS = {"breakable": Breaks(*map(marked, NAMED)), "piecewise": Breaks(*NAMED)}
+NAMED: Any = (plus, into, in_place, with_stored, with_anew, write_anew)
+BREAKS = {"breakable": Breaks(*map(graph_break, NAMED)), "piecewise": Breaks(*NAMED)}
 
 
 def pair(kind: str, backend: Any, body: Any, outer: Any, **options: Any) -> tuple[Any, EagerRunner[Prefill]]:
@@ -307,29 +302,32 @@ STORED: list[Any] = [
 
 
 @each_kind
+@pytest.mark.parametrize("reader", ["break", "step"])
 @pytest.mark.parametrize("stored", STORED, ids=["result", "argument", "part", "part of a slot", "slot"])
-def test_attribute_that_the_stack_stores(backend: Backend, kind: str, stored: Any) -> None:
+def test_attribute_that_the_stack_stores(backend: Backend, kind: str, stored: Any, reader: str) -> None:
     """A break or a step that reads what the code of the stack has stored would have the capture's: it is refused."""
 
     def body(breaks: Breaks, hidden: torch.Tensor, view: Prefill) -> Any:
         CONTEXT.stored = stored(hidden, view)
-        return breaks.with_stored(hidden + 1) if inside else breaks.plus(hidden)
+        return breaks.with_stored(hidden + 1) if reader == "break" else breaks.plus(hidden)
 
     def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
         out = inner(hidden, view)
-        return [out] if inside else [out + CONTEXT.stored.reshape(len(out), -1)]
+        if reader == "break":
+            return [out]
+        assert CONTEXT.stored is not None
+        return [out + CONTEXT.stored.reshape(len(out), -1)]
 
-    for inside, what in ((True, "break '"), (False, "the step")):
-        said = refusal(kind, backend, body, outer)
-        assert f"{what}" in said
-        assert "reads a tensor that the code of the stack has stored" in said
-        assert "hand it to the break as an argument, or return it from the stack" in said
+    said = refusal(kind, backend, body, outer)
+    assert f"{reader} " in said
+    assert "reads a tensor that the code of the stack has stored" in said
+    assert "hand it to the break as an argument, or return it from the stack" in said
     CONTEXT.stored = None
 
 
 def test_name_of_what_is_stored(cpu: str) -> None:
     """The error names the attribute."""
-    step: Any = Around(lambda hidden, view: marked(lambda one: one + step.last)(storing(hidden, view)))
+    step: Any = Around(lambda hidden, view: graph_break(lambda one: one + step.last)(storing(hidden, view)))
 
     def storing(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
         step.last = hidden * 2
@@ -481,15 +479,21 @@ def test_answers_that_are_no_arguments_any_more(backend: Backend) -> None:
     """A break that returned its argument at capture, and something else in a later step, is refused in that step."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} runs what follows a break anew")
-    later = list[Callable[[torch.Tensor], torch.Tensor]]()
+    later = list[Callable[[torch.Tensor], Any]]()
 
     @graph_break
-    def changing(hidden: torch.Tensor) -> torch.Tensor:
+    def changing(hidden: torch.Tensor) -> Any:
         return later[0](hidden) if later else hidden
 
     body = lambda _, hidden: changing(hidden * 2) + 1  # noqa: E731
     runner, eager = pair("breakable", backend, body, lambda _, hidden, inner: [inner(hidden)])
-    for answer in (torch.clone, lambda one: one[1:], lambda one: one.t(), lambda _: None):
+    others: list[Callable[[torch.Tensor], Any]] = [
+        torch.clone,
+        lambda one: one[1:],
+        lambda one: one.t(),
+        lambda _: None,
+    ]
+    for answer in others:
         later[:] = [answer]
         with pytest.raises(
             errors.ReplayError, match=r"result 0 was its argument 0 at capture, or a view of it, and is"
@@ -530,17 +534,18 @@ def test_check_has_nothing_to_find(cpu: str) -> None:
     CONTEXT.stored = None
 
 
+def references_to(kind: str, backend: Backend, seed: int) -> list[weakref.ref[Any]]:
+    """Make a runner, and run a step; returns references to what must not outlive it."""
+    model = Model(seed, named=kind == "piecewise").to(backend.device)
+    runner = ready(runner_of(kind, model, backend, buckets=[4]))
+    runner(batch_of([2, 1], seed, backend.device))
+    layer: Any = model.inner[0]
+    return [weakref.ref(one) for one in (runner, runner.graphs, model, layer, layer.mix, layer.cache)]
+
+
 @each_kind
 def test_runners_that_are_deleted(backend: Backend, kind: str) -> None:
-    """Nothing of a runner lives on: not its model, nor weights, graphs and captured tensors."""
-    references = list[weakref.ref[Any]]()
-    for seed in range(3):
-        model = Model(seed, named=kind == "piecewise").to(backend.device)
-        runner = ready(runner_of(kind, model, backend, buckets=[4]))
-        runner(batch_of([2, 1], seed, backend.device))
-        layer: Any = model.inner[0]
-        mine = (runner, runner.graphs, model, layer, layer.mix, layer.cache, *runner.graphs.captured.values())
-        references += [weakref.ref(one) for one in mine]
-    del model, runner, layer, mine
+    """Nothing of a runner lives on: not its model, nor weights and caches."""
+    references = [one for seed in range(50 if kind == "breakable" else 5) for one in references_to(kind, backend, seed)]
     gc.collect()
     assert [one() for one in references if one() is not None] == []
