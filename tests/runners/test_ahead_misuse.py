@@ -122,7 +122,7 @@ def test_arguments_of_steps(place: int) -> None:
         given: Any = {argument: junk}
         with suppress(SlotGraphError):
             next(runner.steps(mixed(1, 2), **given))
-    with pytest.raises(SlotGraphError, match="slot '|^a batch is a mapping or an object"):
+    with pytest.raises(SlotGraphError, match=r"slot '|^a batch is a mapping or an object"):
         runner.steps(junk)
 
 
