@@ -141,8 +141,9 @@ class _Shown:
     def __setattr__(self, name: str, value: Any) -> None:
         """Raise ReplayError unless a step runs. Slots that are written in place, `view.ids += 1`, come as they are."""
         values = vars(self)
-        is_mine = not torch.compiler.is_compiling() and values.get("_slotgraph_view") is not None and running() is None
-        if is_mine and values.get(name) is not value:
+        is_view = values.get("_slotgraph_view") is not None
+        is_outside = is_view and not torch.compiler.is_compiling() and running() is None
+        if is_outside and values.get(name) is not value:
             instead = f"write into its memory, view.{name}.copy_(value), before the replay"
             if not isinstance(values.get(name), torch.Tensor):
                 instead = "give it in the batch, or declare it as a slot"
