@@ -21,7 +21,7 @@ VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.
 EAGER: Final[Sequence[Any]] = []
 """Where the answer of a break goes that runs outside of graphs: to its caller alone."""
 _COPIED: Final = object()
-"""Stands for a result that is a tensor with memory of its own."""
+"""In the place of a result that is a tensor with memory of its own."""
 FACTS: Final = operator.attrgetter("shape", "dtype")
 P = ParamSpec("P")
 R = TypeVar("R")

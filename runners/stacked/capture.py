@@ -101,7 +101,7 @@ def capture_stack(
         fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), absent)
         view_of = live_viewer(stage, buffers, bucket.ready(live, absent))
         view, shown = view_of(fields), stage.sealed(view_of(None))
-        for name in slots_of(shown).values():  # the stack has tensors of its own, to be told from the step's
+        for name in slots_of(shown).values():  # so that the stack's tensors are not the step's
             vars(shown)[name] = alias(vars(shown)[name])
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ class Splitter:
                 warnings.simplefilter("ignore")  # the tracer's own remarks
                 outputs = self._compiled(*args, **kwargs)
         except Exception as error:
-            inner = getattr(error, "inner_exception", error)  # what the tracer makes of a refusal by `_cut`
+            inner = getattr(error, "inner_exception", error)  # what the tracer makes of a refusal by `cut`
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error

@@ -72,6 +72,7 @@ class Rehearsal:
         self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by place
         self._met, self._overwritten = set[int](), set[int]()  # places of arguments that are reached otherwise
         self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory
+        self._alive = list[torch.Tensor]()  # so that no other tensor gets the memory of those
         self._functions, self._operators = _Functions(self, breaks), _Operators(self)
         self._is_paused = False
 
@@ -177,6 +178,7 @@ class Rehearsal:
             for number, leaf in enumerate(answer):
                 if any(share_memory(leaf, other) for other in answer[:number] + answer[number + 1 :]):
                     self._shared.append((*span(places[number]), one.name))
+                    self._alive.append(places[number])
         for made in (*places, *one.aliases):
             self._stored.add(made)
         return places
@@ -359,9 +361,9 @@ def operator_name(target: Any) -> str:
 
 
 def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) -> Iterator[T]:
-    """What lies where one of these tensors begins."""
-    for address in [tensor.data_ptr() for tensor in tensors if tensor.numel()]:
-        yield from (what for low, high, what in known if low <= address < high)
+    """What lies where one of these tensors does."""
+    for start, stop in [span(tensor) for tensor in tensors if tensor.numel()] if known else ():
+        yield from (what for low, high, what in known if low < stop and start < high)
 
 
 def _tensors_of(value: Any) -> Iterable[torch.Tensor]:

@@ -58,7 +58,7 @@ class Stack:
 
 
 class StackCall:
-    """What is captured of one bucket: a function and its arguments; tensors beside the slots have memory of their own.
+    """What is captured of one bucket: a function and its arguments; tensors that are no slots have memory of their own.
 
     own: the step's view. view: what the captured part sees in its place. leaves: the arguments of the capture, flat.
     sources: by identity of what the captured part was given, what each step has in its place. written:
@@ -220,7 +220,7 @@ class StackCall:
 
 
 class Own:
-    """Stands in a graph's outputs for what is each step's own. No attrs class, which is a structure of outputs."""
+    """Takes the place of what is each step's own in a graph's outputs. An attrs class would be a structure of outputs."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

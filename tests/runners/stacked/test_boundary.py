@@ -32,7 +32,7 @@ def into(out: torch.Tensor) -> None:
 
 
 @attrs.define
-class Context:  # what an engine keeps beside its model: the step writes it, or the code of the stack
+class Context:  # what an engine keeps outside of its model; the step writes it, or the code of the stack
     anew: torch.Tensor | None = None
     stored: torch.Tensor | None = None
 
