@@ -16,7 +16,7 @@ from ...dataflow.errors import ConfigError, RankError
 from ..config import RunnerConfig, checked
 from ..hooks import Coordinator, Loop, Run, Step, T
 from ..statistics import Decision, RanksData, Why
-from .group import AXES, EAGER, FITS, REFUSED, Exchange, Message, Place, Ranks
+from .group import AXES, EAGER, FAILED, FITS, LEFT, REFUSED, STOPPED, Exchange, Message, Place, Ranks
 
 _BEGUN, _TOLD, _JOINED, _FAILED = range(4)
 """How far a fill is: the others know nothing of it, they know of it, they run its step, or this rank has failed."""
@@ -90,7 +90,8 @@ class Agreement(Coordinator):
             yield loop
         except BaseException as error:
             if self.quiet or not isinstance(error, Exception):
-                self.ranks.stop(_text("failed", f"steps() of {self._name}", error), loop=loop.bit)
+                text = _text(f"steps() of {self._name}", error)
+                self.ranks.stop(LEFT if loop.bit else STOPPED, text, loop.bit)
             else:
                 self.tell("steps() begin", str(error))
             raise
@@ -147,7 +148,7 @@ class Agreement(Coordinator):
         """Tell the other ranks, unless they know, that this one has left a loop."""
         self._loop = None if self._loop is loop else self._loop
         if loop.bit & self.ranks.open:
-            self.ranks.stop(f"left its loop of steps() of {self._name}{why}", loop=loop.bit)
+            self.ranks.stop(LEFT, f"left its loop of steps() of {self._name}{why}", loop.bit)
 
     def follow(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
         """What all ranks do in a step of a loop, as `settle`; None where all are idle."""
@@ -282,11 +283,11 @@ class Agreement(Coordinator):
 
     def _failed(self, error: BaseException) -> None:
         """Tell the others, once, that a step failed, and note in the error if another rank failed before."""
-        again, self._fill = self._fill, _FAILED
-        if again == _FAILED or (self._is_telling and isinstance(error, Exception)):
+        before, self._fill = self._fill, _FAILED
+        if before == _FAILED or (self._is_telling and isinstance(error, Exception)):
             return
         place = self._place if self._within is None else self._place_of_loop
-        if other := self.ranks.stop(_text("failed", place.at, error), again=again != _BEGUN):
+        if other := self.ranks.stop(STOPPED if before == _BEGUN else FAILED, _text(place.at, error)):
             error.add_note(other)
 
     @contextlib.contextmanager
@@ -357,9 +358,9 @@ def _first(messages: Sequence[Message], answer: int) -> int | None:
     return next((rank for rank, one in enumerate(messages) if one.answer == answer), None)
 
 
-def _text(how: str, what: str, error: BaseException) -> str:
-    """What a rank broke off, and why."""
-    return f"{how} in {what}: {type(error).__name__}: {error}"
+def _text(what: str, error: BaseException) -> str:
+    """In what a rank failed, and why."""
+    return f"failed in {what}: {type(error).__name__}: {error}"
 
 
 def _raise(error: RankError, _: float) -> NoReturn:

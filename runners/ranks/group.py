@@ -41,8 +41,12 @@ PAUSE: Final = 0.5
 """Seconds between two looks of ranks that exchange nothing."""
 _ABORTED: Final = 20.0
 """Seconds in which collectives are gone that were aborted."""
-FITS, EAGER, REFUSED, STOPPED = range(4)
-"""What a rank says of its batch: a bucket takes it, none does, the rank refuses it, or it broke off a step before."""
+FITS, EAGER, REFUSED, FAILED, STOPPED, LEFT = range(6)
+"""What a rank says of its batch: a bucket takes it, none does, or the rank refuses it.
+
+Or, in the place of that: it failed in the step before, which the others ran; it was stopped before it could say
+anything of this one; it left a loop of steps.
+"""
 AXES: Final = 8
 """Varying axes whose live sizes one message holds, at most."""
 _TEXT: Final = 256
@@ -77,14 +81,14 @@ class Stop:
     """What this rank says in an exchange in place of what it would say, because it broke off a step or a loop.
 
     Attributes:
+        answer: FAILED, STOPPED or LEFT.
         text: What it broke off, and why.
         loops: The loops of steps that it left, as bits.
-        again: Whether others ran the step: then their next call raises, and so does the next one of this rank.
     """
 
+    answer: int
     text: str
-    loops: int
-    again: bool
+    loops: int = 0
 
 
 @attrs.frozen
@@ -283,6 +287,7 @@ class Ranks(Unique):
         self._stops: list[Stop] = []
         self._under_way: dict[int, HostWire | SharedWire] = {}
         self._late: list[int] = []
+        self._is_told = False  # that a rank broke off, before the end of the exchange that it ended
         if self.size > 1:
             self._due = 0.0
             self._connect()
@@ -360,13 +365,13 @@ class Ranks(Unique):
             )
         return self.brought.get(axis, (0,) * self.size)
 
-    def stop(self, text: str, *, again: bool = False, loop: int = 0) -> str:
+    def stop(self, answer: int, text: str, loop: int = 0) -> str:
         """Say in the next exchange that this rank broke off, and at once to ranks that wait for it.
 
         Args:
+            answer: FAILED, STOPPED or LEFT.
             text: What it broke off, and why.
-            again: Whether the others ran the step that this one broke off.
-            loop: The bit of a loop of steps that it left, which includes what was broken off within it.
+            loop: The bit of the loop of steps that it left, which includes what was broken off within it.
 
         Returns:
             What another rank has said before, if one has.
@@ -377,11 +382,12 @@ class Ranks(Unique):
         key = f"{_STOPPED} {self.exchanges + len(self._stops) + 1}"
         if loop and self._stops:
             last = self._stops.pop()
-            self._stops.append(Stop(f"{last.text}, and {text}", last.loops | loop, again=False))
+            self._stops.append(Stop(LEFT, f"{last.text}, and {text}", last.loops | loop))
             return ""
-        self._stops.append(Stop(text, loop, again))
+        self._stops.append(Stop(answer, text, loop))
         _, other = self._told_of(key)
-        self._note(key, f"{self._turns} rank {self.rank} {text}")
+        if not self._is_told:  # else the others know that the loop ended, and this need not be sent
+            self._note(key, f"{self._turns} rank {self.rank} {text}")
         return other
 
     def resolve(self, told: str, timeout: float) -> None:
@@ -390,17 +396,16 @@ class Ranks(Unique):
         RankError if the others come with a step that this rank broke off.
         """
         while self._late:
-            messages = self._end(self._late[0], told, timeout, heeds=False)
-            if any(one.answer >= REFUSED for one in messages):  # then nobody has run that step
-                self._stops = [one for one in self._stops if not one.again]
+            self._end(self._late[0], told, timeout, heeds=False)
+        self._is_told = False
         while self._stops:
             stop = self._stops.pop(0)
             loops = stop.loops & self.open
             if stop.loops and not loops:  # all ranks know that they ended
                 continue
-            said = Message(0, STOPPED, bucket=loops, text=stop.text)
+            said = Message(0, stop.answer, bucket=loops, text=stop.text)
             messages = self._end(self._send(said), told, timeout, heeds=False)
-            if stop.again and any(one.answer != STOPPED for one in messages):
+            if stop.answer == FAILED and any(one.answer not in (FAILED, LEFT) for one in messages):
                 raise RankError(self.ended)
 
     def attend(self, told: str, timeout: float) -> None:
@@ -509,12 +514,13 @@ class Ranks(Unique):
         if not came:
             if heeds and (why := self._broken_off(number)):
                 self._put_off(number)
+                self._is_told = True
                 raise RankError(why)
             raise self._lost(at, told, f"within {timeout:g} s")
         messages = wire.messages()
         self._free.append(self._under_way.pop(number))
         self._late = [one for one in self._late if one != number]
-        stops = [(rank, one) for rank, one in enumerate(messages) if one.answer == STOPPED]
+        stops = [(rank, one) for rank, one in enumerate(messages) if one.answer >= FAILED]
         if stops:
             self._turns, self.ended = 0, "; ".join(f"rank {rank} {one.text}" for rank, one in stops)
             for _, one in stops:
@@ -564,7 +570,7 @@ class Ranks(Unique):
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
         self.broken = f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
-        self.stop(f"lost the others: {self.broken}")
+        self.stop(FAILED, f"lost the others: {self.broken}")
         return RankError(self.broken)
 
     def _broken_off(self, number: int) -> str:

@@ -66,9 +66,9 @@ class RecordedRanks(Ranks):
         del device, told, seconds, together
         event.synchronize()
 
-    def stop(self, text: str, *, again: bool = False, loop: int = 0) -> str:
+    def stop(self, answer: int, text: str, loop: int = 0) -> str:
         """Nobody waits for this rank."""
-        del text, again
+        del answer, text
         self.open &= ~loop
         return ""
 

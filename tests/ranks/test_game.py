@@ -1,0 +1,237 @@
+"""A game of ranks that fail: at random, in every way, in calls and in loops; nothing waits, and nothing is paired wrongly."""
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Iterator
+from typing import Any, Final
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph.runners.ranks import group
+from tests.ranks.processes import Processes
+from tests.ranks.stepping import OVER, soon
+
+CALLS: Final = ("", "", "refused", "raises", "interrupted", "key", "vouched")
+LOOPS: Final = ("", "", "body", "raises", "closed", "dropped", "cycle", "held", "begin")
+NEVER: Final = ("did not come", "wrong", "are lost", "do not run the same steps")
+LAST: Final = 5
+"""The step of a loop in which all requests leave."""
+THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+class Grown(Inputs):
+    """Requests that count."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1, then=lambda ids: ids + 1)
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0.5)
+
+
+class Pressed(dict[str, Any]):
+    """A batch over which somebody presses a key."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Pressed."""
+        raise KeyboardInterrupt(name)
+
+
+class Faulty:
+    """A step that raises in one of its runs, if it is asked to."""
+
+    def __init__(self) -> None:
+        self.left = -1
+        self.error: BaseException = ValueError("lost a page")
+
+    def __call__(self, view: Any) -> torch.Tensor:
+        """What each request has."""
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        out: torch.Tensor = view.ids * 3 + 1
+        return out
+
+
+@attrs.frozen
+class Turn:
+    """One round of all ranks. kind: a call or a loop. which: the runner. faults: by rank."""
+
+    number: int
+    kind: str
+    which: int
+    faults: tuple[str, ...]
+    at: int  # the step of the loop in which it happens
+    ahead: int
+    every: int
+    is_ahead: bool
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether a rank has no request."""
+        return self.kind == "idle" and rank > 0 and not self.faults[rank]
+
+
+def drawn(seed: int, size: int, rounds: int, *, alike: bool) -> list[Turn]:
+    """Rounds at random, the same for all who draw them: a third without a fault, and two of those at the end."""
+    draw, found = random.Random(seed), list[Turn]()  # noqa: S311 - faults, no secrets
+    for number in range(1, rounds + 1):
+        kind, calm = draw.choice(["call", "call", "eager", "idle", "loop", "loop"]), draw.random() < 0.35
+        known = LOOPS if kind == "loop" else CALLS
+        faults = [draw.choice(known) for _ in range(size)]
+        if alike:
+            faults = faults[:1] * size
+        if calm or number > rounds - 2:
+            faults = [""] * size
+        which, at, ahead, every = (draw.randrange(2) for _ in range(4))
+        if found and {"held", "cycle"}.intersection(found[-1].faults):  # a call of the runner ends a loop that is kept
+            kind, which = draw.choice(["call", "loop"]), found[-1].which
+            faults = [""] * size
+        found.append(Turn(number, kind, which, tuple(faults), 1 + 2 * at, 2 * ahead, 1 + 2 * every, draw.random() < 0.3))
+    return found
+
+
+class Player:
+    """One rank of the game."""
+
+    def __init__(self, rank: int, over: str, lowering: str, *, equal: bool) -> None:
+        self.rank, self.equal, self.steps = rank, equal, [Faulty() for _ in range(3)]
+        self.ranks = soon(over, equal=equal)
+        options: dict[str, Any] = {"ranks": self.ranks, "backend": "cpu"}
+        self.runners: list[Any] = [
+            DecodeRunner(Grown, step, buckets=(16, 64), lowering=lowering, progress=False, **options)
+            for step in self.steps[:2]
+        ]
+        for runner in self.runners:
+            runner.capture()
+        self.runners.append(EagerRunner(Grown, self.steps[2], **options))
+        self.kept = list[Any]()
+
+    def sizes(self, turn: Turn) -> tuple[int, ...]:
+        """How many requests each rank brings to a round: other rounds have other sizes."""
+        others = range(self.ranks.size)
+        found = [1 + (turn.number * 7 + 11 * rank * (not self.equal)) % 60 for rank in others]
+        return tuple(0 if rank and turn.is_idle(rank) and not self.equal else found[rank] for rank in others)
+
+    def batch(self, turn: Turn, fault: str = "") -> Any:
+        """The batch of a round."""
+        rows = self.sizes(turn)[self.rank]
+        given = {"ids": torch.arange(rows), "weights": torch.ones(rows)}
+        if fault == "refused":
+            given["weights"] = torch.ones(rows, 3)
+        return Pressed(given) if fault == "key" else given
+
+    def is_paired(self, turn: Turn) -> bool:
+        """Whether the ranks brought this very round to the step that was run last."""
+        return self.equal or self.ranks.live(BATCH) == self.sizes(turn)
+
+    def call(self, turn: Turn, fault: str) -> str:
+        """One call; nothing where it is right."""
+        place = 2 if turn.kind == "eager" else turn.which
+        runner, step = self.runners[place], self.steps[place]
+        step.left = 1 if fault in ("raises", "interrupted") else -1
+        step.error = KeyboardInterrupt("in a step") if fault == "interrupted" else ValueError("lost a page")
+        batch = self.batch(turn, fault)
+        if turn.is_ahead and not self.equal and fault not in ("refused", "key"):
+            runner.agree_ahead(batch)
+            if fault == "vouched":
+                batch["ids"] = batch["ids"].to(torch.complex64)
+        out = runner(batch)
+        right = torch.equal(out, torch.arange(len(out)) * 3 + 1) and self.is_paired(turn)
+        return "" if right else f"wrong: {out}, {self.ranks.brought}"
+
+    def loop(self, turn: Turn, fault: str) -> str:
+        """One loop of steps, which this rank may leave."""
+        runner, step = self.runners[turn.which], self.steps[turn.which]
+        step.left = -1
+        loop = runner.steps(
+            self.batch(turn, "refused" if fault == "begin" else ""), ahead=turn.ahead, agree_every=turn.every
+        )
+        if fault == "dropped":
+            return "left"
+        for one in loop:
+            rows = [row for _, row in one.tokens()]
+            right = rows == [3 * (key + one.number) + 1 for key, _ in one.tokens()]
+            if not right or (one.number <= LAST and not self.is_paired(turn)):
+                return f"wrong: {one.number}, {rows}, {self.ranks.brought}"
+            if one.number == turn.at and fault:
+                step.left = 1 if fault == "raises" else -1
+                step.error = ValueError("lost a page")
+                self.leave(fault, loop)
+            if one.number == LAST:
+                one.leave(one.keys)
+        return ""
+
+    def leave(self, fault: str, loop: Any) -> None:
+        """Do in the middle of a loop what ends it, or what keeps it beyond its end."""
+        if fault == "held":
+            try:
+                raise KeyError("held")
+            except KeyError as error:
+                self.kept.append([error, loop])
+        if fault == "cycle":
+            ring: list[Any] = [loop]
+            ring.append(ring)
+        if fault == "closed":
+            loop.close()
+        if fault != "raises":
+            raise KeyError(fault)
+
+    def play(self, turn: Turn) -> str:
+        """One round; what it raises."""
+        fault = turn.faults[self.rank]
+        for step in self.steps:
+            step.left = -1
+        try:
+            if turn.kind == "loop":
+                return self.loop(turn, fault)
+            if turn.is_idle(self.rank) and not self.equal:
+                out = self.runners[turn.which].idle()
+                return "" if out is not None and self.is_paired(turn) else f"wrong: idle, {out}"
+            return self.call(turn, fault)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the game looks at it
+            return f"{type(error).__name__}: {error}"
+
+
+def played(rank: int, turns: list[Turn], over: str, lowering: str, equal: bool) -> list[str]:  # noqa: FBT001 - a process is given it
+    """What each round says."""
+    player, found = Player(rank, over, lowering, equal=equal), list[str]()
+    draw = random.Random(rank)  # noqa: S311 - a moment, no secret
+    with _looking_always() if equal else contextlib.nullcontext():
+        for turn in turns:
+            found.append(player.play(turn))
+            if draw.random() < 0.2:
+                player.kept.clear()
+                gc.collect()
+            if equal:
+                dist.barrier()  # as the collectives of such steps do
+    return found
+
+
+@contextlib.contextmanager
+def _looking_always() -> Iterator[None]:
+    with mock.patch.object(group, "PAUSE", 0.0):
+        yield
+
+
+def judge(turns: list[Turn], found: list[list[str]]) -> None:
+    """Each round without a fault, in it or in the one before, was run by all; nobody waited in vain."""
+    for turn, before, *said in zip(turns, [None, *turns], *found, strict=False):
+        where = (turn, before, said)
+        assert not any(bad in one for one in said for bad in NEVER), where
+        if not any(turn.faults) and (before is None or not any(before.faults)):
+            assert not any(said), where
+        if not any(turn.faults):
+            assert all(one == "" or one.startswith("RankError: ") for one in said), where
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("over", OVER)
+def test_two_ranks(two: Processes, over: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
+    """Calls, idle calls, calls told ahead, loops by graphs and by calls."""
+    for seed, lowering in enumerate(["foreach", "in_graph", "fused"] * (4 if THOROUGH else 1)):
+        turns = drawn(seed, 2, 300 if THOROUGH else 60, alike=False)
+        judge(turns, two.run(played, turns, over, lowering, equal))
