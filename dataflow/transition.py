@@ -137,8 +137,9 @@ class Transition:
         self._written = {name: value for name, value in written.items() if name in names}
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
-        with outside_inference():  # the number of the last packet that slots were written by
-            self._taken = [buffers[name].tensor.new_zeros((), dtype=torch.int64) for name in self._apart[:1]]
+        device = next((buffers[name].tensor.device for name in self.sources), torch.device("cpu"))
+        with outside_inference():
+            self._taken = torch.zeros((), dtype=torch.int64, device=device)  # the number of the last packet
 
     def _mask(self, name: str) -> Mask:
         """What tells the live rows of a slot."""
@@ -154,14 +155,16 @@ class Transition:
         """Whether a kernel that advances some lanes leaves anything: a rule that is a function, or other slots."""
         return bool(self._computations) or not self.sources.keys() <= {*lanes}
 
-    def _compute(self, counts: Sequence[Any]) -> None:
+    def _compute(self, counts: Sequence[Any], *moves: torch.Tensor) -> None:
         """Run the rules that are functions; no live row of a slot is written.
 
-        counts: live counts, of the sizes in `Declaration.counted`: numbers, or tensors where a graph reads them.
+        counts: live counts, of the sizes in `Declaration.counted`: numbers, or tensors where a graph reads them. moves:
+        whether slots advance at all, where only the graph knows that.
         """
         live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
         for name, value in self._written.items():
-            self._buffers[name].view(self._sizes).masked_fill_(live[name].logical_not(), value)
+            is_tail = functools.reduce(torch.logical_and, moves, live[name].logical_not())
+            self._buffers[name].view(self._sizes).masked_fill_(is_tail, value)
         for computation in self._computations:
             computation.run(None)
             view = self._made.get(computation.slot)
@@ -175,16 +178,15 @@ class Transition:
         head: the packet's first words, see `.packet`.
         """
         armed, number, _, _, *counts = head
-        if self._computations:
-            self._compute(counts)
-        for taken in self._taken:
-            moves = (armed != 0) & (number == taken)
-            for slot in self._apart:
-                buffer, add = self.sources[slot]
-                target, source = self._buffers[slot].view(self._sizes), buffer.view(self._sizes)
-                is_live = _below(self._masks[slot], counts, moves)
-                torch.where(is_live, source + add if add else source, target, out=target)
-            taken.copy_(number)
+        moves = [(armed != 0) & (number == self._taken)] if self._apart or self._written else []
+        self._compute(counts, *moves)
+        for slot in self._apart:
+            buffer, add = self.sources[slot]
+            target, source = self._buffers[slot].view(self._sizes), buffer.view(self._sizes)
+            is_live = _below(self._masks[slot], counts, *moves)
+            torch.where(is_live, source + add if add else source, target, out=target)
+        if moves:
+            self._taken.copy_(number)
 
     def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
         """A call that advances the live rows of slots with rules, but for lanes, which a kernel then advances."""
