@@ -128,10 +128,8 @@ class Planned:
 
     def _lane(self, name: str, slot: Slot, pad: Number | None) -> Lane:
         """One slot's way through the kernel, and what it advances to there."""
-        lane, requests = (
-            Lane.of(name, self.buffers[name].view(self._padded), slot.varying, pad),
-            self._padded.get(BATCH),
-        )
+        lane = Lane.of(name, self.buffers[name].view(self._padded), slot.varying, pad)
+        requests = self._padded.get(BATCH)
         source, add = self.transitions[DEVICE].sources.get(name, (None, 0))
         view = None if source is None else source.view(self._padded)
         each = lane.row // requests if requests and rows_of_requests(slot, self._padded) else 0
@@ -142,10 +140,8 @@ class Planned:
     def transitions(self) -> Mapping[Placement, Transition]:
         """The rules of slots on the device, and of those on the host."""
         slots, over = self._declaration.slots, (self._declaration, self.buffers, self._bucket_views, self._padded)
-        written, found = (
-            {tail.slot: tail.value for tail in self.plan.tails if tail.always},
-            dict[Placement, Transition](),
-        )
+        written = {tail.slot: tail.value for tail in self.plan.tails if tail.always}
+        found: dict[Placement, Transition] = {}
         for side in (DEVICE, HOST):
             rules = [one for one in self.plan.advances if slots[one.slot].placement == side]
             lanes = self.fused if self.plan.lowering == "in_graph" and side == DEVICE else None

@@ -133,8 +133,9 @@ class Transition:
             }
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
-        with outside_inference():  # the number of the last packet that slots were written by
-            self._taken = [buffers[name].tensor.new_zeros((), dtype=torch.int64) for name in self._apart[:1]]
+        device = next((buffers[name].tensor.device for name in self.sources), torch.device("cpu"))
+        with outside_inference():
+            self._taken = torch.zeros((), dtype=torch.int64, device=device)  # the number of the last packet
 
     def _mask(self, name: str) -> Mask:
         """What tells the live rows of a slot."""
@@ -150,15 +151,17 @@ class Transition:
         """Whether a kernel that advances some lanes leaves anything: a rule that is a function, or other slots."""
         return bool(self._computations) or not self.sources.keys() <= {*lanes}
 
-    def _compute(self, counts: Sequence[Any]) -> None:
+    def _compute(self, counts: Sequence[Any], *moves: torch.Tensor) -> None:
         """Run the rules that are functions; no live row of a slot is written.
 
-        counts: live counts, of the sizes in `Declaration.counted`: numbers, or tensors where a graph reads them.
+        counts: live counts, of the sizes in `Declaration.counted`: numbers, or tensors where a graph reads them. moves:
+        whether slots advance at all, where only the graph knows that.
         """
         live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
         for name, number in self._written.items():
+            is_tail = functools.reduce(torch.logical_and, moves, live[name].logical_not())
             slot = words(self._buffers[name].view(self._sizes))
-            torch.where(live[name], slot, words(number), out=slot)
+            torch.where(is_tail, words(number), slot, out=slot)
         for computation in self._computations:
             computation.run(None)
             view = self._made.get(computation.slot)
@@ -172,17 +175,16 @@ class Transition:
         head: the packet's first words, see `.packet`.
         """
         armed, number, _, _, *counts = head
-        if self._computations:
-            self._compute(counts)
-        for taken in self._taken:
-            moves = (armed != 0) & (number == taken)
-            for slot in self._apart:
-                buffer, add = self.sources[slot]
-                target, source = words(self._buffers[slot].view(self._sizes)), words(buffer.view(self._sizes))
-                is_live = _below(self._masks[slot], counts, moves)
-                value = source + _wrapped(add, source.dtype) if add else source
-                torch.where(is_live, value, target, out=target)
-            taken.copy_(number)
+        moves = [(armed != 0) & (number == self._taken)] if self._apart or self._written else []
+        self._compute(counts, *moves)
+        for slot in self._apart:
+            buffer, add = self.sources[slot]
+            target, source = words(self._buffers[slot].view(self._sizes)), words(buffer.view(self._sizes))
+            is_live = _below(self._masks[slot], counts, *moves)
+            value = source + _wrapped(add, source.dtype) if add else source
+            torch.where(is_live, value, target, out=target)
+        if moves:
+            self._taken.copy_(number)
 
     def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
         """A call that advances the live rows of slots with rules, but for lanes, which a kernel then advances."""

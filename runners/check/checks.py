@@ -120,15 +120,8 @@ def check(
         RankError: Other ranks do not come, or check something else. The error names them.
     """
     start, graphs = time.perf_counter(), runner.graphs
-    only, left_out = {only} if isinstance(only, str) else only, _no_transition(runner)
-    known = [name for name in CHECKS if name != TRANSITION or left_out is None]
-    for name in only:
-        if name not in CHECKS:
-            raise ConfigError(f"there is no check {name!r}: checks are {', '.join(known)}{did_you_mean(name, known)}")
-        if name not in known:
-            raise ConfigError(f"check {name!r} is not for this runner: {left_out}")
+    wanted = _chosen(runner, {only} if isinstance(only, str) else only)
     checked("rounds", "a whole number, at least 1", rounds, int, 1)
-    wanted = [name for name in known if name in only or not only]
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
@@ -143,6 +136,18 @@ def check(
         draw_on(runner.stage.backend)  # a step that draws on the host would draw what its capture drew
         report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
     return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _chosen(runner: Runner[Any], only: Collection[str]) -> list[str]:
+    """Choose the checks to run, all that the runner can have if none is named. ConfigError for any other name."""
+    left_out = _no_transition(runner)
+    known = [name for name in CHECKS if name != TRANSITION or left_out is None]
+    for name in only:
+        if name not in CHECKS:
+            raise ConfigError(f"there is no check {name!r}: checks are {', '.join(known)}{did_you_mean(name, known)}")
+        if name not in known:
+            raise ConfigError(f"check {name!r} is not for this runner: {left_out}")
+    return [name for name in known if name in only or not only]
 
 
 def _no_transition(runner: Runner[Any]) -> str | None:

@@ -246,3 +246,16 @@ def test_a_function_on_the_host_sees_what_a_producer_wrote(backend: str, lowerin
         if step.number == 2:
             break
     assert found == [6, 36, 66]
+
+
+class Started(Inputs):  # a slot that the step may write, with numbers of its own at first, and a rule over it
+    ids: torch.Tensor = ids()
+    seen: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, starts=4, rewritten=True)
+    total: torch.Tensor = copied(1, dtype=torch.int64, then=lambda seen: seen.sum().reshape(1))
+
+
+@by_all_ways
+def test_a_capture_leaves_the_tails_that_rules_read(backend: str, lowering: str) -> None:
+    """A rule that a warm-up runs resets no tail: the slot holds what it held at first."""
+    runner = captured(backend, lowering, Started, lambda view: view.total.clone())
+    assert runner.graphs.buffers["seen"].tensor.tolist() == [4] * 8
