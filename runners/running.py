@@ -94,6 +94,7 @@ class Interrupts(Protocol):
 
     def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """The same memory, free for later graphs."""
+        ...
 
 
 @attrs.define(eq=False)

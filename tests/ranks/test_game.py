@@ -90,7 +90,9 @@ def drawn(seed: int, size: int, rounds: int, *, alike: bool) -> list[Turn]:
         if found and {"held", "cycle"}.intersection(found[-1].faults):  # a call of the runner ends a loop that is kept
             kind, which = draw.choice(["call", "loop"]), found[-1].which
             faults = [""] * size
-        found.append(Turn(number, kind, which, tuple(faults), 1 + 2 * at, 2 * ahead, 1 + 2 * every, draw.random() < 0.3))
+        found.append(
+            Turn(number, kind, which, tuple(faults), 1 + 2 * at, 2 * ahead, 1 + 2 * every, draw.random() < 0.3)
+        )
     return found
 
 
