@@ -220,14 +220,10 @@ class StackCall:
 
 
 class Own:
-<<<<<<< HEAD
-    """Takes the place of each step's own in a graph's outputs. An attrs class would be a structure of outputs."""
-=======
-    """Takes the place of what is each step's own in a graph's outputs.
+    """Takes the place of each step's own in a graph's outputs.
 
     It is no attrs class, which would be a structure of outputs.
     """
->>>>>>> w-prefill
 
     def __init__(self, source: Source) -> None:
         self.source = source
