@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -82,9 +83,10 @@ RUNNERS = {"twins": 1, "windows": 1, "speculating": 3, "states": 1}
 
 
 @pytest.mark.parametrize("package", SHORT)
-def test_programs(kept: list[Kept], package: str) -> None:
+def test_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: list[Kept], package: str) -> None:
     """Each program goes on as before after its runners were checked."""
     needs(package)
+    monkeypatch.chdir(tmp_path)  # where one of them draws a picture
     with contextlib.redirect_stdout(io.StringIO()):
         assert module(f"{package}.program").main(SHORT[package]) == 0
     assert sum(len(one.batches) == MOST for one in kept) == RUNNERS.get(package, 0)
