@@ -248,10 +248,10 @@ class Specializations:
         """Run a bound step, or a fill where it is not `whole`. MISS where no step or fill like it came before."""
         if side and self._arguments is not None and not self._arguments.issuperset(side):
             return MISS  # the long way refuses it
-        sources = self.gather(batch, side)
         try:
+            sources = self.gather(batch, side)
             known = self._known.get(self._key(sources))  # type: ignore[misc] # there is one where something is bound
-        except (BatchError, TypeError):  # which the long way words better
+        except Exception:  # noqa: BLE001 - the long way raises it, in better words, and tells other ranks
             return MISS
         if known is None:
             return MISS

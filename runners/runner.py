@@ -203,8 +203,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
             if bound is not None:
                 try:
                     outputs = bound.run(batch, side)
-                except BaseException:
+                except BaseException as error:
                     self._broke_off()
+                    self.coordinator.refuse(error)
                     raise
                 if outputs is not MISS:
                     self._filled = None

@@ -13,6 +13,7 @@ from ...dataflow.axes import TOKENS, Axis, Live, Sizes
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
+from ...dataflow.specialization import MISS
 from ..config import RunnerConfig, checked
 from ..hooks import Coordinator, Loop, Run, Step, T
 from ..statistics import Decision, RanksData, Why
@@ -87,6 +88,8 @@ class Agreement(Coordinator):
         self.begin()
         loop = Loop(every, self.ranks.begin_loop() if self.quiet else 0)
         try:
+            if self.quiet:
+                self.ranks.attend(self._place.at, self.timeout)
             yield loop
         except BaseException as error:
             if self.quiet or not isinstance(error, Exception):
@@ -246,7 +249,10 @@ class Agreement(Coordinator):
             self._fill = _TOLD
             ranks.attend(self._place.at, self.timeout)
             self._fill, ranks.brought = _JOINED, brought
-            return told(run, *args)
+            outputs = told(run, *args)
+            if outputs is MISS:  # the long way counts this step
+                ranks.turns -= 1
+            return outputs
 
         return repeat
 
@@ -287,7 +293,8 @@ class Agreement(Coordinator):
         if before == _FAILED or (self._is_telling and isinstance(error, Exception)):
             return
         place = self._place if self._within is None else self._place_of_loop
-        if other := self.ranks.stop(STOPPED if before == _BEGUN else FAILED, _text(place.at, error)):
+        answer = STOPPED if before == _BEGUN and not self.quiet else FAILED
+        if other := self.ranks.stop(answer, _text(place.at, error), is_new=before == _BEGUN):
             error.add_note(other)
 
     @contextlib.contextmanager

@@ -253,7 +253,9 @@ class Ranks(Unique):
     """The loops of steps that no rank has left, as bits."""
     ended = "it has ended"
     """What ranks said that broke off last."""
-    _loops = _turns = 0
+    turns = 0
+    """Steps of equal ranks since one broke off last."""
+    _loops = 0
     _due = math.inf
 
     def __init__(
@@ -365,20 +367,21 @@ class Ranks(Unique):
             )
         return self.brought.get(axis, (0,) * self.size)
 
-    def stop(self, answer: int, text: str, loop: int = 0) -> str:
+    def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
         """Say in the next exchange that this rank broke off, and at once to ranks that wait for it.
 
         Args:
             answer: FAILED, STOPPED or LEFT.
             text: What it broke off, and why.
             loop: The bit of the loop of steps that it left, which includes what was broken off within it.
+            is_new: Whether it is a step that `attend` has not counted.
 
         Returns:
             What another rank has said before, if one has.
         """
         if self.size == 1:
             return ""
-        self._due = 0.0
+        self._due, self.turns = 0.0, self.turns + is_new
         key = f"{_STOPPED} {self.exchanges + len(self._stops) + 1}"
         if loop and self._stops:
             last = self._stops.pop()
@@ -387,7 +390,7 @@ class Ranks(Unique):
         self._stops.append(Stop(answer, text, loop))
         _, other = self._told_of(key)
         if not self._is_told:  # else the others know that the loop ended, and this need not be sent
-            self._note(key, f"{self._turns} rank {self.rank} {text}")
+            self._note(key, f"{self.turns} rank {self.rank} {text}")
         return other
 
     def resolve(self, told: str, timeout: float) -> None:
@@ -410,12 +413,12 @@ class Ranks(Unique):
 
     def attend(self, told: str, timeout: float) -> None:
         """Count one more step of ranks that exchange nothing. RankError, soon, if one broke off a step before it."""
-        self._turns += 1
+        self.turns += 1
         if self._due < time.monotonic():
             self._due = time.monotonic() + PAUSE
             self.resolve(told, timeout)
             turn, why = self._told_of(f"{_STOPPED} {self.exchanges + 1}")
-            if why and turn < self._turns:
+            if why and turn < self.turns:
                 self.begin(Message(0), told, timeout)(timeout)  # which raises
 
     def begin_loop(self) -> int:
@@ -522,7 +525,7 @@ class Ranks(Unique):
         self._late = [one for one in self._late if one != number]
         stops = [(rank, one) for rank, one in enumerate(messages) if one.answer >= FAILED]
         if stops:
-            self._turns, self.ended = 0, "; ".join(f"rank {rank} {one.text}" for rank, one in stops)
+            self.turns, self.ended = 0, "; ".join(f"rank {rank} {one.text}" for rank, one in stops)
             for _, one in stops:
                 self.open &= ~one.bucket
             if heeds:

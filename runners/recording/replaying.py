@@ -66,9 +66,9 @@ class RecordedRanks(Ranks):
         del device, told, seconds, together
         event.synchronize()
 
-    def stop(self, answer: int, text: str, loop: int = 0) -> str:
+    def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
         """Nobody waits for this rank."""
-        del answer, text
+        del answer, text, is_new
         self.open &= ~loop
         return ""
 

@@ -2,7 +2,11 @@
 
 import gc
 import itertools
+import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -349,3 +353,41 @@ def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) ->
     assert first[1] == second[1]
     assert first[1].startswith("RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): Keyboard")
     assert first[2:] == second[2:] == ["", ""]
+
+
+PROGRAM: Final = """
+import sys, time, unittest.mock
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from tests.ranks.stepping import batch_of, runner_on, soon
+rank, over, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2)
+def step(view):
+    if rank and len(calls) == 2:
+        raise ValueError("lost a page")
+    return view.ids * 2
+calls = []
+runner = runner_on(soon(over), step)
+for _ in range(3):
+    calls.append(1)
+    runner(batch_of(3, 1))
+"""
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_a_process_that_ends_by_an_error(tmp_path: pathlib.Path, over: str) -> None:
+    """It does not wait for the others, and they are told what it was."""
+    begin = [sys.executable, "-c", PROGRAM]
+    both = [
+        subprocess.Popen(  # noqa: S603 - this interpreter and the program above
+            [*begin, str(rank), over, str(tmp_path / "store")],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        for rank in range(2)
+    ]
+    (_, first), (_, second) = (one.communicate(timeout=120) for one in both)
+    assert second.splitlines()[-1].endswith("ReplayError: the step raised ValueError: lost a page")
+    assert "rank 1 failed in a step of runner 1 (DecodeRunner of Counted): ReplayError: the step raised" in first
+    assert "within 20 s" not in first
