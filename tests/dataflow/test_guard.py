@@ -80,7 +80,8 @@ ODD: dict[str, Any] = {
 @pytest.mark.parametrize("how", ODD)
 def test_a_torch_whose_guards_are_other_ones(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own are not trusted where they are gone, take other arguments, or answer in another way."""
-    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", ODD[how])
+    own: Any = torch._C
+    monkeypatch.setattr(own._dynamo.guards, "TensorGuards", ODD[how])
     assert not guards._is_trusted()
 
 

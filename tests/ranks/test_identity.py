@@ -101,11 +101,8 @@ def made_otherwise(rank: int, what: str, over: str, equal: bool) -> tuple[str, f
     first, options, second, others, _ = DIFFERENT[what]
     made, start = soon(over, equal=equal), time.monotonic()
     inputs, given = (second, others) if rank else (first, options)
-    runner = DecodeRunner(
-        inputs,
-        lambda view: view.ids,
-        **{"buckets": (2, 4, 8), "ranks": made, "backend": "cpu", "progress": False, **given},
-    )
+    wanted: dict[str, Any] = {"buckets": (2, 4, 8), "ranks": made, "backend": "cpu", "progress": False, **given}
+    runner = DecodeRunner(inputs, lambda view: view.ids, **wanted)
     return raised(runner.capture), time.monotonic() - start
 
 

@@ -131,11 +131,17 @@ def test_equal_ranks_that_fail_alike(two: Processes, over: str, how: str) -> Non
         assert not any("RankError" in one for one in found)
 
 
+def take_two(loop: Iterator[Any]) -> None:
+    """Take the first two steps."""
+    for _ in range(2):
+        next(loop)
+
+
 def held(loop: Iterator[Any]) -> list[Any]:
     """What an error keeps whose traceback holds a loop."""
     found = list[Any]()
     try:
-        next(loop), next(loop)
+        take_two(loop)
         raise KeyError("held")  # noqa: TRY301 - its traceback is what is wanted
     except KeyError as error:
         found.append(error)
@@ -152,7 +158,7 @@ def in_cycle(loop: Iterator[Any]) -> list[Any]:
 
 def closed(loop: Any) -> list[Any]:
     """Close it."""
-    next(loop), next(loop)
+    take_two(loop)
     loop.close()
     return []
 
