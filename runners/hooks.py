@@ -147,8 +147,8 @@ class Coordinator:
         """Run a step that all ranks run. Ranks that wait for this one are told if it raises."""
         return step(*args)
 
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose errors the caller tells the other ranks itself."""
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose errors the caller reports to the other ranks itself."""
         return contextlib.nullcontext()
 
     def repeated(self, run: Run, live: Live) -> Run:

@@ -117,7 +117,7 @@ class Trial(Generic[V]):
         self.write(put)
         found: T | Exception
         try:
-            with self.state.kept(), self.together.ranks.telling():
+            with self.state.kept(), self.together.ranks.reporting():
                 found = look(self.runner.replay(self.view) if by is None else by())
                 self._wait()
         except Exception as error:  # noqa: BLE001 - whatever a step makes of its slots is a result

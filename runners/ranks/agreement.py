@@ -19,7 +19,7 @@ from ..hooks import Coordinator, Loop, Run, Step, T
 from ..statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FAILED, FITS, LEFT, REFUSED, STOPPED, Exchange, Message, Place, Ranks
 
-_BEGUN, _TOLD, _JOINED, _FAILED = range(4)
+_BEGUN, _SENT, _JOINED, _FAILED = range(4)
 """How far a fill is: the others know nothing of it, they know of it, they run its step, or this rank has failed."""
 _WHYS: Final[tuple[Why, ...]] = get_args(Why)
 """Reasons, by the numbers that messages have for them."""
@@ -50,7 +50,7 @@ class Agreement(Coordinator):
         self._place = self._place_of_loop = self._place_of(0)
         self._loop: Loop | None = None  # the one that is open
         self._within: Loop | None = None  # the one that calls the runner now
-        self._is_telling = False
+        self._is_reporting = False
 
     def begin(self) -> None:
         """A fill begins. It ends a loop of steps that it is no part of."""
@@ -69,13 +69,13 @@ class Agreement(Coordinator):
         """
         place = self._place_in(self._within)
         if self.quiet:
-            self._fill = _TOLD
+            self._fill = _SENT
             self.ranks.attend(place.at, self.timeout)
             self._fill, self.ranks.brought = _JOINED, self._same(live)
             return own
         if self._ahead is None:
             admit()
-        self._fill = _TOLD
+        self._fill = _SENT
         messages = self._messages(self._begun_ahead(own, live) or self._begin(own, live), place, self.timeout)
         return self._settled(own, messages)
 
@@ -158,7 +158,7 @@ class Agreement(Coordinator):
         place = self._place_in(loop)
         if self.quiet:
             return self.settle(own, live, lambda: None)
-        self._fill = _TOLD
+        self._fill = _SENT
         messages = self._messages(self._begin(own, live, loop, idle=idle), place, self.timeout)
         return None if all(one.idle for one in messages) else self._settled(own, messages)
 
@@ -246,7 +246,7 @@ class Agreement(Coordinator):
 
         def repeat(*args: Any) -> Any:
             self._end_loop()
-            self._fill = _TOLD
+            self._fill = _SENT
             ranks.attend(self._place.at, self.timeout)
             self._fill, ranks.brought = _JOINED, brought
             outputs = told(run, *args)
@@ -262,35 +262,32 @@ class Agreement(Coordinator):
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others, who wait for this rank's fill, or will if they know already. Raises as `settle`."""
-        is_asked = self._fill == _BEGUN and not self.quiet
-        if self._fill == _TOLD and isinstance(error, Exception):
+        if self._fill == _SENT and isinstance(error, Exception):
             return  # it is what the ranks said to each other
-        if not is_asked or not isinstance(error, Exception):
+        if self._fill == _BEGUN and self._ahead is not None:  # the others run the step: this rank vouched for its batch
+            (*_, exchange), self._ahead, self._fill = self._ahead, None, _SENT
+            exchange(self.timeout)
             self._failed(error)
+        elif self._fill == _BEGUN and not self.quiet and isinstance(error, Exception):
+            self._fill, place = _SENT, self._place_in(self._within)
+            refusal = Message(place.digest, REFUSED, live=(0,) * len(self.axes), text=str(error))
+            self._messages(self.ranks.begin(refusal, place.at, self.timeout), place, self.timeout)
         else:
-            self._fill = _TOLD
-            if self._ahead is None:
-                place = self._place_in(self._within)
-                refusal = Message(place.digest, REFUSED, live=(0,) * len(self.axes), text=str(error))
-                self._messages(self.ranks.begin(refusal, place.at, self.timeout), place, self.timeout)
-            else:  # the others run the step: this rank has vouched for its batch
-                (*_, exchange), self._ahead = self._ahead, None
-                exchange(self.timeout)
-                self._failed(error)
+            self._failed(error)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """A block whose errors the caller tells the other ranks itself."""
-        self._is_telling = True
+    def reporting(self) -> Iterator[None]:
+        """A block whose errors the caller reports to the other ranks itself."""
+        self._is_reporting = True
         try:
             yield
         finally:
-            self._is_telling = False
+            self._is_reporting = False
 
     def _failed(self, error: BaseException) -> None:
         """Tell the others, once, that a step failed, and note in the error if another rank failed before."""
         before, self._fill = self._fill, _FAILED
-        if before == _FAILED or (self._is_telling and isinstance(error, Exception)):
+        if before == _FAILED or (self._is_reporting and isinstance(error, Exception)):
             return
         place = self._place if self._within is None else self._place_of_loop
         answer = STOPPED if before == _BEGUN and not self.quiet else FAILED
@@ -305,7 +302,7 @@ class Agreement(Coordinator):
         self.begin()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.refuse(error)
             raise
 

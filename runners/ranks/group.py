@@ -289,7 +289,7 @@ class Ranks(Unique):
         self._stops: list[Stop] = []
         self._under_way: dict[int, HostWire | SharedWire] = {}
         self._late: list[int] = []
-        self._is_told = False  # that a rank broke off, before the end of the exchange that it ended
+        self._heard_stop = False  # that a rank broke off, before the end of the exchange that it ended
         if self.size > 1:
             self._due = 0.0
             self._connect()
@@ -388,19 +388,21 @@ class Ranks(Unique):
             self._stops.append(Stop(LEFT, f"{last.text}, and {text}", last.loops | loop))
             return ""
         self._stops.append(Stop(answer, text, loop))
-        _, other = self._told_of(key)
-        if not self._is_told:  # else the others know that the loop ended, and this need not be sent
+        _, other = self._noted_stop(key)
+        if not self._heard_stop:  # else the others know that the loop ended, and this need not be sent
             self._note(key, f"{self.turns} rank {self.rank} {text}")
         return other
 
     def resolve(self, told: str, timeout: float) -> None:
         """End the exchanges that were broken off, so that all ranks begin the next one together. told: the next one.
 
-        RankError if the others come with a step that this rank broke off.
+        RankError if an exchange before failed, or if the others come with the step after one that failed here.
         """
+        if self.broken:
+            raise RankError(f"{told}: these ranks are lost to each other: {self.broken}")
         while self._late:
             self._end(self._late[0], told, timeout, heeds=False)
-        self._is_told = False
+        self._heard_stop = False
         while self._stops:
             stop = self._stops.pop(0)
             loops = stop.loops & self.open
@@ -417,7 +419,7 @@ class Ranks(Unique):
         if self._due < time.monotonic():
             self._due = time.monotonic() + PAUSE
             self.resolve(told, timeout)
-            turn, why = self._told_of(f"{_STOPPED} {self.exchanges + 1}")
+            turn, why = self._noted_stop(f"{_STOPPED} {self.exchanges + 1}")
             if why and turn < self.turns:
                 self.begin(Message(0), told, timeout)(timeout)  # which raises
 
@@ -453,15 +455,15 @@ class Ranks(Unique):
 
         before: wait only `grace` seconds longer once a rank says that it broke off before this exchange; 0 for none.
         """
-        deadline, is_noted, is_told = time.monotonic() + timeout, False, False
+        deadline, is_noted, is_stopped = time.monotonic() + timeout, False, False
         while not arrives(min(PATIENCE, max(deadline - time.monotonic(), 0.0))):
             if time.monotonic() >= deadline:
                 return False
             if not is_noted:
                 self._note(f"{at[0]} {self.rank}", at[1])
                 is_noted = True
-            if before and not is_told and self._broken_off(before):
-                deadline, is_told = min(deadline, time.monotonic() + grace), True
+            if before and not is_stopped and self._stop_before(before):
+                deadline, is_stopped = min(deadline, time.monotonic() + grace), True
         return True
 
     def _abort(self, event: Event, device: torch.device) -> None:
@@ -485,8 +487,6 @@ class Ranks(Unique):
         Raises:
             RankError: An exchange before failed, this rank broke off a step before, or another one left the loop.
         """
-        if self.broken:
-            raise RankError(f"{told}: these ranks are lost to each other: {self.broken}")
         self.resolve(told, timeout)
         if loop & ~self.open:
             raise RankError(f"{told}: {self.ended}: begin again with all live requests")
@@ -515,9 +515,9 @@ class Ranks(Unique):
             self._put_off(number)
             raise
         if not came:
-            if heeds and (why := self._broken_off(number)):
+            if heeds and (why := self._stop_before(number)):
                 self._put_off(number)
-                self._is_told = True
+                self._heard_stop = True
                 raise RankError(why)
             raise self._lost(at, told, f"within {timeout:g} s")
         messages = wire.messages()
@@ -564,24 +564,25 @@ class Ranks(Unique):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK)
-            why = self._broken_off(at[1] if at[0] == EXCHANGE else self.exchanges + 1)
+            why = self._stop_before(at[1] if at[0] == EXCHANGE else self.exchanges + 1)
             lost = "; ".join(
-                f"rank {rank} did not come {how}: "
-                + (why if why.startswith(f"rank {rank} ") else "it is dead, stuck, or does something else")
+                f"rank {rank} did not come: it {why.removeprefix(f'rank {rank} ')}"
+                if why.startswith(f"rank {rank} ")
+                else f"rank {rank} did not come {how}: it is dead, stuck, or does something else"
                 for rank in missing
             )
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
         self.broken = f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
-        self.stop(FAILED, f"lost the others: {self.broken}")
+        self._note(f"{_STOPPED} {self.exchanges + 1}", f"{self.turns} rank {self.rank} lost others: {self.broken}")
         return RankError(self.broken)
 
-    def _broken_off(self, number: int) -> str:
+    def _stop_before(self, number: int) -> str:
         """What a rank says that broke off before an exchange, or before one under way; nothing if none did."""
-        found = (self._told_of(f"{_STOPPED} {one}")[1] for one in {*self._under_way, number})
+        found = (self._noted_stop(f"{_STOPPED} {one}")[1] for one in {*self._under_way, number})
         return next(filter(None, found), "")
 
-    def _told_of(self, key: str) -> tuple[int, str]:
+    def _noted_stop(self, key: str) -> tuple[int, str]:
         """What a rank says that broke off, and the step of equal ranks after which it did; nothing if none did."""
         with contextlib.suppress(RuntimeError):  # the store is gone, which `_lost` says
             if found := self._noted(key):

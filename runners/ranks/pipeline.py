@@ -198,7 +198,8 @@ class PipelineStage(Unique):
         It returns as soon as they are under way. The runner may then replay again: what is sent stays as it is.
         Raises what the runner raises, also of proxies that its slots refuse, and RankError, which names the rank: if
         another stage failed in this step, sent what no slot reads, is lost, or does not come. All later stages raise
-        then, too. The next step is run as if nothing had been, unless a rank is lost.
+        then, too. The next step is run as if nothing had been, unless a rank is lost, or one alone of those that share
+        a stage failed in its step: then all of that stage raise in the next one.
         """
         self._steps += 1
         self._coordinator.begin()

@@ -140,8 +140,8 @@ class Player:
         step.left = 1 if fault in ("raises", "interrupted") else -1
         step.error = KeyboardInterrupt("in a step") if fault == "interrupted" else ValueError("lost a page")
         batch = self.batch(turn, fault)
-        if turn.is_ahead and not self.equal and fault not in ("refused", "key"):
-            runner.agree_ahead(batch)
+        if turn.is_ahead and not self.equal and fault != "refused":
+            runner.agree_ahead(batch if turn.at == 1 else self.batch(turn))  # a key may be pressed over either
             if fault == "vouched":
                 batch["ids"] = batch["ids"].to(torch.complex64)
         out = runner(batch)

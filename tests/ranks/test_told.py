@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -361,6 +362,30 @@ def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) ->
     assert first[2:] == second[2:] == ["", ""]
 
 
+def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it
+    """Rank 1's step raises, and rank 0 waits for its device, which waits for rank 1."""
+    step = Failing(lambda view: view.ids * 2)
+    runner, good = runner_on(soon(over, equal=equal), step), stepping.batch_of(3, 1)
+    step.error += [ValueError("lost a page")] if rank else []
+    told, start = raised(runner, good), time.monotonic()
+    if rank == 0:
+        event: Any = SimpleNamespace(query=lambda: False)
+        told = raised(runner.coordinator.wait, event, torch.device("cpu"), read=read)
+    return told, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("over", "equal", "read"), [(OVER[0], False, False), (OVER[1], True, False), (OVER[0], True, True)]
+)
+def test_a_device_that_waits_for_a_rank_that_failed(two: Processes, over: str, equal: bool, read: bool) -> None:  # noqa: FBT001 - a parameter
+    """Is not waited for until the time-out; a CPU never stands still, so that the event is made here."""
+    (told, seconds), (own, _) = two.run(stands_still, over, equal, read)
+    assert own.startswith("ReplayError: the step raised ValueError: lost a page")
+    how = f"it failed in a step of runner 1 (DecodeRunner of Counted): {own}"
+    assert told == f"RankError: the end of a step on the device: rank 1 did not come: {how}"
+    assert seconds < 2 * AT_ONCE
+
+
 PROGRAM: Final = """
 import sys, time, unittest.mock
 import torch.distributed as dist
@@ -395,5 +420,6 @@ def test_a_process_that_ends_by_an_error(tmp_path: pathlib.Path, over: str) -> N
     ]
     (_, first), (_, second) = (one.communicate(timeout=120) for one in both)
     assert second.splitlines()[-1].endswith("ReplayError: the step raised ValueError: lost a page")
-    assert "rank 1 failed in a step of runner 1 (DecodeRunner of Counted): ReplayError: the step raised" in first
+    assert "rank 1" in first
+    assert "failed in a step of runner 1 (DecodeRunner of Counted): ReplayError: the step raised" in first
     assert "within 20 s" not in first
