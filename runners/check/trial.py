@@ -98,9 +98,10 @@ class Trial(Generic[V]):
             if not isinstance(slot, Constant) and values[name] is not None
         }
 
-    def redrawn(self, by: Callable[[], Any] | None = None) -> Any:
-        """Run the step, or its graph, with other random numbers than the last time."""
-        draw_on(self.runner.stage.backend)
+    def redrawn(self, by: Callable[[], Any] | None = None, times: int = 1) -> Any:
+        """Run the step, or its graph, with other random numbers, which follow after others were drawn so many times."""
+        for _ in range(times):
+            draw_on(self.runner.stage.backend)
         return self.runner.replay(self.view) if by is None else by()
 
     def eagerly(self) -> Any:

@@ -180,6 +180,15 @@ def test_random_numbers(cpu: str, operator: str, kind: str) -> None:
     assert report_of(runner, kind).ok == (operator == "aten::bernoulli_" and cpu == "cpu")
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mask_that_may_come_twice(seed: int) -> None:
+    """One row of four elements has sixteen masks: some other numbers give another one."""
+    torch.manual_seed(seed)
+    runner = captured(DRAWN["aten::bernoulli_"], buckets=[1])
+    (found,) = report_of(runner, only="poison", rounds=1).findings
+    assert "which aten::bernoulli_ at" in found.message
+
+
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])  # noqa: NPY002 - as steps do
 def test_random_numbers_of_the_host(cpu: str, draw: Callable[[], float]) -> None:
     """Numbers that Python or NumPy draw: a graph keeps one, and a step that is called again gets another each time."""
