@@ -99,9 +99,12 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
         return
     moves = [(pair & _PLACE, pair >> 32) for pair in words[rows : rows + (counts & _PLACE)]]
     writes = words[rows + len(moves) : rows + len(moves) + (counts >> 32)]
-    for row in table.view(-1, COLUMNS).tolist():
-        target, place, outer, _, _, stride, _, flags, _, _, each, count, _, _ = row
+    blocks = table.view(-1, COLUMNS).tolist()
+    for row in blocks:  # all of them before an edit: one may advance to what another one holds
+        count = row[11]
         _advance(row, words[(count & _PLACE) + (count >> 32)], moves=True, tail=False)
+    for row in blocks:
+        target, place, outer, _, _, stride, _, flags, _, _, each, *_ = row
         size, lanes = flags & BYTE, place >> 32
         to, piece = target + outer * stride * size, each * size
         for one, other in moves:

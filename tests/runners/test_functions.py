@@ -259,3 +259,18 @@ def test_a_capture_leaves_the_tails_that_rules_read(backend: str, lowering: str)
     """A rule that a warm-up runs resets no tail: the slot holds what it held at first."""
     runner = captured(backend, lowering, Started, lambda view: view.total.clone())
     assert runner.graphs.buffers["seen"].tensor.tolist() == [4] * 8
+
+
+class Following(Inputs):  # a slot that takes the value of one that stays
+    ids: torch.Tensor = ids()
+    a: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    b: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda a: a)
+
+
+@by_all_ways
+def test_slots_advance_before_any_of_them_is_edited(backend: str, lowering: str) -> None:
+    """In the step of an edit a slot takes what another one held before; in the next step what the edit brought."""
+    runner = captured(backend, lowering, Following, lambda view: torch.cat([view.a, view.b]))
+    batch = {"ids": [1, 2], "a": [3, 4], "b": [5, 6]}
+    found = outputs(runner, batch, {0: lambda step: step.edit([0, 1], a=[7, 8])}, 3)
+    assert found == [[3, 4, 5, 6], [7, 8, 3, 4], [7, 8, 7, 8]]
