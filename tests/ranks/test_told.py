@@ -136,7 +136,8 @@ def held(loop: Iterator[Any]) -> list[Any]:
     """What an error keeps whose traceback holds a loop."""
     found = list[Any]()
     try:
-        next(loop), next(loop)
+        next(loop)
+        next(loop)
         raise KeyError("held")  # noqa: TRY301 - its traceback is what is wanted
     except KeyError as error:
         found.append(error)
@@ -153,7 +154,8 @@ def in_cycle(loop: Iterator[Any]) -> list[Any]:
 
 def closed(loop: Any) -> list[Any]:
     """Close it."""
-    next(loop), next(loop)
+    next(loop)
+    next(loop)
     loop.close()
     return []
 
@@ -354,6 +356,39 @@ def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) ->
     assert first[1] == second[1]
     assert first[1].startswith("RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): Keyboard")
     assert first[2:] == second[2:] == ["", ""]
+
+
+class Pressed(dict[str, Any]):
+    """A batch over which somebody presses a key."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Pressed."""
+        raise KeyboardInterrupt(name)
+
+
+def one_and_then_the_other(rank: int, over: str) -> list[str]:
+    """Rank 1 fails in the step of one call, rank 0 is interrupted before that of the next; then both call on."""
+    step, made, found = Failing(lambda view: view.ids * 2), soon(over), list[str]()
+    runner = runner_on(made, step)
+    for number in range(5):
+        batch = stepping.batch_of(1 + 2 * rank + number, 1)
+        step.error += [ValueError("lost a page")] if number == 1 and rank else []
+        try:
+            found.append(raised(runner, Pressed(batch) if number == 2 and not rank else batch))
+        except KeyboardInterrupt:
+            found.append("KeyboardInterrupt: ")
+        if not found[-1] and made.live(BATCH) != (1 + number, 3 + number):
+            found[-1] = f"with a step of another call: {made.live(BATCH)}"
+    return found
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_ranks_that_fail_one_after_the_other(two: Processes, over: str) -> None:
+    """Each call belongs to the call of the same number on the other rank, whatever became of those before."""
+    first, second = two.run(one_and_then_the_other, over)
+    assert [bool(one) for one in first] == [False, False, True, False, False]
+    assert [bool(one) for one in second] == [False, True, True, False, False]
+    assert second[2].startswith("RankError: ")
 
 
 def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it
