@@ -98,11 +98,11 @@ DIFFERENT: Final[dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str]]
 
 def made_otherwise(rank: int, what: str, over: str, equal: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it
     """What a capture says where rank 1 declares its runner otherwise, and the seconds that it took."""
-    first, options, second, others, _ = DIFFERENT[what]
+    first, plain, second, others, _ = DIFFERENT[what]
     made, start = soon(over, equal=equal), time.monotonic()
-    inputs, given = (second, others) if rank else (first, options)
-    wanted: dict[str, Any] = {"buckets": (2, 4, 8), "ranks": made, "backend": "cpu", "progress": False, **given}
-    runner = DecodeRunner(inputs, lambda view: view.ids, **wanted)
+    inputs, given = (second, others) if rank else (first, plain)
+    options: dict[str, Any] = {"buckets": (2, 4, 8), "ranks": made, "backend": "cpu", "progress": False, **given}
+    runner = DecodeRunner(inputs, lambda view: view.ids, **options)
     return raised(runner.capture), time.monotonic() - start
 
 

@@ -87,27 +87,39 @@ def test_a_step_that_raises(two: Processes, kind: str, over: str, equal: bool, e
         assert seconds < AT_ONCE
 
 
-def refused(rank: int, over: str, equal: bool) -> tuple[list[str], float]:  # noqa: FBT001 - a process is given it
-    """Rank 1 refuses the second batch; the errors of calls until both have seen one, and of one more; seconds."""
-    runner, good = runner_on(soon(over, equal=equal), lambda view: view.ids * 2), stepping.batch_of(3, 1)
-    found, start = [raised(runner, good)], time.monotonic()
-    found.append(raised(runner, {"ids": None} if rank else good))
-    while equal and rank == 0 and not found[-1] and time.monotonic() < start + SOON:
+def refused(rank: int, over: str, equal: int) -> tuple[list[str], float]:
+    """Rank 1 refuses a batch: errors of that call, of the one in which equal ranks hear of it, and of two more."""
+    runner, good = runner_on(soon(over, equal=bool(equal)), lambda view: view.ids * 2), stepping.batch_of(3, 1)
+    runner(good)
+    start, found = time.monotonic(), [raised(runner, {"ids": None} if rank else good)]
+    while equal and len(found) < 2 and time.monotonic() < start + SOON:
         time.sleep(0.05)
-        found[-1] = raised(runner, good)
-    return [*found, raised(runner, good)], time.monotonic() - start
+        found += filter(None, [raised(runner, good)])
+    seconds = time.monotonic() - start
+    return [*found, raised(runner, good), raised(runner, good)], seconds
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("equal", [False, True])
-def test_a_refused_batch(two: Processes, over: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
-    """Is told at once, also where nothing else is exchanged, and the next step is run by all."""
-    (first, seconds), (second, _) = two.run(refused, over, equal)
-    assert first[::2] == second[::2] == ["", ""]
-    assert second[1].startswith("MissingSourceError: ")
-    how = "rank 1 failed in a step of runner 1" if equal else "rank 1 refused its batch, so that no rank runs the step"
-    assert how in first[1]
-    assert second[1].removeprefix("MissingSourceError: ")[:40] in first[1]
+def test_a_refused_batch(two: Processes, over: str) -> None:
+    """Is known to all at once, and the next step is run by all."""
+    (first, seconds), (second, _) = two.run(refused, over, 0)
+    assert first[1:] == second[1:] == ["", ""]
+    assert second[0].startswith("MissingSourceError: slot 'ids'")
+    reason = second[0].removeprefix("MissingSourceError: ")
+    assert first[0] == f"RankError: rank 1 refused its batch, so that no rank runs the step: {reason}"
+    assert seconds < AT_ONCE
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_a_refused_batch_of_equal_ranks(two: Processes, over: str) -> None:
+    """Is a failed step: the others, who ran it, hear of it soon."""
+    (first, seconds), (second, _) = two.run(refused, over, 1)
+    assert (first[0], first[2:], second[2:]) == ("", ["", ""], ["", ""])
+    assert (
+        first[1]
+        == second[1]
+        == f"RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): {second[0]}"
+    )
     assert seconds < AT_ONCE
 
 
@@ -360,6 +372,39 @@ def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) ->
     assert first[1] == second[1]
     assert first[1].startswith("RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): Keyboard")
     assert first[2:] == second[2:] == ["", ""]
+
+
+class Pressed(dict[str, Any]):
+    """A batch over which somebody presses a key."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Pressed."""
+        raise KeyboardInterrupt(name)
+
+
+def one_and_then_the_other(rank: int, over: str) -> list[str]:
+    """Rank 1 fails in the step of one call, rank 0 is interrupted before that of the next; then both call on."""
+    step, made, found = Failing(lambda view: view.ids * 2), soon(over), list[str]()
+    runner = runner_on(made, step)
+    for number in range(5):
+        batch = stepping.batch_of(1 + 2 * rank + number, 1)
+        step.error += [ValueError("lost a page")] if number == 1 and rank else []
+        try:
+            found.append(raised(runner, Pressed(batch) if number == 2 and not rank else batch))
+        except KeyboardInterrupt:
+            found.append("KeyboardInterrupt: ")
+        if not found[-1] and made.live(BATCH) != (1 + number, 3 + number):
+            found[-1] = f"with a step of another call: {made.live(BATCH)}"
+    return found
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_ranks_that_fail_one_after_the_other(two: Processes, over: str) -> None:
+    """Each call belongs to the call of the same number on the other rank, whatever became of those before."""
+    first, second = two.run(one_and_then_the_other, over)
+    assert [bool(one) for one in first] == [False, False, True, False, False]
+    assert [bool(one) for one in second] == [False, True, True, False, False]
+    assert second[2].startswith("RankError: ")
 
 
 def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it
