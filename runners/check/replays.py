@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ...backends.operators import OperatorWatch, run_under
+from ...backends.operators import OperatorWatch
 from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
 from ...dataflow.buffers import Buffers, SharedMemory, at_rest
 from ...dataflow.capabilities import Capabilities
@@ -38,6 +38,7 @@ from ..comparison import (
 from ..sampling import Sample, is_location
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
+from ..traffic import run_seen
 from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"
@@ -339,7 +340,7 @@ def operators_of(trial: Trial[Any], tag: torch.Tag, *, drawing: bool = False) ->
                 found.append(f"{operator.name().partition('.')[0]}{place_of()}")
             return result
 
-    trial.run(id, by=lambda: run_under(Tagged(), trial.eagerly))
+    trial.run(id, by=lambda: run_seen(Tagged(), trial.eagerly))
     return found
 
 
