@@ -9,9 +9,15 @@ from typing import Any, Final
 import attrs
 import torch
 
+<<<<<<< HEAD
 from ...backends.operators import OperatorWatch, run_under
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers, SharedMemory
+=======
+from ...backends.operators import OperatorWatch
+from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
+from ...dataflow.buffers import Buffers, SharedMemory, at_rest
+>>>>>>> w-check
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import place_now
 from ...dataflow.guard import outside_inference
@@ -38,6 +44,7 @@ from ..comparison import (
 from ..sampling import Sample, is_location
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
+from ..traffic import run_seen
 from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"
@@ -338,7 +345,7 @@ def operators_of(trial: Trial[Any], tag: torch.Tag, *, drawing: bool = False) ->
                 found.append(f"{operator.name().partition('.')[0]}{place_now()}")
             return result
 
-    trial.run(id, by=lambda: run_under(Tagged(), trial.eagerly))
+    trial.run(id, by=lambda: run_seen(Tagged(), trial.eagerly))
     return found
 
 
