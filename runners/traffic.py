@@ -77,12 +77,7 @@ def _strided(values: Any) -> Iterator[torch.Tensor]:
 
 def run_seen(watch: OperatorWatch, run: Callable[[], T]) -> T:
     """Run something while this thread's operators are looked at. Compiled functions run as they were written."""
-<<<<<<< HEAD
-    return run_uncompiled(lambda: run_under(traffic, run))
-=======
-    with compiled_eagerly():
-        return run_under(watch, run)
->>>>>>> w-check
+    return run_uncompiled(lambda: run_under(watch, run))
 
 
 class HostReads:

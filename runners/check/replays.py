@@ -9,15 +9,9 @@ from typing import Any, Final
 import attrs
 import torch
 
-<<<<<<< HEAD
-from ...backends.operators import OperatorWatch, run_under
+from ...backends.operators import OperatorWatch
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers, SharedMemory
-=======
-from ...backends.operators import OperatorWatch
-from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
-from ...dataflow.buffers import Buffers, SharedMemory, at_rest
->>>>>>> w-check
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import place_now
 from ...dataflow.guard import outside_inference
