@@ -238,8 +238,8 @@ def judge(turns: list[Turn], found: list[list[str]], *, alike: bool) -> None:
             assert all(one == "" or one.startswith("RankError: ") for one in said), where
 
 
-SEEDS: Final = 12 if THOROUGH else 3
-ROUNDS: Final = 200 if THOROUGH else 50
+SEEDS: Final = 6 if THOROUGH else 2
+ROUNDS: Final = 60 if THOROUGH else 40
 
 
 def game(group: Processes, over: str, first: int, *, equal: bool = False, alike: bool = False) -> None:
