@@ -94,7 +94,7 @@ OWN: Final = {
 NEXT: Final = {
     "keys": "RankError: step {step}: rank {sender} sends 'extra', and no slot of rank {rank} reads it",
     "shape": "BatchError: slot 'pp_hidden_states'",
-    "rows": "BatchError: BATCH is ",
+    "rows": "BatchError: 'input_ids', 'positions'",
     "dtype": "BatchError: slot 'pp_residual'",
 }
 """What it sends that is wrong, and how the next stage's error begins."""
