@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import operator
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -210,7 +211,9 @@ def _as_the_user_sees_it(error: CaptureError, first: CaptureError) -> CaptureErr
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
 """Runs a whole step for the first time, and tells its state: what it changes beside its slots, which is put back."""
-Recipe = Callable[[Filling, Absent, Look], tuple[Callable[[], Any], State]]
+Around = Callable[[Callable[[], Any]], Any]
+"""Calls something where a step calls what is captured of it, with the step's own code before and after."""
+Recipe = Callable[[Filling, Absent, Look], tuple[Callable[[], Any], Around, State]]
 """Makes the call that is captured of a bucket, and looks at its step's state before it runs the step otherwise."""
 
 
@@ -342,19 +345,20 @@ class GraphSet(Generic[V]):
         filler.rest()
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
-        step, state = recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
+        step, around, state = recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
         # the look is a warm-up where nothing can be compiled: compiled functions run as they were written under it; of
         # several ranks all run a step equally often, whatever each has imported
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
         for _ in range(self.config.warmups - looked):
             with told_as_capture_error(), state.kept():
-                warm_up(stage.backend, as_warm_up(step))
+                warm_up(stage.backend, functools.partial(around, as_warm_up(step)))
         views = filling.whole(absent).views  # of an optional slot that is absent, None
         named = ((argument, views[name]) for argument, name in self.parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
-        with told_as_capture_error(), state.kept():
+        with told_as_capture_error(), state.kept(), stage.backend.stream():
             mode = self.config.error_mode
-            graph = capture_step(stage.backend, step, pool=self._pool, error_mode=mode, parameters=parameters)
+            capture = functools.partial(capture_step, stage.backend, step, pool=self._pool, error_mode=mode)
+            graph = around(functools.partial(capture, parameters=parameters))
         if self.rows_each is not None:
             cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering == "fused":
@@ -379,7 +383,7 @@ class GraphSet(Generic[V]):
         warm_up(stage.backend, lambda: check_writes(once, self.buffers))
         return found[0]
 
-    def _whole_step(self, filling: Filling, absent: Absent, look: Look) -> tuple[Callable[[], Any], State]:
+    def _whole_step(self, filling: Filling, absent: Absent, look: Look) -> tuple[Callable[[], Any], Around, State]:
         """The whole step without gradients: first the fused kernel, where it is the first node, and computed slots."""
         stage, filler, ready = self.stage, self.filler, filling.whole(absent)
 
@@ -390,7 +394,7 @@ class GraphSet(Generic[V]):
                 view = stage.view_of_capture(ready)
                 return under_way(Running(view), stage.run, view)
 
-        return step, look(step)
+        return step, operator.call, look(step)
 
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""

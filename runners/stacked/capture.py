@@ -23,7 +23,7 @@ from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, ViewInfo, alias, carried, viewer
 from ..capture import Filling, told_as_capture_error
 from ..config import is_collection, refuse
-from ..graphs import Look
+from ..graphs import Around, Look
 from ..outputs import cut_rows, map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage, V
@@ -88,7 +88,7 @@ def capture_stack(
     *,
     splitter: "Splitter | None",
     output_rows: Axis | None,
-) -> tuple[StackCall, State]:
+) -> tuple[StackCall, Around, State]:
     """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
 
     splitter: what marks the breaks of the stack, if not its code. CaptureError where the step cannot be captured so.
@@ -119,20 +119,22 @@ def capture_stack(
         with state.kept():
             names = frozenset[str]() if splitter is None else splitter.names
             make = functools.partial(StackCall, stage.backend, code, own=view, view=shown, holds=buffers.holds)
+            rehearsal = Rehearsal(stage, stack, buffers, names, make)
             try:
-                call = Rehearsal(stage, stack, buffers, names, make).run(view, calls[0])
+                call = rehearsal.run(view, calls[0])
             except CaptureError as error:
                 if not names:
                     raise
                 raise CaptureError(f"{error} (splits names {', '.join(sorted(names))})") from error
+            around = functools.partial(rehearsal.around, view)
             if splitter is not None:
-                parts = under_way(call.at_capture(), splitter, code, *call.arguments())
+                parts = around(functools.partial(under_way, call.at_capture(), splitter, code, *call.arguments()))
                 call.run = lambda *_, **__: parts()  # which hold their arguments already
         if output_rows is not None:
             each = "request of the placeholder" if output_rows == BATCH else "padded token"
             cut_rows(outputs, sizes[output_rows], each)
     buffers.distrust()
-    return call, state
+    return call, around, state
 
 
 Traced = tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]

@@ -19,7 +19,7 @@ from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.views import alias
 from ..bits import text_of
 from ..outputs import map_tensors
-from ..running import Running, running, under_way
+from ..running import Running, running, under_way, untraced
 from ..stage import Stage
 from ..state import CLOSED, reached
 from .breaks import VALUES, Break, broken, share_storage
@@ -59,6 +59,7 @@ class Rehearsal:
         self._make = make
         self._calls = list[StackCall]()
         self._origins: Sequence[Any] = ()  # what the step has handed over as arguments
+        self._outputs: Any = None  # what the stack has returned
         self._stage = stage
         self._stack = stack
         self._requests = [
@@ -86,6 +87,26 @@ class Rehearsal:
         [call] = self._calls
         self._conclude(call, pytree.tree_leaves(first))
         return call
+
+    def around(self, view: Any, run: Callable[[], T]) -> T:
+        """Call something where the step calls its stack. What comes after it gets what the rehearsed stack returned.
+
+        A stack runs in what its step has set up around it: casts, contexts, attributes.
+        """
+        made, is_inference = list[T](), torch.is_inference_mode_enabled()
+
+        @untraced  # the step around it may be compiled
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            with torch.inference_mode(is_inference):  # no tensor of a graph is of that mode because its step's are
+                made.append(run())
+            step = Running(view, "capture", pytree.tree_leaves((args, kwargs)))
+            return hand_out(map_tensors(self._outputs, torch.clone), step)
+
+        with torch.no_grad():
+            under_way(Running(view, "capture"), self._stack.run, self._stage, view, answer)
+        if len(made) != 1:
+            raise CaptureError(self._stack.wrong_calls(len(made)))
+        return made[0]
 
     def _answer(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stack in the place of its code."""
@@ -158,6 +179,7 @@ class Rehearsal:
 
         with self._paused():
             named = map_tensors(call.named(outputs), alias, hand)
+            self._outputs = map_tensors(named, torch.clone)
             try:
                 return hand_out(named, Running(call.own, "capture", self._origins))
             except ReplayError as error:

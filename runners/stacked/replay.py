@@ -20,7 +20,7 @@ from ..bits import text_of
 from ..capture import Captured
 from ..graphs import GraphSet
 from ..outputs import cut_rows, map_tensors
-from ..running import RUNNING, Interrupts, Running, Source, running, under_way
+from ..running import RUNNING, Interrupts, Running, Source, running, under_way, untraced
 from ..stage import Stage
 from ..statistics import Counts
 from .breaks import FACTS, VALUES, share_storage
@@ -353,6 +353,7 @@ def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Cal
     call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
     stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
 
+    @untraced  # the step around it may be compiled
     def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
         step.calls += 1
         call.take(args, kwargs, step)

@@ -1,9 +1,11 @@
 """What crosses the boundary of a stack: each step's own values, or a refusal at capture, in both prefill runners."""
 
+import contextlib
+import contextvars
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import attrs
 import pytest
@@ -441,6 +443,108 @@ def test_tensor_of_an_object_of_each_step(backend: Backend) -> None:
 
     said = refusal("breakable", backend, lambda breaks, hidden, own: breaks.plus(hidden) + own.anew, living)
     assert "argument 1 of the stack, of type Context, holds a tensor that each step makes anew" in said
+
+
+OPEN: Final[contextvars.ContextVar[int]] = contextvars.ContextVar("slotgraph_boundary_open", default=0)
+DEPTHS = [0]
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    """A context that code of a stack asks for."""
+    token = OPEN.set(OPEN.get() + 2)
+    try:
+        yield
+    finally:
+        OPEN.reset(token)
+
+
+def test_context_around_the_stack(backend: Backend) -> None:
+    """Graphs are captured in what the step has set up around its stack, and the step is left as it goes on itself."""
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        DEPTHS[0] += 1
+        assert DEPTHS == [1], "the step before this one did not come to its end"
+        with opened():
+            out = inner(hidden)
+        DEPTHS[0] -= 1
+        return [out]
+
+    def body(breaks: Breaks, hidden: torch.Tensor) -> Any:
+        assert DEPTHS == [1]
+        return breaks.plus(hidden * OPEN.get()) - OPEN.get()
+
+    assert_same(*pair("breakable", backend, body, outer, warmups=3), backend.device, [3])
+
+
+@each_kind
+def test_autocast_around_the_stack(backend: Backend, kind: str) -> None:
+    """Casts that the step turns on for its stack are in its graphs."""
+    weight = torch.eye(2, device=backend.device)
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        with torch.autocast(backend.device.type, torch.bfloat16):
+            return [inner(hidden.float())]
+
+    runner, eager = pair(kind, backend, lambda breaks, hidden: breaks.plus(hidden @ weight) @ weight, outer)
+    [out] = runner(batch_of([4], 1, backend.device))
+    assert out.dtype is torch.bfloat16
+    assert_same(runner, eager, backend.device, [3])
+
+
+def test_compiled_step_around_the_stack(cpu: str) -> None:
+    """The compiler leaves alone what a capture and a replay put in the place of the stack."""
+    stack = lambda hidden: BREAKS["breakable"].plus(hidden * 2) + 1  # noqa: E731
+    step = Around(stack, lambda view, hidden, inner: [inner(hidden * view.scale) - 1])
+    compiled = torch.compile(step, backend="eager")
+    given: dict[str, Any] = {"stack": step.inner, "buckets": [4, 8], "output_rows": None, "warmups": 2}
+    runner = ready(runner_of("breakable", compiled, cpu, **given))
+    assert_same(runner, EagerRunner(Prefill, step, backend=cpu), "cpu", [3])
+
+
+@each_kind
+def test_what_follows_the_stack_in_a_capture(backend: Backend, kind: str) -> None:
+    """In each run that a capture makes of a step, what follows the stack finds what the stack returns."""
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        extra = hidden * view.scale
+        out, same = inner(hidden, extra)
+        assert same.data_ptr() == extra.data_ptr()
+        assert torch.equal(out.sub_(5), hidden * len(view.extend_seq_lens) + view.scale)
+        return [out, same]
+
+    body = lambda breaks, hidden, extra: (breaks.plus(hidden) + 5, extra)  # noqa: E731
+    assert_same(*pair(kind, backend, body, outer, warmups=3), backend.device, [3])
+
+
+def test_step_that_calls_its_stack_at_times(cpu: str) -> None:
+    """A step that does not call its stack in some run of a capture is refused."""
+    runs = list[None]()
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        runs.append(None)
+        return [inner(hidden) if len(runs) < 4 else hidden]
+
+    with pytest.raises(errors.CaptureError, match="the step called the stack, inner, 0 times"):
+        pair("breakable", cpu, lambda breaks, hidden: breaks.plus(hidden), outer, buckets=[4], warmups=2)
+
+
+@each_kind
+def test_attribute_that_the_stack_leaves_behind(backend: Backend, kind: str) -> None:
+    """A break that reads an attribute before the stack stores one finds, in a capture, too, what the step has put."""
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        CONTEXT.stored = None
+        return [inner(hidden[:, :1], hidden)]
+
+    def body(breaks: Breaks, hidden: torch.Tensor, wider: torch.Tensor) -> Any:
+        out = breaks.with_stored(hidden)
+        CONTEXT.stored = wider
+        return out + 1
+
+    runner, eager = pair(kind, backend, body, outer)
+    assert_same(runner, eager, backend.device, [3])
+    CONTEXT.stored = None
 
 
 @each_kind
