@@ -91,19 +91,29 @@ class Rehearsal:
     def around(self, view: Any, run: Callable[[], T]) -> T:
         """Call something where the step calls its stack. What comes after it gets what the rehearsed stack returned.
 
-        A stack runs in what its step has set up around it: casts, contexts, attributes.
+        A stack runs in what its step has set up around it: casts, contexts, attributes. A step whose stack fails to be
+        captured comes to its end all the same: other ranks, which do not fail, wait for what it does there.
         """
-        made, is_inference = list[T](), torch.is_inference_mode_enabled()
+        made, failed, is_inference = list[T](), list[CaptureError](), torch.is_inference_mode_enabled()
 
         @untraced  # the step around it may be compiled
         def answer(*args: Any, **kwargs: Any) -> Any:
-            with torch.inference_mode(is_inference):  # no tensor of a graph is of that mode because its step's are
-                made.append(run())
+            try:
+                with torch.inference_mode(is_inference):  # no tensor of a graph is of that mode because its step's are
+                    made.append(run())
+            except CaptureError as error:
+                failed.append(error)
             step = Running(view, "capture", pytree.tree_leaves((args, kwargs)))
             return hand_out(map_tensors(self._outputs, torch.clone), step)
 
-        with torch.no_grad():
-            under_way(Running(view, "capture"), self._stack.run, self._stage, view, answer)
+        try:
+            with torch.no_grad():
+                under_way(Running(view, "capture"), self._stack.run, self._stage, view, answer)
+        except Exception:
+            if not failed:
+                raise
+        if failed:
+            raise failed[0]
         if len(made) != 1:
             raise CaptureError(self._stack.wrong_calls(len(made)))
         return made[0]

@@ -3,7 +3,9 @@
 import contextlib
 import contextvars
 import gc
+import importlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -515,6 +517,30 @@ def test_what_follows_the_stack_in_a_capture(backend: Backend, kind: str) -> Non
 
     body = lambda breaks, hidden, extra: (breaks.plus(hidden) + 5, extra)  # noqa: E731
     assert_same(*pair(kind, backend, body, outer, warmups=3), backend.device, [3])
+
+
+def test_stack_whose_capture_fails(cpu: str) -> None:
+    """Its step comes to its end, for the sake of other ranks; what is raised there hides nothing."""
+    importlib.import_module("torch._dynamo")  # where it is, no warm-up is left out: the capture is the fourth run
+    counts = Counter[str]()
+
+    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+        counts["begun"] += 1
+        out = inner(hidden)
+        counts["ended"] += 1
+        if counts["stack"] == 4:
+            raise ValueError("of the step")
+        return [out]
+
+    def body(breaks: Breaks, hidden: torch.Tensor) -> Any:
+        counts["stack"] += 1
+        if counts["stack"] == 4:
+            raise ValueError("of the stack")
+        return breaks.plus(hidden)
+
+    with pytest.raises(errors.CaptureError, match=r"ValueError at .* while it was captured: of the stack"):
+        pair("breakable", cpu, body, outer, buckets=[4], warmups=1)
+    assert counts["begun"] == counts["ended"]
 
 
 def test_step_that_calls_its_stack_at_times(cpu: str) -> None:
