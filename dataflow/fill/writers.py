@@ -200,12 +200,12 @@ class HostTails(Tails):
         found = dict[Dim, tuple[Reach, list[tuple[npt.NDArray[Any], tuple[slice, ...], Any]]]]()
         for one in tails:
             array, word = bits_of(one.target), bits_of_number(one.value, one.target.dtype)
-            if len(one.rows.dims) > 1:
+            dims = one.rows.dims
+            if len(dims) == 1:
+                _, alike = found.setdefault(one.rows.sizes[dims[0]], (one.rows.reaches[0], []))
+                alike.append((array, (slice(None),) * dims[0], word))
+            else:
                 self._along_several.append((array, one.rows, word))
-                continue
-            dim = one.rows.dims[0]
-            _, alike = found.setdefault(one.rows.sizes[dim], (one.rows.reaches[0], []))
-            alike.append((array, (slice(None),) * dim, word))
         self._along_one = [*found.values()]
 
     def reset(self, live: Live, dirty: Live) -> None:
