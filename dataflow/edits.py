@@ -167,9 +167,15 @@ class RowBucket(Bucket):
         rows: Sequence[int],
         values: Mapping[str, bytes],
     ) -> None:
-        """Send an edit's packet. before: requests whose rows advance first; None where nothing does.
+        """Send an edit's packet.
 
-        rows: of what is brought. values: computed by the host, of `whole` slots.
+        Args:
+            requests: Live requests after the edit.
+            before: Live requests of the step before, whose rows the kernel advances first; None to advance nothing.
+            moves: Rows that move, and where to.
+            brought: What the edit brings; None if rows only move.
+            rows: The row of each request that it brings something for.
+            values: By slot, the bytes that the host has computed for slots without rows.
         """
         data, kept = (brought.taken or self._left_alone, brought.kept) if brought else (self._left_alone, None)
         words = [*[start | to << 32 for start, to in moves], *rows] if moves else rows

@@ -164,7 +164,7 @@ def origin_of(error: BaseException) -> BaseException:
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Make a traceback of the user's own lines that an error came through, or None where there are none."""
+    """Make a traceback of those lines that are the user's own. Return None if the error passed through none."""
     made: TracebackType | None = None
     steps, step = list[TracebackType](), error.__traceback__
     while step is not None:

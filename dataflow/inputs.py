@@ -87,7 +87,9 @@ class Inputs(metaclass=_Declaring):
             super().__init_subclass__(**keywords)
         except TypeError as error:
             near = "".join(did_you_mean(name, ["drop"]) for name in keywords)
-            found.append(DeclarationError(f"{cls.__name__}: {error}, but for drop={near}"))
+            found.append(
+                DeclarationError(f"{cls.__name__}: {error}: a declaration takes no keyword other than drop={near}")
+            )
         if isinstance(vars(cls).get("slotgraph"), Declaration):
             raise _made_already(cls.__name__)
         if isinstance(drop, str) or not isinstance(drop, Iterable):
@@ -149,8 +151,8 @@ class Inputs(metaclass=_Declaring):
                 )
             elif name in declaration.slots and self._slotgraph_view is None:
                 message = (
-                    f"slot {name!r} is not brought by a batch, and this is one, as attrs.evolve makes of a view, too: "
-                    "read it in the view that a fill hands out"
+                    f"slot {name!r} is not brought by a batch, and this object is a batch (attrs.evolve makes one of a "
+                    "view): read the slot in the view that a fill hands out"
                 )
             elif name in declaration.slots:
                 message = (
@@ -159,7 +161,7 @@ class Inputs(metaclass=_Declaring):
                     "of slots on the device"
                 )
             else:
-                known = (*type(self).slotgraph.slots, *type(self).slotgraph.fields)
+                known = (*declaration.slots, *declaration.fields)
                 message = f"{type(self).__name__!r} has no slot or field {name!r}{did_you_mean(name, known)}"
                 if hasattr(torch.Tensor, name):
                     message += f", but tensors have: {self._as_tensor()}"

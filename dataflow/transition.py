@@ -147,6 +147,10 @@ class Transition:
                 mask.append((place, self._declaration.counted.index(slot.shape[dim])))
         return mask
 
+    def _words_of(self, buffer: Buffer) -> torch.Tensor:
+        """Give the padded rows of a slot as whole numbers."""
+        return words(buffer.view(self._sizes))
+
     def leaves(self, lanes: Collection[str]) -> bool:
         """Whether a kernel that advances some lanes leaves anything: a rule that is a function, or other slots."""
         return bool(self._computations) or not self.sources.keys() <= {*lanes}
@@ -160,14 +164,14 @@ class Transition:
         live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
         for name, number in self._written.items():
             is_tail = functools.reduce(torch.logical_and, moves, live[name].logical_not())
-            slot = words(self._buffers[name].view(self._sizes))
+            slot = self._words_of(self._buffers[name])
             torch.where(is_tail, words(number), slot, out=slot)
         for computation in self._computations:
             computation.run(None)
             view = self._made.get(computation.slot)
             if view is not None:
-                slot = self._buffers[computation.slot].view(self._sizes)
-                torch.where(live[computation.slot], words(view), words(slot), out=words(view))
+                slot = self._words_of(self._buffers[computation.slot])
+                torch.where(live[computation.slot], words(view), slot, out=words(view))
 
     def advance_in_graph(self, head: Sequence[torch.Tensor]) -> None:
         """Do what a graph's kernel leaves: run functions, and write slots that are no lanes if the packet was taken.
@@ -179,7 +183,7 @@ class Transition:
         self._compute(counts, *moves)
         for slot in self._apart:
             buffer, add = self.sources[slot]
-            target, source = words(self._buffers[slot].view(self._sizes)), words(buffer.view(self._sizes))
+            target, source = self._words_of(self._buffers[slot]), self._words_of(buffer)
             is_live = _below(self._masks[slot], counts, *moves)
             value = source + _wrapped(add, source.dtype) if add else source
             torch.where(is_live, value, target, out=target)
