@@ -18,7 +18,7 @@ from .device import StreamBackend
 from .device_graph import Handle, Opened, first_line
 
 _ERROR_MODES: Final = ("default", "global", "thread_local", "relaxed")
-_CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, capture_error_modes=_ERROR_MODES)
+_CAPABILITIES: Final = Capabilities(packed_uploads=True, capture_error_modes=_ERROR_MODES)
 
 
 @contextlib.contextmanager

@@ -19,12 +19,14 @@ from torch.utils.dlpack import from_dlpack
 from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, TAIL, WORD, Upload
 from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Fusion, Graph, Interruption, Memory
 from .device_graph import not_captured
 
-HOST_CAPABILITIES: Final = Capabilities(foreach_mixed=True, lowerings=("foreach", "slot_by_slot", "in_graph", "fused"))
-"""Foreach is the fastest here; the fused ones show what a device will do."""
+HOST_CAPABILITIES: Final = Capabilities(
+    foreach_mixed=True, lowerings=("direct", "foreach", "slot_by_slot", "in_graph", "fused")
+)
+"""Copies by address are the fastest here; the fused ones show what a device will do."""
 
 
 class HostEvent(Event):
@@ -62,7 +64,6 @@ class HostUpload(Upload):
 
 
 _PLACE: Final = (1 << 32) - 1
-_LENGTH: Final = (1 << SHIFT) - 1
 _DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch.bool}
 
 
@@ -82,9 +83,9 @@ def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
         is_new, is_mine = not number or number != int(taken), armed == row[7] >> OWNER_SHIFT
         if is_new and is_mine:
             place, lanes = row[1] & _PLACE, row[1] >> 32
-            _fill(row, words[place], words[place + lanes], words[place + 2 * lanes])
+            _fill(row, words, words[place], words[place + lanes], words[place + 2 * lanes])
         elif number and armed:
-            _advance(row, words[row[11] & _PLACE], moves=not is_new, tail=bool(row[7] & TAIL))
+            _advance(row, _live(row, words), moves=not is_new, tail=bool(row[7] & TAIL))
         if number and armed:
             taken.fill_(number)
 
@@ -101,19 +102,19 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
     writes = words[rows + len(moves) : rows + len(moves) + (counts >> 32)]
     blocks = table.view(-1, COLUMNS).tolist()
     for row in blocks:  # all of them before an edit: one may advance to what another one holds
-        count = row[11]
-        _advance(row, words[(count & _PLACE) + (count >> 32)], moves=True, tail=False)
+        _advance(row, _live(row, words, before=True), moves=True, tail=False)
     for row in blocks:
-        target, place, outer, _, _, stride, _, flags, _, _, each, *_ = row
+        target, place, outer, _, padded, stride, _, flags, _, _, each, *_ = row
         size, lanes = flags & BYTE, place >> 32
         to, piece = target + outer * stride * size, each * size
         for one, other in moves:
             ctypes.memmove(to + other * piece, to + one * piece, piece)
-        meta, pace, source = (words[(place & _PLACE) + part * lanes] for part in range(3))
-        for index, request in enumerate(writes if each else [0] * (meta >= 0)) if meta >= 0 else ():
-            count, first = each or meta & _LENGTH, outer * pace + index * each
+        code, pace, source = (words[(place & _PLACE) + part * lanes] for part in range(3))
+        pace = pace or len(writes) * each
+        for index, request in enumerate(writes if each else [0]) if code >= 0 else ():
+            count, first = each or padded, outer * pace + index * each
             if request >= 0:
-                _copy(source, first, to + request * piece, count, meta >> SHIFT, flags)
+                _copy(source, first, to + request * piece, count, code, flags)
 
 
 def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
@@ -126,21 +127,29 @@ def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
     return found
 
 
-def _fill(row: list[int], meta: int, pace: int, source: int) -> None:
+def _live(row: list[int], words: list[int], *, before: bool = False) -> int:
+    """Read how many elements of a table row are live: none where the rows that it is one of are fewer."""
+    padded, count, inner, own, owns = row[4], *row[11:15]
+    shift = (count >> 32) * before
+    return min(words[(count & _PLACE) + shift] * inner, padded) if own < words[owns + shift] else 0
+
+
+def _fill(row: list[int], words: list[int], code: int, pace: int, source: int) -> None:
     """Fill one outer row of one lane from a table row's first element on: what other blocks fill is filled again."""
-    target, _, outer, start, padded, stride, _, flags, *_ = row
-    if meta < 0:
+    target, _, outer, start, _, stride, _, flags, *_, count, inner, _, _, _ = row
+    if code < 0:
         return
-    live, to = min(meta & _LENGTH, padded), target + (outer * stride + start) * (flags & BYTE)
+    live, to = _live(row, words), target + (outer * stride + start) * (flags & BYTE)
     if source and live > start:
-        _copy(source, outer * pace + start, to, live - start, meta >> SHIFT, flags)
+        apart = pace or words[count & _PLACE] * inner
+        _copy(source, outer * apart + start, to, live - start, code, flags)
     _reset(row, live)
 
 
-def _advance(row: list[int], rows: int, *, moves: bool, tail: bool) -> None:
-    """Advance the live rows of a table row, where it has a rule, and reset its tail."""
-    target, _, outer, _, padded, stride, _, flags, source, add, _, _, inner, _ = row
-    live, size = min(rows * inner, padded), flags & BYTE
+def _advance(row: list[int], live: int, *, moves: bool, tail: bool) -> None:
+    """Advance the live elements of a table row, where it has a rule, and reset its tail."""
+    target, _, outer, _, _, stride, _, flags, source, add, *_ = row
+    size = flags & BYTE
     if moves and source and live:
         _copy(source, outer * stride, target + outer * stride * size, live, 0, flags)
         if add:
@@ -177,7 +186,7 @@ def _convert(source: int, first: int, to: int, count: int, code: int, goal: int)
 
 
 HOST_FUSION: Final = Fusion(
-    1 << SHIFT,
+    1 << 48,
     lambda *given: functools.partial(torch.ops.slotgraph.fill_lanes, *given),
     lambda *given: functools.partial(torch.ops.slotgraph.edit_lanes, *given),
 )

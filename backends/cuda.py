@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from ..dataflow import log
-from ..dataflow.capabilities import LADDER, Capabilities
+from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError
 from ..dataflow.guard import outside_inference
 from ..dataflow.packet import COLUMNS, HEAD, Upload
@@ -35,7 +35,7 @@ from .ring import Inline, Start, copy_slice, ring_on
 DriverCopy = Callable[[ctypes.c_uint64, ctypes.c_void_p | bytes, ctypes.c_size_t, ctypes.c_void_p], int]
 _C: Final[Any] = torch._C  # noqa: SLF001 - the allocator's side of a capture has no public name
 _CAPABILITIES: Final = Capabilities(packed_uploads=True, capture_error_modes=StreamBackend.error_modes)
-_WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=LADDER)
+_WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=("in_graph", "fused", *_CAPABILITIES.lowerings))
 _MOST_INLINE: Final = 32 << 10
 """Bytes up to which a copy from pageable memory beats a pinned entry. One H200, driver 580, host and device us: 216
 bytes 2.3 and 0.9 against 2.0 and 2.0 pinned; 4 KiB 2.3 and 1.2 against 2.1 and 10.5; 32 KiB 3.7 and 3.4 against 3.4 and

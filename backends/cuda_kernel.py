@@ -15,7 +15,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports] - there only on Linux
 import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
 
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, SHIFT, TAIL
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, TAIL
 
 BLOCK: Final = 1024
 """Words that one program takes, whatever the dtype of their elements: a power of two."""
@@ -31,8 +31,6 @@ _SIZE = tl.constexpr(BYTE)
 _TAIL = tl.constexpr(TAIL)
 _GOAL = tl.constexpr(CODE_SHIFT)
 _OWNER = tl.constexpr(OWNER_SHIFT)
-_SHIFT = tl.constexpr(SHIFT)
-_LENGTH = tl.constexpr((1 << SHIFT) - 1)
 _CHAR = tl.constexpr(CODES[torch.int8])
 _BYTE = tl.constexpr(CODES[torch.uint8])
 _SHORT = tl.constexpr(CODES[torch.int16])
@@ -63,26 +61,29 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
     add = tl.load(row + 9)
     count = tl.load(row + 11)
     inner = tl.load(row + 12)
-    taken = tl.load(row + 13)
+    own = tl.load(row + 13)
+    owns = tl.load(row + 14)
+    taken = tl.load(row + 15)
     is_active = (armed != 0) & (number != 0)
     code = add * 0
     pace = stride
-    length = tl.load(packet + (count & _PLACE) + (count >> 32 if ADVANCE else 0)) * inner
+    counts = packet + (count >> 32 if ADVANCE else 0)
+    whole = tl.load(counts + (count & _PLACE)) * inner
+    length = tl.where(own < tl.load(counts + owns), whole, 0)
     if not ADVANCE:
         is_new = (number == 0) | (number != taken)
         tl.debug_barrier()  # all threads have loaded the number before one stores the next
-        tl.store(row + 13, number, mask=is_new & is_active)
+        tl.store(row + 15, number, mask=is_new & is_active)
         source = tl.where(is_new, 0, source)
         if is_new & (armed == (flags >> _OWNER)):
             lane = packet + (places & _PLACE)
             lanes = places >> 32
-            meta = tl.load(lane)
+            code = tl.load(lane)
             pace = tl.load(lane + lanes)
+            pace = tl.where(pace == 0, whole, pace)
             source = tl.load(lane + 2 * lanes)
-            length = meta & _LENGTH
-            code = meta >> _SHIFT
             add = code * 0
-            is_active = meta >= 0
+            is_active = code >= 0
     if is_active:
         size = (flags & _SIZE).to(tl.int32)
         width = _width(code, size)
@@ -111,7 +112,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     rows = packet + tl.load(packet + 2)
     lane = packet + (places & _PLACE)
     lanes = places >> 32
-    meta = tl.load(lane)
+    said = tl.load(lane)
     pace = tl.load(lane + lanes)
     source = tl.load(lane + 2 * lanes)
     outer = tl.load(row + 2)
@@ -121,11 +122,12 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     base = tl.load(row) + outer * tl.load(row + 5) * size
     part = tl.program_id(1).to(tl.int64)
     if (tl.load(row + 3) == 0) & (tl.load(packet) != 0):
-        code = tl.where(meta < 0, 0, meta >> _SHIFT)
+        code = tl.where(said < 0, 0, said)
         width = _width(code, size)
+        pace = tl.where(pace == 0, (counts >> 32) * each, pace)
         since = source + outer * pace * width
         if each == 0:
-            count = tl.where((meta < 0) | (part != 0), 0, meta & _LENGTH).to(tl.int32)
+            count = tl.where((said < 0) | (part != 0), 0, tl.load(row + 4)).to(tl.int32)
             _elements(since, base, 0, count, count, 0, 0, code, width, flags, BLOCK)
         else:
             count = each.to(tl.int32)
@@ -137,7 +139,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
                 _elements(base + (pair & _PLACE) * each * size, to, 0, count, count, 0, 0, part * 0, size, flags, BLOCK)
                 at += PARTS
             at = part
-            writes = tl.where(meta < 0, 0, counts >> 32)
+            writes = tl.where(said < 0, 0, counts >> 32)
             while at < writes:
                 request = tl.load(rows + moves + at)
                 if request >= 0:  # else it left before

@@ -37,7 +37,6 @@ _CAPABILITIES: Final = Capabilities(
     roles={"cache_loc": torch.int32},
     fills={"seq_len_fill": 0},
     pools_inputs=False,
-    foreach_host=False,
     foreach_chunk=48,  # the most that one call takes
     packed_uploads=True,
     arenas=False,

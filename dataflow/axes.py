@@ -22,7 +22,7 @@ Sizes = Mapping["Axis", int]
 Extent = tuple[int, ...]
 """A shape in whole numbers."""
 Live = tuple[int, ...]
-"""Live rows on each varying axis."""
+"""Live rows on each varying axis, in the declaration's order; behind them may be those of a runner's leading axis."""
 MOST: Final = 2**63 - 1  # the largest size that torch counts to
 
 

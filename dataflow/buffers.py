@@ -1,5 +1,6 @@
 """Buffers: the memory behind slots, allocated, adopted or from a pool, and what is known of the tails in it."""
 
+import bisect
 import contextlib
 import functools
 import itertools
@@ -15,6 +16,7 @@ from .capabilities import Capabilities, Placement, dtype_text, resolve_dtype
 from .computation import initial_value, write
 from .declaration import Declaration
 from .errors import BindError, did_you_mean
+from .fill.tails import CleanTails
 from .guard import outside_inference
 from .slots import Output, Slot
 
@@ -22,14 +24,6 @@ Allocate: TypeAlias = Callable[[Extent, torch.dtype, Placement], torch.Tensor]
 Box = Sequence[tuple[int, int]]
 ALIGNMENT: Final = 256
 """Bytes that each slot's address is a multiple of: what CUDA's allocator gives, and wide loads need."""
-
-
-@attrs.define(eq=False)
-class Ledger:
-    """What is known of memory. stamp: the last fill of it. handed_out: whether producers may write it at any time."""
-
-    stamp: object | None = None
-    handed_out: bool = False
 
 
 @attrs.define(eq=False)
@@ -69,7 +63,7 @@ class SharedMemory:
     """What a pool gives one set of buffers: memory for some of its slots, and what to know of the others in it."""
 
     tensors: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
-    ledger: Ledger = attrs.field(factory=Ledger)
+    clean: CleanTails = attrs.field(factory=CleanTails)
     turn: BufferTurn = attrs.field(factory=BufferTurn)
 
 
@@ -147,11 +141,11 @@ class Buffer:
 
 
 class Buffers:
-    """The buffers of one declaration, with the ledger and the turn of their memory."""
+    """The buffers of one declaration, with what is known of their tails, and the turn of their memory."""
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
         self._buffers, self.capacity = dict(buffers), dict(capacity)
-        self.ledger, self.turn = shared.ledger, shared.turn
+        self.clean, self.turn = shared.clean, shared.turn
         self._following: dict[str, Buffer] = {}
 
     def __getitem__(self, name: str) -> Buffer:
@@ -164,7 +158,7 @@ class Buffers:
 
     def distrust(self) -> None:
         """Forget what is known of tails: after a write that no plan made, or one that broke off."""
-        self.ledger.stamp = None
+        self.clean.forget()
 
     @property
     def nbytes(self) -> int:
@@ -193,10 +187,29 @@ class Buffers:
         """Two addresses; no tensor reaches into a buffer that begins before the first, or from the second on."""
         return min(self.storages, default=0), max([stop for _, stop in self.spans], default=0)
 
+    @functools.cached_property
+    def bounds(self) -> list[int]:
+        """Where each allocation begins that buffers are parts of, and where the last of them ends, in order."""
+        ends = dict[int, int]()
+        for buffer in self:
+            if buffer.nbytes:
+                start = buffer.tensor.untyped_storage().data_ptr()
+                ends[start] = max(ends.get(start, 0), span(buffer.tensor)[1])
+        found = list[int]()
+        for start, stop in sorted(ends.items()):
+            if found and start <= found[-1]:  # two names of one memory
+                found[-1] = max(found[-1], stop)
+            else:
+                found += [start, stop]
+        return found
+
+    def reaches(self, address: int) -> bool:
+        """Whether a tensor that begins at an address may have elements in a buffer."""
+        return bool(bisect.bisect_right(self.bounds, address) & 1)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether some of a tensor's elements lie in a buffer."""
-        low, high = self.near
-        return low <= tensor.data_ptr() < high and overlaps(tensor, self.spans)
+        return self.reaches(tensor.data_ptr()) and overlaps(tensor, self.spans)
 
     def following(self, name: str) -> Buffer:
         """Memory like a slot's, for what it holds in the next step until that is written."""

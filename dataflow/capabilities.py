@@ -17,10 +17,11 @@ DEVICE: Final = "device"
 """Where a slot lies: in the device's memory."""
 HOST: Final = "host"
 """Where a slot lies: in host memory, pinned where the device copies from it."""
-Lowering = Literal["in_graph", "fused", "foreach", "slot_by_slot"]
+Lowering = Literal["in_graph", "fused", "direct", "foreach", "slot_by_slot"]
 AUTO: Final = "auto"
 LADDER: Final[tuple[Lowering, ...]] = get_args(Lowering)
-"""How a plan is run, the fewest calls first: by one kernel in the graph, or before it; foreach copies; the oracle."""
+"""How a plan is run, the fewest calls first: by one kernel in the graph, or before it; by address; foreach copies; the
+oracle."""
 
 
 _ROLES: Final[set[str]] = set()
@@ -83,7 +84,7 @@ class Capabilities:
     roles: dtype that a role takes on this device, by role name; a role not named keeps its own default.
     fills: pad value that a role takes on this device, by role name; likewise.
     pools_inputs: whether runners may share input buffers.
-    foreach_device, foreach_host: whether `torch._foreach_copy_` is safe between device tensors, and from host memory.
+    foreach_device: whether `torch._foreach_copy_` is safe between device tensors.
     foreach_mixed: whether one foreach call may hold several dtypes at no loss (it has a slow path for that on CUDA).
     foreach_chunk: tensors at most in one foreach call; 0 for no limit.
     packed_uploads: whether what the host has for device slots goes up in one packet before foreach copies, cast
@@ -105,7 +106,6 @@ class Capabilities:
     )
     pools_inputs: bool = _flag(default=True)
     foreach_device: bool = _flag(default=True)
-    foreach_host: bool = _flag(default=True)
     foreach_mixed: bool = _flag(default=False)
     foreach_chunk: int = attrs.field(
         default=0, validator=_must("a whole number, 0 for no limit", lambda value: _is_whole(value, 0))

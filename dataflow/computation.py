@@ -18,7 +18,7 @@ from .guard import outside_inference
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
 from .slots import Slot
-from .sources import OUT, Compute, Field
+from .sources import OUT, STEP, Compute, Field
 from .tails import holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
@@ -77,16 +77,28 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
 
 @attrs.frozen(eq=False)
 class Computation:
-    """A function with all that is known of its arguments before the batch; `fields` come from the batch.
+    """A function with all that is known of its arguments before the batch.
 
-    read: slots among its arguments, and aliases of them, which it is given: each has a version counter of its own.
-    versions: what these counted last. A function that writes a slot which it is given would change later steps.
+    A function that writes a slot which it is given would change later steps.
+
+    Attributes:
+        slot: The slot that it computes.
+        compute: The function as declared.
+        function: The function with the arguments that are known.
+        fields: Its arguments that come from the batch.
+        asks_step: Whether it takes the step's sizes when it is run.
+        target: Where its result goes.
+        numbers: Of a slot of one number: the kind of number, and the least and the largest that it holds.
+        read: Slots among its arguments, and aliases of them, which it is given: each counts its own versions.
+        aliases: These aliases.
+        versions: What they counted last.
     """
 
     slot: str
     compute: Compute
     function: Callable[..., Any]
     fields: Mapping[str, Field]
+    asks_step: bool
     target: torch.Tensor
     numbers: tuple[Any, float, float]
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -102,7 +114,7 @@ class Computation:
         target: torch.Tensor,
         compute: Compute | None = None,
     ) -> "Computation":
-        """Give a slot's function, or another, what is known by name; all else are fields of the declaration."""
+        """Give a slot's function, or another, what is known by name. All else comes with each call."""
         compute = declaration.functions[slot] if compute is None else compute
         given = {need: known[need] for need in compute.needs if need in known}
         with outside_inference():
@@ -111,27 +123,31 @@ class Computation:
                 given[OUT] = target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # which count no versions
-        unknown = {need: declaration.fields[need] for need in compute.needs if need not in known}
+        asks_step = STEP in compute.needs and STEP not in known
+        unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
         function = functools.partial(compute.function, **given)
         aliases = tuple(alias for _, alias in read.values())
         is_number = target.numel() == 1 and not target.is_complex()
         numbers = range_of(target.dtype) if is_number else (None, 0, 0)
         versions = [*map(_VERSION, aliases)]
-        return cls(slot, compute, function, unknown, target, numbers, read, aliases, versions)
+        return cls(slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions)
 
-    def run(self, batch: Any) -> None:
+    def run(self, batch: Any, step: Step | None = None) -> None:
         """Call the function and write what it returns. ComputeError where it raises, or the slot cannot hold that."""
-        value, target = self.value(batch), self.target
+        value, target = self.value(batch, step), self.target
         if type(value) is torch.Tensor and _FACTS(value) == _FACTS(target) and not self.compute.writes_out:
             target.copy_(value)
         else:
             self.store(value)
 
-    def value(self, batch: Any) -> Any:
-        """Call the function, with fields of the batch. ComputeError where it raises, or changes what it is given."""
+    def value(self, batch: Any, step: Step | None = None) -> Any:
+        """Call the function with what comes with the call. ComputeError if it raises, or changes what it is given."""
         try:
-            if self.fields:
-                value = self.function(**{name: field.read(batch) for name, field in self.fields.items()})
+            if self.fields or self.asks_step:
+                given: dict[str, Any] = {STEP: step} if self.asks_step else {}
+                for name, field in self.fields.items():
+                    given[name] = field.read(batch)
+                value = self.function(**given)
             else:
                 value = self.function()
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
@@ -182,10 +198,10 @@ class PackedValue:
         pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
         return cls(attrs.evolve(computation, target=scratch), nbytes, pack)
 
-    def bytes_of(self, batch: Any) -> bytes:
+    def bytes_of(self, batch: Any, step: Step | None = None) -> bytes:
         """Call the function. ComputeError where it raises, or the slot cannot hold what it returns."""
         computation = self.computation
-        value = computation.value(batch)
+        value = computation.value(batch, step)
         if self.pack is not None and type(value) is computation.numbers[0]:
             try:
                 return self.pack(value)

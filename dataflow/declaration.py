@@ -160,7 +160,9 @@ class Declaration:
 
     def step(self, live: Sequence[int], padded: Sizes, *, exact: bool = False) -> Step:
         """The sizes of a step: live rows on each varying axis, those of the bucket, which are these where `exact`."""
-        known = {axis: size for axis, size in padded.items() if axis.fixed} | dict(zip(self.varying, live, strict=True))
+        known = {axis: size for axis, size in padded.items() if axis.fixed} | dict(
+            zip(self.varying, live, strict=False)
+        )
         return Step(known, known if exact else {axis: padded[axis] for axis in known})
 
     def related(self, relations: Mapping[Axis, Dim]) -> "Declaration":

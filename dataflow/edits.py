@@ -3,25 +3,25 @@
 import functools
 import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import attrs
 import torch
 
-from .admission import placed
+from .admission import check_sources
 from .axes import BATCH, TOKENS, Live
-from .bucket import Absent, Bucket
 from .errors import BatchError, ConfigError
+from .fill.bound import BoundPlan
+from .fill.bucket import Bucket
+from .fill.reach import reach_of
+from .fill.writers import Taken
 from .packet import EDIT, WORD, head_bytes
-from .plan import NONE, Pattern
-from .ready import Planned
 from .slots import Copied, Staged
-from .sources import Sources
-from .specialization import KEPT, MadeFor, Taken, keep_newest
+from .sources import NO_SIDE, Sources
 from .transition import rows_of_requests, words
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _words(count: int) -> Callable[..., bytes]:
     """What packs so many words."""
     return struct.Struct(f"<{count}q").pack
@@ -92,35 +92,41 @@ class Order:
 class Brought:
     """What an edit brings for some requests, admitted.
 
-    keys: the requests, in the order of what is brought. slots: by name, where it is written slot by slot. taken: what a
-    packet says of it. kept: what that points to.
+    Attributes:
+        keys: The requests, in the order of what is brought.
+        slots: By name, what is written slot by slot.
+        packet: A packet that says the rest.
+        kept: What that points to.
     """
 
     keys: tuple[Hashable, ...]
     slots: Mapping[str, torch.Tensor]
-    taken: bytes = b""
+    packet: bytes = b""
     kept: object = None
 
 
-class RowBucket(Bucket):
+@final
+class RowBucket:
     """The slots that keep rows of requests from step to step, in one bucket: takes what edits bring, and writes it.
 
-    rows: by slot, the dim that follows the requests and its rows for each of them. apart: those that no kernel edits.
+    Attributes:
+        bucket: The bucket, which leaves alone what an edit does not bring.
+        rows: By slot, the dim that follows the requests and its rows for each of them.
+        apart: Slots with such rows that no kernel edits.
     """
 
-    def __init__(self, *given: Any, left_out: Absent = NONE, **options: Any) -> None:
-        """As a bucket. left_out: optional slots that no batch brings."""
-        super().__init__(*given, partial=True, **options)
-        self._pattern_of_all = Pattern(left_out)
-        self._asked: dict[tuple[tuple[str, ...], int], tuple[MadeFor, Absent]] = {}
-        self._each = [self.sizes[axis] // self.sizes[BATCH] for axis in self.declaration.varying]
-        self._counts: dict[int, list[int]] = {}
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.declaration, self.buffers = bucket.declaration, bucket.buffers
+        slots, sizes = self.declaration.slots, bucket.sizes
+        self._each = [sizes[axis] // sizes[BATCH] for axis in self.declaration.varying]
+        fixed = {axis: size for axis, size in sizes.items() if axis.fixed}
+        self._counted = [reach_of(size, self.declaration.varying, fixed) for size in self.declaration.counted]
         self._lanes_at = head_bytes(0, len(self.declaration.counted))
-        slots, sizes = self.declaration.slots, self.sizes
         kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
-        self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in left_out}
-        fused = self.planned().fused
-        self.apart = tuple(name for name in self.rows if name not in fused)
+        self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in bucket.absent}
+        # the kernel's edits know rows of requests, and no rows within them
+        self.apart = tuple(name for name in self.rows if name not in bucket.fused or len(slots[name].varying) > 1)
 
     def has_one_each(self, name: str) -> bool:
         """Whether a slot has one number for each request."""
@@ -130,33 +136,57 @@ class RowBucket(Bucket):
         """ConfigError where rows of a slot cannot be told apart by request."""
         for name, slot in self.declaration.slots.items():
             others = [axis.name for axis in slot.axes if not axis.fixed and axis not in {BATCH, TOKENS}]
-            if name not in self.declaration.sources or name in self._pattern_of_all.absent:
+            if name not in self.declaration.sources or name in self.bucket.absent:
                 continue
             if others or (slot.varying and (name not in self.rows or len(slot.varying) > 1)):
                 what = f"varies on {others[0]}" if others else "has no whole number of rows for each request"
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 
-    def bring(self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...]) -> Brought:
-        """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
-        every, fused, live = frozenset(self.declaration.sources), self.planned().fused, self.live_of(len(keys))
-        others, others_apart = every.difference(names), every.difference({*names} - fused)
-        keep_newest(self._asked, KEPT)[names, len(keys)] = (self, live, others), others_apart
-        slots, taken, kept = dict[str, torch.Tensor](), b"", None
-        if len(others) < len(others_apart):
-            taken, kept = self._take(sources, live, others)
-        if len(others_apart) < len(sources):
-            move = self.feed.move if self._packs else None
-            for to, source, tensor in self._admitted(sources, live, others_apart):
-                slots[to.name] = placed(to, source, tensor, self.buffers, move).to(to.tensor.dtype, copy=True)
-        return Brought(keys, slots, taken, kept)
+    def gather(self, batch: Any) -> Sources:
+        """Read what a batch brings."""
+        return self.bucket.table.gather(batch, NO_SIDE)
 
-    def known(self, keys: tuple[Hashable, ...], sources: Sources, names: tuple[str, ...]) -> Brought | None:
-        """The same for sources like those before, a row for each of the keys; None for others. It never raises."""
-        asked = self._asked.get((names, len(keys)))
-        if asked is None or len(asked[1]) < len(sources):
+    def bring(self, keys: tuple[Hashable, ...], sources: Sources, names: Collection[str]) -> Brought:
+        """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
+        bucket, live = self.bucket, self.live_of(len(keys))
+        given = dict(zip(bucket.table.names, sources, strict=True))
+        check_sources([(self.buffers[name], None, ()) for name in names if given[name] is None])
+        lanes = bucket.fused.intersection(names)
+        others = frozenset(names) - lanes
+        brought = Brought(keys, NO_SLOTS)
+        if lanes:
+            own = [self._outside(one) for one in self._some(sources, lanes)]
+            brought = self._packed(keys, bucket.admit(tuple(own), live), live)
+        if others:
+            found = bucket.tensors_of(self._some(sources, others), live)
+            slots = {name: one.to(self.buffers[name].tensor.dtype, copy=True) for name, one in found.items()}
+            brought = attrs.evolve(brought, slots=slots)
+        return brought
+
+    def known(self, keys: tuple[Hashable, ...], sources: Sources, names: Collection[str]) -> Brought | None:
+        """Take sources like those before, a row for each of the keys. Return None for others, and never raise."""
+        if not self.bucket.fused.issuperset(names):
             return None
-        found = self._table.take(sources, asked[0])
-        return None if found is None else Brought(keys, NO_SLOTS, *found[1])
+        live = self.live_of(len(keys))
+        found = self.bucket.take_known(self._some(sources, names), live)
+        return None if found is None else self._packed(keys, found, live)
+
+    def _packed(self, keys: tuple[Hashable, ...], found: tuple[BoundPlan, Taken], live: Live) -> Brought:
+        """What a packet says of sources that were taken."""
+        plan, (sources, addresses) = found
+        packet = plan.packing.pack(sources, addresses, live)  # type: ignore[union-attr] # the kernel has one
+        return Brought(keys, NO_SLOTS, packet, sources)
+
+    def _some(self, sources: Sources, names: Collection[str]) -> Sources:
+        """The sources of some slots, and None for the others."""
+        every = self.bucket.table.names
+        return tuple([one if name in names else None for name, one in zip(every, sources, strict=True)])
+
+    def _outside(self, source: Any) -> Any:
+        """A source, or a copy of one that lies in slots: an edit has no rows of the slot's own."""
+        low, high = self.buffers.near
+        is_inside = isinstance(source, torch.Tensor) and low <= source.data_ptr() < high
+        return source.clone() if is_inside else source
 
     def send(
         self,
@@ -177,30 +207,30 @@ class RowBucket(Bucket):
             rows: The row of each request that it brings something for.
             values: By slot, the bytes that the host has computed for slots without rows.
         """
-        data, kept = (brought.taken or self._left_alone, brought.kept) if brought else (self._left_alone, None)
+        data, kept = (brought.packet or self._left_alone, brought.kept) if brought else (self._left_alone, None)
         words = [*[start | to << 32 for start, to in moves], *rows] if moves else rows
         live = self.counts_of(requests)
         last = [0] * len(live) if before is None else self.counts_of(before)
-        head = EDIT, next(self.feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *live, *last
+        head = EDIT, next(self.bucket.feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *live, *last
         parts = [_words(len(head))(*head), data[self._lanes_at :], _words(len(words))(*words)]
         if values:
             lanes = bytearray(parts[1])
-            at = self.feed.upload.packet.data_ptr() + len(data) + WORD * len(words)
+            at = self.bucket.feed.upload.packet.data_ptr() + len(data) + WORD * len(words)
             for slot, made in values.items():
-                place, elements, address = self.whole[slot]
-                _ONE.pack_into(lanes, place, elements)
+                place, address = self.whole[slot]
+                _ONE.pack_into(lanes, place, 0)
                 _ONE.pack_into(lanes, address, at)
                 parts.append(made)
                 at += len(made)
             parts[1] = bytes(lanes)
-        self.feed.start(b"".join(parts), kept)
+        self.bucket.feed.start(b"".join(parts), kept)
 
     @functools.cached_property
-    def whole(self) -> Mapping[str, tuple[int, int, int]]:
-        """Computed slots without rows that the kernel writes: where a lane has its length, that, and its address."""
-        slots, computed, lanes = self.declaration.slots, self.declaration.functions, self.planned().lanes
+    def whole(self) -> Mapping[str, tuple[int, int]]:
+        """Computed slots without rows that the kernel writes: where a lane's word is, and its address."""
+        slots, computed, lanes = self.declaration.slots, self.declaration.functions, self.bucket.lanes
         return {
-            one.slot: (WORD * place, one.row, WORD * (2 * len(lanes) + place))
+            one.slot: (WORD * place, WORD * (2 * len(lanes) + place))
             for place, one in enumerate(lanes)
             if one.slot in computed and not slots[one.slot].varying
         }
@@ -208,7 +238,7 @@ class RowBucket(Bucket):
     @functools.cached_property
     def _left_alone(self) -> bytes:
         """The bytes of a packet that brings nothing: every lane is left alone."""
-        lanes = len(self.planned().lanes)
+        lanes = len(self.bucket.lanes)
         return bytes(self._lanes_at) + struct.pack(f"<{3 * lanes}q", *[-1] * lanes, *[0] * 2 * lanes)
 
     def write(self, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]], names: Collection[str]) -> None:
@@ -243,20 +273,5 @@ class RowBucket(Bucket):
 
     def counts_of(self, requests: int) -> list[int]:
         """A packet's live counts for so many requests."""
-        found = self._counts.get(requests)
-        if found is None:
-            sizes = {**self.sizes, **dict(zip(self.declaration.varying, self.live_of(requests), strict=True))}
-            found = self._counts[requests] = self.declaration.counts(sizes)
-        return found
-
-    def _take(self, sources: Sources, live: Live, absent: Absent) -> Taken:
-        """What a packet says of sources; of those that lie in slots, of copies."""
-        low, high = self.buffers.near
-        own = [isinstance(one, torch.Tensor) and low <= one.data_ptr() < high for one in sources]
-        sources = tuple([one.clone() if inside else one for one, inside in zip(sources, own, strict=True)])
-        return self.admit_sources(sources, live, absent)[1]
-
-    def _planned(self, pattern: Pattern) -> Planned:
-        """One plan for all, whose lanes are left alone where nothing is brought for them."""
-        del pattern
-        return super()._planned(self._pattern_of_all)
+        live = self.live_of(requests)
+        return [reach(live) for reach in self._counted]

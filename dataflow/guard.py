@@ -1,7 +1,6 @@
 """What a step asks of torch: guards over tensors seen before, and no modes and gradients while it runs."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -11,7 +10,6 @@ Guard = Callable[..., bool]
 T = TypeVar("T")
 outside_inference: Final = functools.partial(torch.inference_mode, mode=False)
 """A block that makes ordinary tensors, which may be written in any mode."""
-IS_NESTED: Final = operator.attrgetter("is_nested")
 POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
 FUNCTION_MODES: Final[Callable[[], int]] = _C._len_torch_function_stack  # noqa: SLF001 - it has no public name
@@ -26,33 +24,68 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
 
 
-def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+Free = Sequence[Sequence[int]]
+"""For each of some tensors, the dims whose size a guard leaves free."""
+_Strides = list[int | None]
+
+
+def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guard:
     """Make a guard over some tensors: it takes as many, and returns False where one differs, or is not at its places.
 
-    Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one.
+    Ask it of tensors alone that have a shape: torch's own guards end the process at a nested one.
+
+    Args:
+        tensors: What the guard is to know.
+        free: Dims whose size may be any; by default none. See `dense_places` for what to ask then.
     """
+    free = [()] * len(tensors) if free is None else free
+    make = torch_guard if tensors and _IS_TRUSTED else plain_guard
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
     if len(firsts) == len(tensors):
-        return torch_guard(tensors) if tensors and _IS_TRUSTED else plain_guard(tensors)
+        return make(tensors, free)
     places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
-    check = own_guard([tensors[place] for place in once])  # torch's own refuse a tensor at several places
+    check = make([tensors[place] for place in once], [free[place] for place in once])
 
-    def check_all(*found: Any) -> bool:
+    def check_all(*found: Any) -> bool:  # torch's own refuse a tensor at several places
         are_again = all(one is found[place] for one, place in zip(found, places, strict=True))
         return are_again and check(*[found[place] for place in once])
 
     return check_all
 
 
-def torch_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+def dense_places(tensors: Sequence[torch.Tensor], free: Free) -> list[int]:
+    """Tell which tensors must also be asked whether they are contiguous: their strides follow from free sizes."""
+    return [place for place, one in enumerate(tensors) if None in _strides_of(one, free[place])]
+
+
+def _sizes_of(tensor: torch.Tensor, free: Sequence[int]) -> list[int | None]:
+    """The sizes of a tensor, None for those that are free."""
+    return [None if dim in free else size for dim, size in enumerate(tensor.shape)]
+
+
+def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Strides:
+    """The strides of a tensor, None for those that follow from free sizes."""
+    strides = tensor.stride()
+    if not free or not tensor.is_contiguous():
+        return [*strides]
+    dense, found = 1, list[int | None]()
+    for dim in range(tensor.dim() - 1, -1, -1):
+        if strides[dim] != dense:  # of a dim with one row at most: with more rows, this stride would leave gaps
+            return [None] * tensor.dim()
+        found.append(None if any(other > dim for other in free) else dense)
+        dense *= tensor.shape[dim] or 1
+    return found[::-1]
+
+
+def torch_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:
     """Make torch's own guard, which has no public name. It takes each tensor once."""
-    sizes = [list(one.shape) for one in tensors]
-    strides = [list(one.stride()) for one in tensors]
+    sizes = [_sizes_of(one, dims) for one, dims in zip(tensors, free, strict=True)]
+    strides = [_strides_of(one, dims) for one, dims in zip(tensors, free, strict=True)]
     guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
     return guards.check  # type: ignore[no-any-return] # which is in C
 
 
-def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:  # noqa: C901 - calls within would take longer
+def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: C901 - calls within would take longer
     """Make the same guard in plain Python.
 
     Only floating and complex numbers are asked whether reading negates or conjugates them: no public function of torch
@@ -60,20 +93,30 @@ def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:  # noqa: C901 - calls
     """
     wanted: list[tuple[Any, ...]] = []
     bits: list[tuple[int, Callable[[torch.Tensor], bool], bool]] = []
-    for place, one in enumerate(tensors):
-        wanted.append((type(one), one.dtype, one.device, one.shape, one.stride()))
+    for place, (one, dims) in enumerate(zip(tensors, free, strict=True)):
+        sizes, strides = _sizes_of(one, dims), _strides_of(one, dims)
+        fixed = [(dim, size) for dim, size in enumerate(sizes) if size is not None]
+        steps = [(dim, stride) for dim, stride in enumerate(strides) if stride is not None]
+        wanted.append((type(one), one.dtype, one.device, one.dim(), fixed, steps))
         if one.is_floating_point() or one.is_complex():
             bits.append((place, torch.Tensor.is_neg, one.is_neg()))
         if one.is_complex():
             bits.append((place, torch.Tensor.is_conj, one.is_conj()))
 
-    def check(*found: Any) -> bool:
+    def check(*found: Any) -> bool:  # noqa: C901, PLR0911 - likewise
         try:
-            for one, (kind, dtype, device, shape, stride) in zip(found, wanted, strict=True):
+            for one, (kind, dtype, device, rank, sizes, strides) in zip(found, wanted, strict=True):
                 if type(one) is not kind or one.dtype is not dtype or one.device != device:
                     return False
-                if one.shape != shape or one.stride() != stride:
+                shape, steps = one.shape, one.stride()
+                if len(shape) != rank:
                     return False
+                for dim, size in sizes:
+                    if shape[dim] != size:
+                        return False
+                for dim, stride in strides:
+                    if steps[dim] != stride:
+                        return False
             for place, bit, is_set in bits:
                 if bit(found[place]) is not is_set:
                     return False
@@ -91,7 +134,9 @@ def _is_trusted() -> bool:
         pairs = torch.zeros(4, 6, dtype=torch.complex64, device="cpu")
         others = [
             torch.ones(4, 6, device="cpu"),
+            torch.zeros(9, 6, device="cpu"),
             torch.zeros(4, 5, device="cpu"),
+            torch.zeros(4, 6, 1, device="cpu"),
             torch.zeros(4, 12, device="cpu")[:, ::2],
             torch.zeros(4, 6, dtype=torch.int32, device="cpu"),
             torch.zeros(4, 6, device="meta"),
@@ -102,9 +147,10 @@ def _is_trusted() -> bool:
         ]
         try:
             for like in (rows, pairs):
-                guard, plain = torch_guard([like]), plain_guard([like])
-                if [guard(one) for one in others] != [plain(one) for one in others]:
-                    return False
+                for free in ((), (0,), (0, 1)):
+                    guard, plain = torch_guard([like], [free]), plain_guard([like], [free])
+                    if [guard(one) for one in others] != [plain(one) for one in others]:
+                        return False
         except Exception:  # noqa: BLE001 - whatever another version makes of the call
             return False
     return True

@@ -1,8 +1,8 @@
 """Host data: lists, arrays and host tensors that a batch brings for a slot, as tensors or as bytes."""
 
 import ctypes
+import functools
 import itertools
-import operator
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -15,7 +15,7 @@ from .capabilities import dtype_text
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
 """What a batch may bring in a tensor's place."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
-"""What a carrier raises for a source that it cannot make bytes of."""
+"""What is raised over host data of which no bytes can be made as they are."""
 LETTERS: Final = {
     torch.int8: "b",
     torch.uint8: "B",
@@ -55,7 +55,7 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         is_open = wanted is not None and [*wanted[: len(shape)]] == shape
         return torch.empty(wanted if is_open else shape, dtype=dtype, device="cpu")  # type: ignore[arg-type] # not None
     try:  # one list of numbers of the dtype's kind, at a tenth of torch's time
-        made: torch.Tensor | None = torch.frombuffer(bytearray(list_carrier(len(numbers), dtype)(numbers)), dtype=dtype)
+        made: torch.Tensor | None = torch.frombuffer(bytearray(bytes_of_list(numbers, dtype)), dtype=dtype)
     except NOT_CARRIED:
         made = None
     made = _converted(numbers, dtype) if made is None else made
@@ -117,43 +117,27 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-Carrier = Callable[[Any], Any]
-"""Turns a host source into bytes, or into what `bytes.join` takes; ValueError or struct.error where it cannot."""
-
-_ARRAY_FACTS: Final = operator.attrgetter("dtype", "shape", "strides")
-
-
-def array_carrier(like: np.ndarray[Any, Any]) -> Carrier:
-    """For arrays like one that lies in one piece: what joins bytes reads them as they are."""
-    facts = _ARRAY_FACTS(like)
-
-    def carry(source: Any) -> Any:
-        if type(source) is not np.ndarray or _ARRAY_FACTS(source) != facts:
-            raise ValueError("another kind of array")
-        return source
-
-    return carry
+def bytes_of_tensor(source: torch.Tensor) -> bytes:
+    """Read a dense host tensor. ValueError where its memory was freed."""
+    address, nbytes = source.data_ptr(), source.nbytes
+    if nbytes and not address:
+        raise ValueError("its memory was freed")
+    return ctypes.string_at(address, nbytes)
 
 
-def tensor_carrier(nbytes: int) -> Carrier:
-    """For dense host tensors of so many bytes."""
-
-    def carry(source: torch.Tensor) -> bytes:
-        address = source.data_ptr()
-        if nbytes and not address:
-            raise ValueError("its memory was freed")
-        return ctypes.string_at(address, nbytes)
-
-    return carry
+def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
+    """Pack a list of numbers. An error of `NOT_CARRIED` for bools among numbers, and what the dtype cannot hold."""
+    pack = _packer(len(source), dtype)
+    alike = _bools if dtype == torch.bool else _no_bools
+    return pack(*alike(source))
 
 
-def list_carrier(rows: int, dtype: torch.dtype) -> Carrier:
-    """For lists of so many numbers. TypeError where Python has no bytes for the dtype."""
+@functools.lru_cache(1024)
+def _packer(rows: int, dtype: torch.dtype) -> Callable[..., bytes]:
+    """What packs so many numbers. TypeError where Python has no bytes for the dtype."""
     if dtype not in LETTERS:
         raise TypeError(f"Python has no bytes of {dtype_text(dtype)}")
-    pack = struct.Struct(f"={rows}{LETTERS[dtype]}").pack  # C's own floats, without the "=", overflow to infinity
-    alike = _bools if dtype == torch.bool else _no_bools
-    return lambda source: pack(*alike(source))
+    return struct.Struct(f"={rows}{LETTERS[dtype]}").pack  # C's own floats, without the "=", overflow to infinity
 
 
 def _bools(source: Any) -> Any:

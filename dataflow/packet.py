@@ -7,14 +7,16 @@ device, a row a block of elements; what changes in each step stands in the packe
                 outer row, first element, elements in a padded row, elements from one outer row to the next, tail
                 pattern of eight bytes, flags; address and number whose sum the slot advances to (0 where it does not),
                 elements in a row for each request, the word of the packet that counts the lane's live rows (and the
-                number of counts << 32), elements of each of these rows, number of the last packet that the kernel has
-                taken
+                number of counts << 32), elements of each of these rows; where the lane has rows along two axes, the row
+                that this one is of, and the word that counts those, else 0 and a word that is 1; number of the last
+                packet that the kernel has taken
     packet      the number of the table that it is meant for, which arms that table's kernel alone; the packet's own
                 number, 0 where no slot advances; where the rows of an edit stand, and how many moves they are (and
                 writes << 32); the live count of each size in `Declaration.counted`, that is of each axis, and then
-                those of the step before an edit; then for each lane a word `live elements | source dtype << 48`,
-                negative where the lane is left alone; then for each lane the elements from one outer row of its source
-                to the next; then for each lane its source's address, 0 where only the tail is reset
+                those of the step before an edit; then for each lane a word, its source's dtype where it is another
+                than the slot's, else 0, or -1 where the lane is left alone; then for each lane the elements from one
+                outer row of its source to the next, 0 where these follow one another; then for each lane its source's
+                address, 0 where only the tail is reset
 
 A kernel that has taken a packet before advances its slots' live rows and resets their tails, if that packet has a
 number: it takes the live counts from the packet's head. So a step without news sends nothing. An edit's packet is armed
@@ -41,15 +43,13 @@ from .errors import ConfigError
 from .guard import outside_inference
 from .tails import Number
 
-COLUMNS: Final = 14
+COLUMNS: Final = 16
 HEAD: Final = 4
 """Words of a packet before its live counts."""
 EDIT: Final = -1
 """What arms a packet of edits: no table has this number."""
 WORD: Final = 8
 """Bytes of a word."""
-SHIFT: Final = 48
-"""Bits for a row's live elements, below the source's dtype."""
 TAIL: Final = 1 << 8
 """The flag for "reset the tail", above the item size."""
 CODE_SHIFT: Final = 16
@@ -60,6 +60,8 @@ BYTE: Final = 255
 """The bits of an item size, or of a dtype, in the flags."""
 MOST_OUTER: Final = 1024
 """Outer rows from which a slot is better left to a plain copy, which takes them in one go."""
+MOST_VARYING: Final = 2
+"""Dims that vary in a slot that the kernel writes: live rows within live rows."""
 CODES: Final[Mapping[torch.dtype, int]] = {
     torch.int8: 1,
     torch.int16: 2,
@@ -88,7 +90,8 @@ class Lane:
     stride: elements from one row to the next. inner: elements for each unit of the dim that varies, or of the whole
     slot where none does. pad: the tail's value; None where the tail is left. source, add: what it advances to. each:
     elements of a row for each request, 0 where its rows do not follow the requests. count: which of a packet's counts
-    its live rows are.
+    its live rows are. within: outer rows of each row along the first of two dims that vary. owns: which count tells
+    how many of those are live.
     """
 
     slot: str
@@ -102,13 +105,15 @@ class Lane:
     add: int = 0
     each: int = 0
     count: int = 0
+    within: int = 1
+    owns: int = 0
 
     @classmethod
     def of(cls, slot: str, target: torch.Tensor, varying: tuple[int, ...], pad: Number | None) -> "Lane":
-        """The lane of a view of which at most one dim varies."""
+        """The lane of a view of which at most two dims vary, see `has_lane`."""
         if not varying:
             return cls(slot, target, 1, target.numel(), 0, target.numel(), pad)
-        dim = varying[0]
+        dim = varying[-1]
         inner = math.prod(target.shape[dim + 1 :])
         before = [target.stride(i) for i in range(dim) if target.shape[i] > 1]  # a dim of one may have any stride
         outer, stride = math.prod(target.shape[:dim]), before[-1] if before else 0
@@ -130,9 +135,10 @@ def has_lane(dtype: torch.dtype, shape: tuple[int, ...], varying: tuple[int, ...
     """Why a slot of this padded shape cannot go through the kernel, or nothing."""
     if dtype.itemsize not in _SIZES:
         return f"{dtype.itemsize} bytes an element"
-    if len(varying) > 1:
+    first, last = (varying[0], varying[-1]) if varying else (0, 0)
+    if len(varying) > MOST_VARYING or (first != last and math.prod(shape[:first]) != 1):
         return "several dims vary"
-    return "many outer rows" if varying and math.prod(shape[: varying[0]]) > MOST_OUTER else ""
+    return "many outer rows" if math.prod(shape[:last]) > MOST_OUTER else ""
 
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
@@ -141,9 +147,9 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
     return bool(one and other) and target != torch.bool and (one >= FIRST_FLOAT) == (other >= FIRST_FLOAT)
 
 
-def meta(live: int, source: torch.dtype, target: torch.dtype) -> int:
-    """A lane's word in the packet: live elements in a row, and the source's dtype where it is another."""
-    return live if source == target else live | CODES[source] << SHIFT
+def code_of(source: torch.dtype, target: torch.dtype) -> int:
+    """A lane's word in the packet: the source's dtype where it is another."""
+    return 0 if source == target else CODES[source]
 
 
 def pattern(value: Number | None, dtype: torch.dtype) -> int:
@@ -194,12 +200,14 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.
     for index, lane in enumerate(lanes):
         place = HEAD + 2 * counts + index | len(lanes) << 32
         count = HEAD + lane.count | counts << 32
+        owns = HEAD + lane.owns
         bits = pattern(lane.pad, lane.target.dtype)
         flags = lane.flags | owner << OWNER_SHIFT
         for outer in range(lane.outer):
             for start in range(0, lane.row, block * WORD // lane.target.itemsize):
                 where = lane.target.data_ptr(), place, outer, start, lane.row, lane.stride
-                rows.append((*where, bits, flags, *lane.rule, count, lane.inner, 0))
+                own = outer // lane.within if lane.owns else 0
+                rows.append((*where, bits, flags, *lane.rule, count, lane.inner, own, owns, 0))
     return np.array(rows, np.int64).reshape(-1, COLUMNS)
 
 

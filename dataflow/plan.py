@@ -17,7 +17,7 @@ from .sources import OUT, linear
 from .tails import Number, Pad, resolve_value
 from .transition import Advance, rows_of_requests
 
-How = Literal["fused", "foreach", "single", "in place"]
+How = Literal["fused", "direct", "foreach", "single", "in place"]
 FUSED: Final = frozenset({"in_graph", "fused"})
 """Lowerings that launch the fused kernel."""
 
@@ -44,8 +44,9 @@ class TailReset:
 class CopyGroup:
     """Slots that are copied in one way, all of one destination dtype, source dtype and placement.
 
-    how: "fused" into one kernel with all others that are, together in one "foreach" call, each by a "single" plain
-    copy, or not at all, because a producer wrote them "in place". why: what set a slot apart.
+    how: "fused" into one kernel with all others that are, "direct" by their addresses in host memory, together in one
+    "foreach" call, each by a "single" plain copy, or not at all, because a producer wrote them "in place". why: what
+    set a slot apart.
     """
 
     slots: tuple[str, ...]
@@ -143,14 +144,12 @@ LARGE_LANE_BYTES: Final = 4 << 20
 past it, some steps later. A lane is faster up to 16 MiB at least: one H200, us of host and device for 4 MiB as a lane
 7.6 and 6.5, as a copy of its own 19.3 and 8.6."""
 
-FEW_NUMBERS: Final = 2
-"""So many numbers that the host computes are filled in one by one where nothing else goes up: 70 us against 79 of an
-upload, on one H100's host for 12 slots, one of them such a number."""
-
 _NOT_TOGETHER: Final = frozenset({torch.uint16, torch.uint32, torch.uint64})
 """Dtypes that torch copies on a device one by one alone."""
 
-NONE: Final[frozenset[str]] = frozenset()
+Absent = frozenset[str]
+"""Optional slots that a batch comes without."""
+NONE: Final[Absent] = frozenset()
 
 
 def _names(names: Iterable[str]) -> frozenset[str]:
@@ -297,8 +296,7 @@ class _Planning:
         room = self._room.keys() & slots.keys()
         brought = sorted(self.pattern.hosted & room)
         computed = [name for name in self.declaration.functions if name in room and self._is_value(name)]
-        few = len(computed) <= FEW_NUMBERS and all(math.prod(extent(slots[n].shape, self.sizes)) <= 1 for n in computed)
-        return tuple(brought if few and not brought else brought + computed)
+        return tuple(brought + computed)
 
     @functools.cached_property
     def _room(self) -> Mapping[str, int]:
@@ -334,6 +332,8 @@ class _Planning:
             return "in place", ""
         if self.lowering == "slot_by_slot":
             return "single", "slot by slot"
+        if slot.placement == HOST or self.lowering == "direct":
+            return "direct", ""
         together: How = "fused" if self.lowering in FUSED else "foreach"
         why = self._apart(slot) if together == "fused" else self._alone(name, slot)
         return ("single", why) if why else (together, "")
@@ -351,9 +351,8 @@ class _Planning:
 
     def _alone(self, name: str, slot: Slot) -> str:
         """Why a slot cannot share a foreach call, or nothing."""
-        on_device = slot.placement == DEVICE
-        if not (self.capabilities.foreach_device if on_device else self.capabilities.foreach_host):
-            return f"no foreach on the {slot.placement}"
+        if not self.capabilities.foreach_device:
+            return "no foreach on this device"
         dtype = resolve_dtype(slot.dtype, self.capabilities)
         if dtype in _NOT_TOGETHER:
             return f"no foreach of {dtype_text(dtype)}"

@@ -118,7 +118,7 @@ class Sizer:
         self._factor = factor
         paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.beside]
         self._names = dict.fromkeys(path.parts[0] for path in paths).keys()
-        self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
+        self.lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
         """Say in an error what is wrong with the batch as a whole, in place of what follows from that for one slot.
@@ -156,7 +156,7 @@ class Sizer:
         except BatchError as error:
             self.explain(error, batch, side)
             raise
-        return tuple([base + slope * rows[lead] for lead, base, slope in self._lines])
+        return tuple([base + slope * rows[lead] for lead, base, slope in self.lines])
 
     def _no_batch(self, batch: Any) -> list[str]:
         """Say what came in place of a batch, if nothing that slots read is there."""

@@ -1,12 +1,12 @@
 """Views: what a step sees of a fill, made of aliases that it may reshape without harm, and parts of them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
 
-from .axes import BATCH, TOKENS, Axis, Dim, Step, extent
+from .axes import BATCH, TOKENS, Axis, Dim, Live, Step, extent
 from .capabilities import DEVICE
 from .computation import Computation
 from .declaration import Declaration
@@ -59,7 +59,8 @@ class Aliases:
                 f"the memory of {', '.join(map(repr, moved))} was resized in place, and graphs go on reading what it "
                 "was: do not resize tensors of a view, and make a new runner"
             )
-        self._made = {**self._tensors, **{name: alias(one) for name, one in present.items()}}
+        with outside_inference():
+            self._made = {**self._tensors, **{name: one.detach() for name, one in present.items()}}
         self._own = tuple(one for one in self._made.values() if one is not None)
         self._pointers = now
         self._guard = own_guard(self._own)
@@ -81,20 +82,45 @@ class ViewInfo:
     exact: bool = False
 
 
-def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Field], info: ViewInfo) -> Callable[[Any], T]:
-    """Make a call that makes the view of one batch. shown: gives the slots' tensors. info: what a view remembers."""
+class Viewer(Generic[T]):
+    """Makes the views of a bucket's batches."""
 
-    def view(batch: Any) -> T:
-        made = new(cls)
+    __slots__ = ("_class", "_fields", "_info_of", "_last", "_shown")
+
+    def __init__(
+        self,
+        view: type[T],
+        shown: Callable[[Live], Views],
+        fields: Mapping[str, Field],
+        info_of: Callable[[Live], ViewInfo],
+    ) -> None:
+        """Keep what views are made of.
+
+        Args:
+            view: The class of the views.
+            shown: Gives the slots' tensors for live sizes.
+            fields: The fields of the declaration that are not slots.
+            info_of: Tells what a view of live sizes remembers.
+        """
+        self._class = view
+        self._shown = shown
+        self._fields = fields
+        self._info_of = info_of
+        self._last: tuple[Live | None, ViewInfo | None] = None, None
+
+    def __call__(self, batch: Any, live: Live) -> T:
+        """Make the view of a batch with these live sizes."""
+        last, info = self._last
+        if live != last:
+            info = self._info_of(live)
+            self._last = live, info
+        made = self._class.__new__(self._class)
         values = made.__dict__
-        values.update(shown())
-        if fields:
-            values.update(carried(fields, batch))
+        values.update(self._shown(live))
+        if self._fields:
+            values.update(carried(self._fields, batch))
         values["_slotgraph_view"] = info
         return made
-
-    new: Callable[[type[T]], T] = cls.__new__
-    return view
 
 
 def carried(fields: Mapping[str, Field], batch: Any) -> dict[str, Any]:

@@ -347,7 +347,7 @@ class Ahead(Generic[V]):
     def join(self, batch: Any, keys: Keys) -> None:
         """See `LaunchedStep.join`."""
         keys, runner, chain, news = keys_in(keys, "join(batch, {})"), self._runner, self._chain, self._news
-        sources = chain.edits.gather(batch, NO_SIDE)
+        sources = chain.edits.gather(batch)
         brought = chain.edits.known(keys, sources, chain.joins)
         requests = runner.size(batch, NO_SIDE)[-1] if brought is None else len(keys)
         if brought is None:

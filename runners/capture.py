@@ -7,7 +7,6 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -16,52 +15,10 @@ import rich.progress
 import torch
 
 from ..backends.base import NO_PARAMETERS, Backend, Graph
-from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.errors import CaptureError, CheckError, ComputeError, origin_of, place_of
 from ..dataflow.guard import run_and_undo
-from ..dataflow.ready import Ready
-from ..dataflow.views import alias
-from .outputs import map_tensors
 
 T = TypeVar("T")
-
-
-@attrs.define(eq=False)
-class Filling:
-    """One bucket's fills, or edits, for one pattern of absent slots. kernel: launches what reads `table`.
-
-    alone: a graph of the kernel by itself, for what must be done before the step's graph.
-    """
-
-    bucket: Bucket
-    table: torch.Tensor | None = None
-    kernel: Any = None
-    alone: Graph | None = None
-
-    def whole(self, absent: Absent) -> Ready:
-        """What the bucket needs where every row is live."""
-        sizes = self.bucket.sizes
-        return self.bucket.ready(tuple(sizes[axis] for axis in self.bucket.declaration.varying), absent)
-
-
-@attrs.define(eq=False)
-class Captured:
-    """One bucket for one pattern of absent slots: its graph, of the call `step`.
-
-    taken: storages that the first run of the step took, each by the operators that read or wrote it. verified: no
-    address had moved.
-    """
-
-    rows: int
-    filling: Filling
-    graph: Graph
-    step: Callable[[], Any]
-    taken: Mapping[int, AbstractSet[str]]
-    verified: bool = False
-
-    def live(self, rows: int | None) -> Any:
-        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change."""
-        return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
 FORKS: Final = types.SimpleNamespace(count=0)

@@ -7,12 +7,12 @@ from typing import Any, Final, Generic
 import attrs
 import torch
 
-from ..dataflow.axes import Live
+from ..dataflow.axes import Live, Step
 from ..dataflow.capabilities import DEVICE, HOST, Placement
 from ..dataflow.computation import Computation, PackedValue
-from ..dataflow.edits import NOWHERE, Brought, Moves, Order, RowBucket
+from ..dataflow.edits import NOWHERE, Brought, Moves, Order
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
-from ..dataflow.ready import Planned
+from ..dataflow.fill.bucket import Bucket
 from ..dataflow.sources import NO_SIDE, RANKS, look_up
 from .capture import FORKS
 from .config import Buckets
@@ -42,9 +42,10 @@ class Here:
 
     advances: calls that advance slots. rules: calls that do so before an edit, but for what its kernel advances then.
     values: slots that the host computes. packed: those that travel in an edit's packet. tails: padded rows that an edit
-    resets. always: those of them that each step resets.
+    resets. always: those of them that each step resets. step: the sizes.
     """
 
+    step: Step
     advances: list[Callable[[], None]]
     rules: list[Callable[[], None]]
     values: list[Computation]
@@ -54,26 +55,25 @@ class Here:
 
     @classmethod
     def of(
-        cls, planned: Planned, live: Live, sides: Iterable[Placement], lanes: Collection[str], whole: Collection[str]
+        cls, bucket: Bucket, live: Live, sides: Iterable[Placement], lanes: Collection[str], whole: Collection[str]
     ) -> "Here":
-        """What a plan leaves to the host.
+        """What a bucket leaves to the host.
 
         sides: those whose slots no graph advances. lanes: what an edit's kernel advances. whole: what its packet
         carries.
         """
-        computed = [one for one in planned.plan.computed if one.on == HOST]
-        transitions, sizes = planned.transitions, planned.step(live).live_sizes
+        computed = [one for one in bucket.plan.computed if one.on == HOST]
+        transitions, sizes = bucket.transitions, bucket.step(live).live_sizes
         advances = [transitions[side].of(sizes) for side in sides if transitions[side].sources]
         in_graph = [one for side, one in transitions.items() if side not in sides]
         rules = [one.of(sizes, lanes) for one in in_graph if one.leaves(lanes)]
-        if not computed and all(tail.fused for tail in planned.plan.tails):
-            return cls(advances, rules, [], [], [], [])
-        ready = planned.ready(live)
-        values = [planned.computation(one, ready.step, ready.views) for one in computed]
-        always, others = (list(planned.tails(ready.step.live_sizes, always=each)) for each in (True, False))
+        if not computed and all(tail.fused for tail in bucket.plan.tails):
+            return cls(bucket.step(live), advances, rules, [], [], [], [])
+        values = [bucket.computation(one.slot, bucket.views, bucket.sizes) for one in computed]
+        always, others = (list(bucket.tails(live, always=each)) for each in (True, False))
         packed = [PackedValue.of(value) for value in values if value.slot in whole]
         values = [value for value in values if value.slot not in whole]
-        return cls(advances, rules, values, packed, always + others, always)
+        return cls(bucket.step(live), advances, rules, values, packed, always + others, always)
 
 
 class Chain(Generic[V]):
@@ -120,12 +120,10 @@ class Chain(Generic[V]):
                 f"slot {self._sized!r} has sizes of all ranks, which may change in each step: leave out agree_every="
             )
         self.check_room(requests, 0)
-        filling = filler.editing(runner.sizes[buckets.largest], self.absent, by_kernel=not why)
-        self.edits: RowBucket = filling.bucket  # type: ignore[assignment] # see there
+        self.edits, self._editing = filler.editing(runner.sizes[buckets.largest], self.absent, by_kernel=not why)
         self.edits.check()
         self.joins = tuple(name for name in declaration.sources if name in self.edits.rows)
         self.slots = frozenset(declaration.sources).difference(self.absent)
-        self._editing = filling.alone
         host = next((name for name in declaration.rules if declaration.slots[name].placement == HOST), None)
         self.why = why or ("" if host is None else f"host slot {host!r} advances")
         read = {
@@ -189,13 +187,13 @@ class Chain(Generic[V]):
             raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
         graphs.verify(captured)
         self._captured, self._replay, self._fills = captured, captured.graph.replay, self._turn.fills
-        self._counted: Counts = self._runner.tally.repeated[rows, requests]
+        self._counted: Counts = self._runner.tally.buckets[rows]
+        self._requests = requests
         here = self._known.get((rows, requests))
         if here is None:
-            planned = captured.filling.bucket.planned(self.absent)
             sides: tuple[Placement, ...] = (DEVICE, HOST) if self._editing is None else (HOST,)
             carries = self._editing is not None and not self._moves_host
-            over = planned, self.edits.live_of(requests), sides, self.edits.planned().fused
+            over = captured.filling.bucket, self.edits.live_of(requests), sides, self.edits.bucket.fused
             here = self._known[rows, requests] = Here.of(*over, self.edits.whole if carries else ())
         self._here, self._prepares = here, self._editing is None or self._moves_host or bool(here.always)
 
@@ -213,15 +211,16 @@ class Chain(Generic[V]):
             moved = self._ranks.size > 1 and self._agree(len(live), idle=idle)
             if moved is None:
                 return False
-            here = self._stream()
-            if not here == turn.stream == clock.stream or (turn.neighbours and not turn.follows(here)):
-                self._graphs.order()
+            stream = self._stream()
+            if not stream == turn.stream == clock.stream or (turn.neighbours and not turn.follows(stream)):
+                self._graphs.filler.order()
             if news.has_any or self._prepares or moved:
                 self._prepare(news, live, moved=moved)
             self._replay()
             clock.replays += 1
             self._counted.steps += 1
-            if self._hosts.possible:
+            self._counted.live += self._requests
+            if self._hosts.notes:
                 self._hosts.note()
         return True
 
@@ -276,12 +275,16 @@ class Chain(Generic[V]):
         if is_edit and self._editing is not None:
             packed = here.packed if resized or wrote else ()
             self._send(
-                news, before, moves, brought, {one.computation.slot: one.bytes_of(self._fields) for one in packed}
+                news,
+                before,
+                moves,
+                brought,
+                {one.computation.slot: one.bytes_of(self._fields, here.step) for one in packed},
             )
         if here.values and (resized or wrote):
             with torch.no_grad():
                 for value in here.values:
-                    value.run(self._fields)
+                    value.run(self._fields, here.step)
 
     def _arrange(self, news: News, live: Mapping[Hashable, int]) -> tuple[Moves, list[tuple[Brought, list[int]]]]:
         """The new order: which rows move, and the rows of what is brought."""
@@ -316,14 +319,14 @@ class Chain(Generic[V]):
         runner, graphs, edits = self._runner, self._graphs, self.edits
         declaration = runner.stage.declaration
         with runner.gate.open():
-            graphs.order()
+            graphs.filler.order()
             if self._hosts.possible:
                 self._hosts.wait()
-            planned = self._captured.filling.bucket.planned(self.absent)  # in which the last step ran
-            last = planned.step(edits.live_of(len(self.order.keys))).live_sizes
-            _run([one.of(last) for one in planned.transitions.values()])
+            bucket = self._captured.filling.bucket  # in which the last step ran
+            last = bucket.step(edits.live_of(len(self.order.keys))).live_sizes
+            _run([one.of(last) for one in bucket.transitions.values()])
             edits.write(*self._arrange(news, live), edits.rows)
-            sizes = edits.planned().ready(edits.live_of(len(self.order.keys))).step.live_sizes
+            sizes = edits.bucket.step(edits.live_of(len(self.order.keys))).live_sizes
             names = [name for name in declaration.sources if name not in self.absent]
             slots = {name: graphs.buffers[name].view(sizes).clone() for name in names}
         one = rebuilt(declaration, slots, self._fields)

@@ -15,7 +15,7 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
 from .bits import bits, text_of
-from .capture import Captured
+from .graphs import Captured
 from .runner import Runner
 from .running import Running, under_way
 from .state import State
@@ -225,7 +225,7 @@ def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
     captured = graph_of(runner, view)
     with torch.no_grad():
         if captured is not None and runner.tally.path == "graph":  # of which the graph alone computes on the device
-            captured.filling.whole(runner.stage.absent_in(view)).compute_on_device()
+            captured.filling.bucket.compute_on_device()
         return under_way(Running(view), runner.stage.run, view)
 
 

@@ -1,6 +1,7 @@
 """Runners that capture graphs: buckets, the route of a batch to one, and fills of it; and the decode runner."""
 
 import abc
+import bisect
 import functools
 import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -12,33 +13,26 @@ from torch import nn
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
-from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
-from ..dataflow.guard import own_guard
-from ..dataflow.plan import FillPlan, Pattern, plan_fill
-from ..dataflow.ready import Ready
+from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import NO_SIDE, Field, Side, look_up
-from ..dataflow.specialization import Run, Specialization
+from ..dataflow.sources import NO_SIDE, Field, look_up
 from .ahead import Ahead, LaunchedStep, Read
-from .capture import Captured
 from .chain import Chain
 from .config import RunnerConfig, Wanted, check_step, checked, checked_names, config_of, patterns_of
 from .eagerly import Eagerly
-from .graphs import Filler, GraphSet
+from .graphs import Captured, Filler, GraphSet, ReadBatch
 from .hooks import watchers_of
 from .outputs import rows_each
 from .pool import Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
-from .runner import Filled, Holds, Runner, bind
+from .routes import GraphRoute, Route
+from .runner import Runner
 from .stage import NO_SIZES, Stage, V, joined
 from .statistics import CaptureReport, Decision, Path, Why
-
-Finish = Callable[[Any], Any]
-"""What follows the writes of a short way's fill: the rest of the step, given the batch; its outputs."""
 
 
 class CaptureArguments(TypedDict, total=False):
@@ -146,6 +140,9 @@ class GraphRunner(Runner[V]):
         self._most = [(place, axis, self._capacity[axis]) for place, axis in varying if axis not in leading]
         fields = stage.declaration.fields.values()
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
+        # whether the leading rows and what is absent decide on a bucket
+        self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.size == 1
+        self._routes = dict[tuple[int | None, Absent], Route[V]]()
         phase = given.get("phase")
         self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
             self.name, stage, self._capacity, given.get("bind", {}), phase, config.sharing
@@ -158,17 +155,9 @@ class GraphRunner(Runner[V]):
         del buffers
         return {"recipe": None, "holder": self.stage.step, "parameters": self.stage.declaration.parameters}
 
-    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
-        """A call that makes the view of a batch that was filled."""
-        return self.stage.viewer(ready)
-
-    def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
-        """Run a filled step by its graph; its outputs."""
-        return self.graphs.replay(captured, filled.rows)
-
     @abc.abstractmethod
-    def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        """Make what follows the writes of a step like this one, and counts it."""
+    def _route_of(self, captured: Captured) -> Route[V]:
+        """Make the route of batches that a graph takes."""
 
     @functools.cached_property
     def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
@@ -177,7 +166,7 @@ class GraphRunner(Runner[V]):
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
         if lowering == "in_graph" and not self.is_whole:
             lowering = "fused"  # what runs before the graphs reads the slots, too
-        filler = Filler(stage, buffers, lowering, [*self.sizes.values()], config.error_mode, self._table)
+        filler = Filler(stage, buffers, lowering, [*self.sizes.values()], self._table, config.error_mode)
         return GraphSet(
             stage,
             buffers,
@@ -213,9 +202,6 @@ class GraphRunner(Runner[V]):
             for watcher in () if self._is_debugged else watchers_of(self, modes):
                 self.watch.add(watcher)
             self._is_debugged = True
-            # not where other ranks are asked before each step, a debug mode looks at it, or fills go slot by slot
-            is_plain = self.coordinator.quiet and not modes and "graphs" in vars(self)
-            self._bound = self._table if is_plain and self.lowering != "slot_by_slot" else None
 
     @property
     def report(self) -> CaptureReport | None:
@@ -279,75 +265,42 @@ class GraphRunner(Runner[V]):
             return self._fits[bucket]
         return Decision("eager", None, why, reason)
 
-    def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
-        own, graphs, coordinator = self._decide(live, absent, batch), self.graphs, self.coordinator
+    def _route(self, call: ReadBatch) -> Route[V]:
+        if self._is_plain:
+            sizes = self.buckets.sizes
+            place = bisect.bisect_left(sizes, call.live[-1])
+            if place < len(sizes):
+                route = self._routes.get((sizes[place], call.absent))
+                if route is not None:
+                    return route
+        decision = self._decide(call.live, call.absent, call.batch)
+        if self.coordinator.size > 1:
+            decision = self.coordinator.settle(decision, call.live, functools.partial(self._admit, decision, call))
+        route = self._graph_route(decision.bucket, call.absent)
+        if route is None and decision.bucket is not None:
+            if not self.coordinator.quiet:
+                missing = ", ".join(map(repr, sorted(call.absent)))
+                raise RankError(
+                    f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
+                )
+            decision = self._decide(call.live, call.absent, call.batch)  # a late capture has failed
+        return route or self.eager.route(call.live, call.absent, decision, self.tally.reasons[decision.why])
 
-        def admit() -> None:
-            captured = graphs.get(own.bucket, absent)
-            if captured is None:
-                self.eager.admit(batch, live[: self._axes], side)
-            else:
-                captured.filling.bucket.admit(batch, live[:-1], absent, side)
+    def _graph_route(self, bucket: int | None, absent: Absent) -> Route[V] | None:
+        """Give the route of a bucket's graph, which may be captured now; None where there is none."""
+        route = self._routes.get((bucket, absent))
+        if route is None:
+            captured = self.graphs.get(bucket, absent)
+            if captured is not None:
+                route = self._routes[bucket, absent] = self._route_of(captured)
+        return route
 
-        decision = coordinator.settle(own, live, admit)
-        captured = graphs.get(decision.bucket, absent)
-        if captured is not None or decision.bucket is None:
-            return captured or decision
-        if coordinator.quiet:  # a late capture that failed is decided anew
-            return self._decide(live, absent, batch)
-        missing = ", ".join(map(repr, sorted(absent)))
-        raise RankError(f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}")
-
-    def _fill_by(
-        self, route: Captured | Decision, batch: Any, side: Side, live: Live, absent: Absent, *, whole: bool
-    ) -> Filled[V]:
-        if isinstance(route, Decision):
-            return super()._fill_by(route, batch, side, live, absent, whole=whole)
-        ready = self.graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
-        if self.is_whole and whole:
-            return Filled(None, route, live)
-        if not self.is_whole:
-            ready.compute_on_device(batch)
-        return Filled(self._viewer(ready)(batch), route, live)
-
-    def _run(self, filled: Filled[V]) -> Any:
-        route = filled.route
-        if isinstance(route, Decision):
-            return super()._run(filled)
-        outputs = self._run_graph(filled, route)
-        self.tally.stepped(route.rows, filled.rows)
-        return outputs
-
-    def _repeats(self, filled: Filled[V]) -> bool:
-        # where fields decide, the next batch like one that took no graph may take one
-        return isinstance(filled.route, Captured) or (not self._seen and super()._repeats(filled))
-
-    def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
-        captured, graphs, ready = filled.route, self.graphs, found.ready
-        if isinstance(captured, Decision):
-            return super()._short(found, filled, whole=whole)
-        filler, live, filling = graphs.filler, filled.live, captured.filling
-        if whole:
-            finish = self._finish(captured, ready, filled)
-            alone = filling.alone if filler.lowering == "fused" else None
-            launch = None if alone is None else alone.replay
-        else:
-            show, launch = self._viewer(ready), functools.partial(filler.launched, filling)
-            finish = lambda batch: Filled(show(batch), captured, live)  # noqa: E731 - as `_finish` makes one
-        return bind(
-            found,
-            finish,
-            counts=self.tally.buckets[captured.rows],
-            graphs=graphs,
-            hosts=filler.hosts,
-            launch=launch,
-            device=() if self.is_whole else ready.device,
-            holds=self._holds(),
-        )
-
-    def _holds(self) -> list[Holds]:
-        seen = self._seen
-        return [*super()._holds(), *([lambda batch, _: not _differing(seen, batch)] if seen else [])]
+    def _admit(self, own: Decision, call: ReadBatch) -> None:
+        """Raise as the fill of a batch would that goes as this rank would have it."""
+        route = self._graph_route(own.bucket, call.absent)
+        if route is None:
+            route = self.eager.route(call.live, call.absent, own, self.tally.reasons[own.why])
+        route.filling.bucket.admit(call.sources, call.live)
 
 
 class RequestRunner(GraphRunner[V]):
@@ -381,34 +334,9 @@ class RequestRunner(GraphRunner[V]):
             rows_each=rows_each(given.get("output_rows", output_rows), width),
         )
 
-    def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        del ready
-        graphs, hosts, rows = self.graphs, self.graphs.filler.hosts, filled.rows
-        clock, live, counted = graphs.clock, captured.live, self.tally.repeated[captured.rows, rows]
-        shown = None if self._rows_each is None else rows * self._rows_each
-        graph, note = captured.graph, hosts.note if hosts.possible else None
-        replay, unchanged, last, kept, pointer = graph.replay, own_guard(()), None, None, 0
-
-        def finish(_: Any) -> Any:
-            nonlocal unchanged, last, kept, pointer
-            replay()
-            clock.replays += 1
-            counted.steps += 1
-            if note is not None:
-                note()
-            whole = graph.outputs
-            if type(whole) is not torch.Tensor:  # a container may be changed by whoever gets it
-                return live(shown)
-            if whole is last and kept is not None and unchanged(kept) and kept.data_ptr() == pointer:
-                return kept
-            outputs = whole.detach() if shown is None else whole[:shown]
-            if whole is last:  # a backend may make new ones at each replay, of which nothing is worth keeping
-                kept, unchanged, pointer = outputs, own_guard([outputs]), outputs.data_ptr()
-            else:
-                last, kept = whole, None
-            return outputs
-
-        return finish
+    def _route_of(self, captured: Captured) -> Route[V]:
+        viewer, counts = self.stage.viewer(captured.filling.bucket), self.tally.buckets[captured.rows]
+        return GraphRoute(self.graphs, captured, viewer, counts, self._rows_each)
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """A bucket's slots, all padded rows of them, for a producer that writes them itself.
@@ -433,8 +361,9 @@ class RequestRunner(GraphRunner[V]):
             raise ConfigError(
                 f"there is no graph of bucket {bucket}{without}: buckets are {self.buckets.sizes}, after capture()"
             )
-        self.graphs.buffers.ledger.handed_out = True
-        return self.stage.view(captured.filling.whole(pattern), None)
+        self.graphs.buffers.clean.handed_out = True
+        filled_by = captured.filling.bucket
+        return self.stage.viewer(filled_by)(None, filled_by.padded)
 
 
 @final
@@ -522,6 +451,6 @@ class DecodeRunner(RequestRunner[V]):
 
     def _why_by_calls(self) -> str:
         """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
-        if self.lowering not in {"in_graph", "foreach"}:
+        if self.lowering not in {"in_graph", "foreach", "direct"}:
             return f"the lowering is {self.lowering}"
         return "each step is watched" if self.watch.watchers or self.config.modes else ""

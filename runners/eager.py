@@ -5,13 +5,14 @@ from typing import Any, Final, TypedDict, Unpack, final
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Live, Sizes
-from ..dataflow.bucket import Absent
+from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
 from .config import config_of, switch_of
 from .eagerly import Eagerly
+from .graphs import ReadBatch
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
+from .routes import Route
 from .runner import Runner
 from .stage import Stage, V
 from .statistics import Decision
@@ -61,16 +62,21 @@ class EagerRunner(Runner[V]):
         coordinator = coordinator_of(declaration, name, config, {}, (), *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
         self.eager = Eagerly(stage, name, self._table, no_copy=no_copy)
-        self._bound = self._table if self.coordinator.quiet else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
         return self.stats()["memory"]["inputs"]
 
-    def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
-        del absent
-        return self.coordinator.settle(_ALWAYS, live, lambda: self.eager.admit(batch, live[: self._axes], side))
+    def _route(self, call: ReadBatch) -> Route[V]:
+        decision, counts = _ALWAYS, self.tally.reasons[_ALWAYS.why]
+        if self.coordinator.size > 1:
+
+            def admit() -> None:
+                self.eager.route(call.live, call.absent, _ALWAYS, counts).filling.bucket.admit(call.sources, call.live)
+
+            decision = self.coordinator.settle(_ALWAYS, call.live, admit)
+        return self.eager.route(call.live, call.absent, decision, counts)
 
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
         del live, absent, batch

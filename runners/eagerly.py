@@ -1,34 +1,38 @@
-"""Steps without a graph: exact fills, of memory that grows on demand or of a runner's own, and the step run on them."""
+"""Steps without a graph: exact buckets, of memory that grows on demand or of a runner's own, and their routes."""
 
-from collections.abc import Callable
+import operator
 from typing import Any, Generic
 
 from ..dataflow import log
 from ..dataflow.axes import Live
-from ..dataflow.bucket import Bucket, hand_over
 from ..dataflow.buffers import Buffers
+from ..dataflow.capabilities import Lowering
 from ..dataflow.errors import BatchError
-from ..dataflow.guard import GRADIENTS, without_gradients
-from ..dataflow.packet import Feed
-from ..dataflow.plan import packet_bytes
+from ..dataflow.fill.bucket import FilledBucket, hand_over
+from ..dataflow.fill.kinds import KindTable
+from ..dataflow.plan import Absent
 from ..dataflow.sources import Side
-from ..dataflow.specialization import Specializations
-from .running import Running, under_way
+from ..dataflow.views import Viewer, ViewInfo, Views
+from .graphs import Filler, Filling, ReadBatch
+from .routes import EagerRoute
 from .stage import Stage, V
-from .traffic import HostReads
+from .statistics import Counts, Decision
 
 
 class Eagerly(Generic[V]):
-    """Fills exact views and runs the step on them. Each axis grows to the next power of two when a batch asks for more.
+    """Knows the routes of batches without a graph. Each axis grows to the next power of two when a batch asks for more.
 
-    held: the exact bucket, and what steps read of its slots in host memory. no_copy: views are of the batch's tensors.
+    Attributes:
+        stage: The declaration, the backend and the step.
+        filler: Fills the present buffers; None before the first batch.
+        no_copy: Whether views are of the batch's tensors.
     """
 
     def __init__(
         self,
         stage: Stage[V],
         runner: str,
-        table: Specializations,
+        table: KindTable,
         *,
         buffers: Buffers | None = None,
         no_copy: bool = False,
@@ -38,70 +42,72 @@ class Eagerly(Generic[V]):
         self.no_copy = no_copy
         self._runner = runner
         self._table = table
-        self.held = None if buffers is None else self._over(buffers)
+        self._routes = dict[tuple[Absent, str], EagerRoute[V]]()
+        self.filler: Filler[V] | None = None
+        self._use(None if buffers is None else self._over(buffers))
 
     @property
     def buffers(self) -> Buffers | None:
         """The buffers at their present capacity; None before the first batch."""
-        held = self.held  # read once: another thread may ask
-        return None if held is None else held[0].buffers
+        filler = self.filler  # read once: another thread may ask
+        return None if filler is None else filler.buffers
 
-    @property
-    def hosts(self) -> HostReads:
-        """What steps read of slots in host memory, once there was a batch."""
-        return self.held[1]  # type: ignore[index] # a fill comes first
+    def route(self, live: Live, absent: Absent, decision: Decision, counts: Counts) -> EagerRoute[V]:
+        """Choose the route of a batch, and grow if it must.
 
-    def fill(self, batch: Any, live: Live, side: Side) -> V:
-        """Fill from a batch of these rows on each varying axis; the view. BatchError, before anything is written."""
-        bucket = self._bucket(live)
-        if self.hosts.possible:
-            self.hosts.wait()
-        fill = hand_over if self.no_copy else Bucket.fill
-        ready = fill(bucket, batch, live, self.stage.absent(batch, side), side)
-        ready.compute_on_device(batch)
-        return self.stage.view(ready, batch)
+        Args:
+            live: Rows on each varying axis.
+            absent: Optional slots that it comes without.
+            decision: Why it has no graph.
+            counts: Counts its steps.
 
-    def admit(self, batch: Any, live: Live, side: Side) -> None:
-        """Raise as a fill of these live sizes would; memory grows as for a fill."""
-        self._bucket(live).admit(batch, live, self.stage.absent(batch, side), side)
+        Raises:
+            BatchError: Its memory is bound and cannot grow.
+        """
+        filler = self._large_enough(live)
+        route = self._routes.get((absent, decision.why))
+        if route is None:
+            route = self._routes[absent, decision.why] = self._make(filler, absent, counts)
+        route.decision = decision
+        return route
 
-    def run(self, view: V) -> Any:
-        """Run the step on the view filled last; the first without some slots finds what it reads in host memory."""
-        hosts, run = self.hosts, self.repeated()
-        if hosts.possible:
-            absent = self.stage.absent_in(view)
-            if hosts.wants(absent):
-                return hosts.look(lambda: run(view), absent)
-        return run(view)
+    def fill(self, batch: Any, live: Live, side: Side) -> tuple[EagerRoute[V], V]:
+        """Fill from a batch of these live sizes, for a tool; its route, and the view. Raises as a fill."""
+        call = ReadBatch(batch, side, self._table.gather(batch, side), None, live, self.stage.absent(batch, side))
+        route = self._make(self._large_enough(live), call.absent, Counts())
+        route.filling.fill(call, whole=True)
+        return route, route.viewer(batch, live)
 
-    def repeated(self) -> Callable[[V], Any]:
-        """A call that runs the step on views of the present buffers."""
-        stage, turn, gradients = self.stage, self.hosts.turn, GRADIENTS
-        step: Callable[[V], Any] = stage.run if stage.restored else stage.step
-        note = self.hosts.note if self.hosts.possible else None
+    def _make(self, filler: Filler[V], absent: Absent, counts: Counts) -> EagerRoute[V]:
+        """Make the route of batches without some optional slots."""
+        filling = filler.make(filler.buffers.capacity, absent, exact=True, computes=True)
+        if self.no_copy:
+            handing = HandOver(filler, filling.bucket)
+            return EagerRoute(handing, handing.viewer(self.stage), counts)
+        return EagerRoute(filling, self.stage.viewer(filling.bucket), counts)
 
-        def run(view: V) -> Any:
-            turn.eager_runs += 1
-            step_now = Running(view)
-            if gradients():
-                outputs = without_gradients(under_way, step_now, step, view)
-            else:
-                outputs = under_way(step_now, step, view)
-            if note is not None:
-                note()
-            return outputs
+    def restore(self, filler: Filler[V] | None) -> None:
+        """Go back to memory of before, where a batch was refused that it had grown for."""
+        if filler is not self.filler:
+            self._use(filler)
 
-        return run
+    def _use(self, filler: Filler[V] | None) -> None:
+        """Fill other memory from now on, and forget what is bound to memory of before."""
+        self._table.forget()
+        self._routes = {}
+        capacity = {} if filler is None else filler.buffers.capacity
+        self._capacity: Live = tuple([capacity.get(axis, -1) for axis in self.stage.declaration.varying])
+        self.filler = filler
 
-    def _bucket(self, live: Live) -> Bucket:
-        """The bucket for these live sizes, grown if it must. BatchError where its memory is bound and cannot grow."""
-        stage, held, declaration = self.stage, self.held, self.stage.declaration
+    def _large_enough(self, live: Live) -> Filler[V]:
+        """Fill buffers that hold these live sizes. BatchError where they are bound and cannot grow."""
+        stage, filler, declaration = self.stage, self.filler, self.stage.declaration
+        if filler is not None and all(map(operator.le, live, self._capacity)):
+            return filler
         none = dict.fromkeys((*declaration.axes, *declaration.following), 0)
-        before = {**none, **stage.sizes} if held is None else dict(held[0].buffers.capacity)
-        short = {axis: rows for axis, rows in zip(declaration.varying, live, strict=True) if rows > before[axis]}
-        if held is not None and not short:
-            return held[0]
-        bound = [buffer.name for buffer in held[0].buffers if buffer.adopted] if held is not None else []
+        before = {**none, **stage.sizes} if filler is None else dict(filler.buffers.capacity)
+        short = {axis: rows for axis, rows in zip(declaration.varying, live, strict=False) if rows > before[axis]}
+        bound = [] if filler is None else [buffer.name for buffer in filler.buffers if buffer.adopted]
         if bound:
             most = ", ".join(f"{axis} {rows}" for axis, rows in before.items() if axis in short)
             raise BatchError(
@@ -111,11 +117,44 @@ class Eagerly(Generic[V]):
         buffers = stage.allocate(capacity)
         sizes = {axis.name: size for axis, size in capacity.items()}
         log.debug("grown", runner=self._runner, declaration=declaration.name, nbytes=buffers.nbytes, sizes=sizes)
-        self.held = self._over(buffers)
-        return self.held[0]
+        filler = self._over(buffers)
+        self._use(filler)
+        return filler
 
-    def _over(self, buffers: Buffers) -> tuple[Bucket, HostReads]:
-        backend = self.stage.backend
-        over = self.stage.declaration, buffers.capacity, backend.capabilities
-        feed = Feed(backend.upload, packet_bytes(*over))
-        return Bucket(*over, buffers, exact=True, feed=feed, table=self._table), HostReads(backend, buffers)
+    def _over(self, buffers: Buffers) -> Filler[V]:
+        """Fill buffers by copies: no kernel knows live rows alone."""
+        lowerings = self.stage.backend.capabilities.lowerings
+        by_copies: tuple[Lowering, ...] = "direct", "foreach", "slot_by_slot"
+        lowering = next(one for one in by_copies if one in lowerings)
+        return Filler(self.stage, buffers, lowering, [buffers.capacity], self._table)
+
+
+class HandOver(Filling):
+    """What stands in for fills where steps run on the batch's own tensors.
+
+    Attributes:
+        handed: What the last batch gave.
+    """
+
+    handed: FilledBucket | None = None
+
+    def fill(self, call: ReadBatch, *, whole: bool) -> None:
+        """Check the batch, and compute what follows from it."""
+        del whole
+        filler = self.filler
+        if filler.buffers.turn.reading is not None:
+            filler.hosts.wait()
+        self.handed = hand_over(self.bucket, call.batch, call.live, call.side)
+        filler.buffers.turn.fills += 1
+        self.handed.compute_on_device(call.batch)
+
+    def viewer(self, stage: Stage[V]) -> Viewer[V]:
+        """Make what makes the views."""
+
+        def shown(_: Live) -> Views:
+            return {} if self.handed is None else self.handed.views
+
+        def info_of(live: Live) -> ViewInfo:
+            return ViewInfo(self.bucket.step(live), stage.relations, stage.declaration, exact=True)
+
+        return Viewer(stage.views, shown, stage.declaration.fields, info_of)

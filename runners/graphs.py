@@ -7,6 +7,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Generic
 
 import attrs
@@ -15,22 +16,21 @@ import torch
 from ..backends.base import Fusion, Graph
 from ..dataflow import log
 from ..dataflow.axes import BATCH, Live, Sizes
-from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers, at_rest, overlaps, span
 from ..dataflow.capabilities import DEVICE, Lowering, chosen_lowering
 from ..dataflow.edits import RowBucket
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of, user_traceback
-from ..dataflow.guard import outside_inference
+from ..dataflow.fill.bucket import Bucket, run_all, table_for
+from ..dataflow.fill.kinds import KindTable, SourceKinds
+from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, outside_inference, without_gradients
 from ..dataflow.packet import HEAD, WORD, Feed
-from ..dataflow.plan import FUSED, packet_bytes
-from ..dataflow.ready import Planned, Ready
+from ..dataflow.plan import FUSED, Absent, packet_bytes
 from ..dataflow.slots import Output
-from ..dataflow.sources import Side
-from ..dataflow.specialization import Specializations
+from ..dataflow.sources import Side, Sources
+from ..dataflow.views import alias
 from .capture import (
     FORKS,
-    Captured,
-    Filling,
+    Clock,
     capture_step,
     clock_of,
     frozen_garbage,
@@ -49,30 +49,176 @@ from .statistics import CaptureReport, MemoryAccount, human_bytes
 from .traffic import HostReads
 
 
+@attrs.define(eq=False)
+class ReadBatch:
+    """One batch, as a fill reads it.
+
+    Attributes:
+        batch: The batch.
+        side: Its side arguments.
+        sources: Its sources, by the names of the table of kinds.
+        kinds: Their kinds; None where no such ones came before.
+        live: Live rows on each varying axis, and last those of the leading axis.
+        absent: Optional slots that it comes without.
+    """
+
+    batch: Any
+    side: Side
+    sources: Sources
+    kinds: SourceKinds | None
+    live: Live
+    absent: Absent
+
+
+@attrs.frozen(eq=False)
+class Reader:
+    """Reads the batches of one runner.
+
+    Attributes:
+        stage: The declaration.
+        table: The kinds of batches that came.
+        size: Reads live sizes in the long way, which says what is wrong.
+    """
+
+    stage: Stage[Any]
+    table: KindTable
+    size: Callable[[Any, Side], Live]
+
+    def read(self, batch: Any, side: Side) -> ReadBatch:
+        """Read the sources of a batch and its live sizes. BatchError where they do not tell."""
+        table = self.table
+        if not side or self._takes(side):
+            sources: Sources = ()
+            try:
+                sources = table.gather(batch, side)
+                kinds = table.known[0] if table.known and not FUNCTION_MODES() else None
+                live = None if kinds is None else kinds.read(sources)
+                if live is None:
+                    kinds = below_modes(table.find, sources)
+                    live = None if kinds is None else below_modes(kinds.read, sources)
+            except Exception:  # noqa: BLE001 - what follows raises it, in better words
+                kinds = live = None
+            if kinds is not None and live is not None:
+                return ReadBatch(batch, side, sources, kinds, live, kinds.absent)
+        live = self.size(batch, side)
+        absent = self.stage.absent(batch, side)
+        return ReadBatch(batch, side, table.gather(batch, side), None, live, absent)
+
+    def _takes(self, side: Side) -> bool:
+        """Say whether slots read all side arguments."""
+        arguments = self.stage.declaration.arguments
+        return arguments is None or arguments.issuperset(side)
+
+
+@attrs.define(eq=False)
+class Filling:
+    """One bucket's fills.
+
+    Attributes:
+        filler: What all buckets share.
+        bucket: The bucket.
+        computes: Whether a fill computes on the device, too, since no graph does.
+        table: The kernel's table, where there is a kernel.
+        kernel: Launches what reads the table.
+        alone: A graph of the kernel by itself, for what must be done before the step's graph.
+    """
+
+    filler: "Filler[Any]"
+    bucket: Bucket
+    computes: bool = False
+    table: torch.Tensor | None = None
+    kernel: Any = None
+    alone: Graph | None = None
+
+    def fill(self, call: ReadBatch, *, whole: bool) -> None:
+        """Fill from a batch. Raises as a fill; nothing is written then.
+
+        Args:
+            call: The batch.
+            whole: Whether the step's graph is replayed at once, and may do its own part of the fill.
+        """
+        filler, bucket = self.filler, self.bucket
+        turn, stream = filler.buffers.turn, filler.stream()
+        if not stream == turn.stream == filler.clock.stream or (turn.neighbours and not turn.follows(stream)):
+            filler.order()  # before sources are read, which may lie in slots
+        if filler.lowering == "slot_by_slot":
+            self._fill_slot_by_slot(call)
+            return
+        found = None if FUNCTION_MODES() or call.kinds is None else bucket.take(call.kinds, call.sources, call.live)
+        plan, taken = found or bucket.admit(call.sources, call.live)
+        turn.fills += 1  # before the first write: what follows may raise in the middle
+        if turn.reading is not None:
+            filler.hosts.wait()
+        if GRADIENTS():
+            without_gradients(plan.write, taken, call.live, call.batch)
+        else:
+            plan.write(taken, call.live, call.batch)
+        if whole and filler.lowering == "in_graph":
+            filler.lowered["in_graph"] += 1
+        elif self.kernel is None:
+            filler.lowered[filler.lowering] += 1
+        else:  # a kernel in the graph reads sources later
+            self.launch()
+        if self.computes:
+            run_all(bucket.functions(call.live).on_device, call.batch)
+
+    def _fill_slot_by_slot(self, call: ReadBatch) -> None:
+        filler = self.filler
+        if filler.buffers.turn.reading is not None:
+            filler.hosts.wait()
+        given = self.bucket.tensors(call.batch, call.live, call.side)
+        filler.buffers.turn.fills += 1
+        self.bucket.fill_slot_by_slot(call.batch, call.live, call.side, given)
+        filler.lowered["slot_by_slot"] += 1
+
+    def launch(self) -> None:
+        """Launch the kernel now."""
+        filler = self.filler
+        filler.lowered["fused"] += 1
+        alone = self.alone
+        if alone is None:  # the first time: a graph that does it itself has no need of this before
+            alone = filler.capture_alone(self)
+            filler.late = time.perf_counter_ns()
+        alone.replay()
+        if filler.lowering == "in_graph":
+            filler.was_disarmed()
+
+
 @attrs.define(eq=False, slots=False)
 class Filler(Generic[V]):
-    """Fills a runner's buckets, of these padded sizes, by one lowering. lowered: fills by each.
+    """Fills buckets over one set of buffers, by one lowering.
 
-    late: when something was last captured in the middle of a fill, by `perf_counter_ns`.
+    Attributes:
+        stage: The declaration and the backend.
+        buffers: The memory of the slots.
+        wanted: The lowering, or "auto".
+        buckets: The padded sizes of the buckets that share the packet.
+        table: The kinds of batches that came.
+        error_mode: Of captures.
+        clock: Of the graphs that read the buffers.
+        late: When something was last captured in the middle of a fill, by `perf_counter_ns`.
+        lowered: Fills by each lowering.
     """
 
     stage: Stage[V]
     buffers: Buffers
     wanted: str
     buckets: Sequence[Sizes]
+    table: KindTable
     error_mode: str | None = None
-    table: Specializations = attrs.Factory(lambda self: Specializations(self.stage.declaration), takes_self=True)
+    clock: Clock = attrs.field(factory=Clock)
     late: int = 0
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
     _tables: int = 0
-    _edits: dict[Absent, Filling] = attrs.field(factory=dict)
+    _edits: dict[Absent, tuple[RowBucket, Graph]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         """Make what all buckets share."""
         backend = self.stage.backend
         self.lowering: Lowering = chosen_lowering(backend.capabilities, self.wanted)
         self.stream = backend.stream_key()
-        self.buffers.turn.stream = self.stream()
+        if self.buffers.turn.stream is None:
+            self.buffers.turn.stream = self.stream()
         self.hosts = HostReads(backend, self.buffers)
         self._fusion = backend.fusion() if self.lowering in FUSED else None
         if self.lowering in FUSED and self._fusion is None:
@@ -90,17 +236,26 @@ class Filler(Generic[V]):
         """Bytes of tables, of the packet, and of the host memory that uploads start from."""
         return self._tables + self._feed.nbytes
 
-    def make(self, sizes: Sizes, absent: Absent) -> Filling:
-        """A bucket with all that fills it but what must be captured."""
-        stage, fusion = self.stage, self._fusion
-        over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
-        bucket = Bucket(*over, lowering=self.lowering, feed=self._feed, table=self.table)
+    def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
+        """Make a bucket with all that fills it but what must be captured.
+
+        Args:
+            sizes: The padded size of every axis.
+            absent: Optional slots that its batches lack.
+            exact: Whether steps see live rows only.
+            computes: Whether fills compute on the device, too.
+        """
+        fusion, bucket = self._fusion, self._bucket(sizes, absent, exact=exact)
         if fusion is None:
-            return Filling(bucket)
-        planned = bucket.planned(absent)
-        table = self._table(planned, fusion)
-        targets = [lane.target for lane in planned.lanes]
-        return Filling(bucket, table, fusion.kernel(table, self._feed.upload.packet, targets))
+            return Filling(self, bucket, computes)
+        table = self._table(bucket, fusion)
+        targets = [lane.target for lane in bucket.lanes]
+        return Filling(self, bucket, computes, table, fusion.kernel(table, self._feed.upload.packet, targets))
+
+    def _bucket(self, sizes: Sizes, absent: Absent, **options: Any) -> Bucket:
+        over = self.stage.declaration, sizes, self.stage.backend.capabilities, self.buffers
+        given = {"lowering": self.lowering, "feed": self._feed, "table": self.table, **options}
+        return Bucket(*over, absent=absent, **given)
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:
         """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
@@ -118,40 +273,37 @@ class Filler(Generic[V]):
         graph = filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self.error_mode)
         return graph
 
-    def first_node(self, filling: Filling, absent: Absent) -> None:
+    def first_node(self, filling: Filling) -> None:
         """Run what a step's graph begins with: rules of slots that are functions, and the kernel."""
         if self.lowering != "in_graph":
             return
-        planned = filling.bucket.planned(absent)
-        rules = planned.transitions[DEVICE]
-        if rules.leaves(planned.fused):
+        bucket = filling.bucket
+        rules = bucket.transitions[DEVICE]
+        if rules.leaves(bucket.fused):
             words = self._feed.upload.packet[: WORD * (HEAD + len(self.stage.declaration.counted))]
             rules.advance_in_graph(words.view(torch.int64).unbind())
         filling.kernel()
 
-    def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> Filling:
-        """What edits rows of requests of a bucket: its graph, `alone`, where the device has a kernel for that."""
+    def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> tuple[RowBucket, Graph | None]:
+        """Make what edits rows of requests of a bucket, and its graph where the device has a kernel for that."""
         stage, fusion = self.stage, self._fusion
+        own = {"table": table_for(stage.declaration, sizes), "partial": True}
         if not by_kernel or self.lowering != "in_graph" or fusion is None or fusion.edit is None:
-            over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
-            return Filling(RowBucket(*over, lowering="slot_by_slot", feed=self._feed, left_out=absent))
+            return RowBucket(self._bucket(sizes, absent, **{**own, "lowering": "slot_by_slot"})), None
         if absent not in self._edits:
-            over = stage.declaration, sizes, stage.backend.capabilities, self.buffers
-            bucket = RowBucket(*over, lowering="in_graph", feed=self._feed, left_out=absent)
-            planned = bucket.planned()
-            table = self._table(planned, fusion)
-            edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in planned.lanes])
-
+            bucket = self._bucket(sizes, absent, **own)
+            table = self._table(bucket, fusion)
+            edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in bucket.lanes])
             self.rest()
             warm_up(stage.backend, edit)
             graph = capture_step(stage.backend, edit, pool=stage.backend.pool(), error_mode=self.error_mode)
-            self._edits[absent] = Filling(bucket, table, edit, graph)
+            self._edits[absent] = RowBucket(bucket), graph
         return self._edits[absent]
 
-    def _table(self, planned: Planned, fusion: Fusion) -> torch.Tensor:
-        """The kernel's table of a plan, on the device."""
+    def _table(self, bucket: Bucket, fusion: Fusion) -> torch.Tensor:
+        """Make the kernel's table of a bucket, on the device."""
         with outside_inference():
-            table = torch.from_numpy(planned.table(fusion.block)).to(self.stage.backend.device)
+            table = torch.from_numpy(bucket.table_of_lanes(fusion.block)).to(self.stage.backend.device)
         self._tables += table.nbytes
         return table
 
@@ -160,46 +312,39 @@ class Filler(Generic[V]):
         self._feed.disarm()
 
     def order(self) -> None:
-        """Let a step that comes on another stream than the last one wait for it: both use the same memory."""
-        turn, stream = self.buffers.turn, self.stream()  # asked once: it takes longer than all that follows
-        if turn.stream != stream:
-            turn.stream = self.follow(turn.stream)
-        for other in turn.neighbours:
-            if other.stream != stream:
-                self.follow(other.stream)
+        """Let a step that comes on another stream than the last one wait for it: both use the same memory.
 
-    def follow(self, last: int | None) -> int:
-        """Let what comes now wait for what was handed to another stream, where there is one; the current stream."""
-        stream = self.stream()
-        if last is not None and stream != last:
-            self.stage.backend.order(last, stream)
-        return stream
+        So do the graphs of one pool, and buffers that share memory.
+        """
+        turn, clock, stream = self.buffers.turn, self.clock, self.stream()
+        for last in {turn.stream, clock.stream, *(other.stream for other in turn.neighbours)}:
+            if last is not None and last != stream:
+                self.stage.backend.order(last, stream)
+        turn.stream = clock.stream = stream
 
-    def fill(self, filling: Filling, batch: Any, live: Live, absent: Absent, side: Side, *, whole: bool) -> Ready:
-        """Fill a bucket. whole: the step's graph is replayed at once, and may do its own part of the fill."""
-        if self.hosts.possible:
-            self.hosts.wait()
-        fill = filling.bucket.fill_slot_by_slot if self.lowering == "slot_by_slot" else filling.bucket.fill
-        ready = fill(batch, live, absent, side)
-        if whole and self.lowering == "in_graph":
-            self.lowered["in_graph"] += 1
-        else:  # a kernel in the graph reads sources later
-            self.launched(filling)
-        return ready
+    def was_disarmed(self) -> None:
+        """Note that the device has disarmed the packet itself."""
+        self._feed.was_disarmed()
 
-    def launched(self, filling: Filling) -> None:
-        """Count a fill, and launch the kernel now where there is one."""
-        if filling.kernel is None:
-            self.lowered[self.lowering] += 1
-            return
-        self.lowered["fused"] += 1
-        alone = filling.alone
-        if alone is None:  # the first time: a graph that does it itself has no need of this before
-            alone = self.capture_alone(filling)
-            self.late = time.perf_counter_ns()
-        alone.replay()
-        if self.lowering == "in_graph":
-            self._feed.was_disarmed()
+
+@attrs.define(eq=False)
+class Captured:
+    """One bucket for one pattern of absent slots: its graph, of the call `step`.
+
+    taken: storages that the first run of the step took, each by the operators that read or wrote it. verified: no
+    address had moved.
+    """
+
+    rows: int
+    filling: Filling
+    graph: Graph
+    step: Callable[[], Any]
+    taken: Mapping[int, AbstractSet[str]]
+    verified: bool = False
+
+    def live(self, rows: int | None) -> Any:
+        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change."""
+        return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
 def _as_the_user_sees_it(error: CaptureError, first: CaptureError) -> CaptureError:
@@ -213,7 +358,7 @@ Look = Callable[[Callable[[], Any]], State]
 """Runs a whole step for the first time, and tells its state: what it changes beside its slots, which is put back."""
 Around = Callable[[Callable[[], Any]], Any]
 """Calls something where a step calls what is captured of it, with the step's own code before and after."""
-Recipe = Callable[[Filling, Absent, Look], tuple[Callable[[], Any], Around, State]]
+Recipe = Callable[[Filling, Look], tuple[Callable[[], Any], Around, State]]
 """Makes the call that is captured of a bucket, and looks at its step's state before it runs the step otherwise."""
 
 
@@ -246,9 +391,11 @@ class GraphSet(Generic[V]):
     def __attrs_post_init__(self) -> None:
         """Take part in the pool of all graphs of its backend."""
         self._pool = self.stage.backend.pool()
-        self.clock = clock_of(self._pool)
+        self.clock = self.filler.clock = clock_of(self._pool)
         self.holdings = Holdings(self.holder)
         self._modes = self.config.modes
+        self._looks_at_addresses = ADDRESSES in self._modes
+        self.stamps = GENERATIONS in self._modes
 
     def has(self, bucket: int | None, absent: Absent) -> bool:
         """Whether one bucket and pattern was captured, or will be when a batch comes for it."""
@@ -341,18 +488,18 @@ class GraphSet(Generic[V]):
 
     def _capture(self, rows: int, absent: Absent) -> Captured:
         stage, filler, coordinator = self.stage, self.filler, self.coordinator
-        filling = filler.make(self.sizes[rows], absent)
+        filling = filler.make(self.sizes[rows], absent, computes=self.recipe is not None)
         filler.rest()
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
-        step, around, state = recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
+        step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
         # the look is a warm-up where nothing can be compiled: compiled functions run as they were written under it; of
         # several ranks all run a step equally often, whatever each has imported
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
         for _ in range(self.config.warmups - looked):
             with told_as_capture_error(), state.kept():
                 warm_up(stage.backend, functools.partial(around, as_warm_up(step)))
-        views = filling.whole(absent).views  # of an optional slot that is absent, None
+        views = filling.bucket.views  # of an optional slot that is absent, None
         named = ((argument, views[name]) for argument, name in self.parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
         with told_as_capture_error(), state.kept(), stage.backend.stream():
@@ -383,35 +530,38 @@ class GraphSet(Generic[V]):
         warm_up(stage.backend, lambda: check_writes(once, self.buffers))
         return found[0]
 
-    def _whole_step(self, filling: Filling, absent: Absent, look: Look) -> tuple[Callable[[], Any], Around, State]:
+    def _whole_step(self, filling: Filling, look: Look) -> tuple[Callable[[], Any], Around, State]:
         """The whole step without gradients: first the fused kernel, where it is the first node, and computed slots."""
-        stage, filler, ready = self.stage, self.filler, filling.whole(absent)
+        stage, filler, bucket = self.stage, self.filler, filling.bucket
+        view_of = stage.viewer_of_capture(bucket)
 
         def step() -> Any:
             with torch.no_grad():
-                filler.first_node(filling, absent)
-                ready.compute_on_device()
-                view = stage.view_of_capture(ready)
+                filler.first_node(filling)
+                bucket.compute_on_device()
+                view = view_of(None, bucket.padded)
                 return under_way(Running(view), stage.run, view)
 
         return step, operator.call, look(step)
 
-    def replay(self, captured: Captured, rows: int) -> Any:
-        """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
-        self.verify(captured)
+    def replay(self, captured: Captured) -> None:
+        """Replay a filled bucket's graph, on the stream of the fill."""
+        if not captured.verified or self._looks_at_addresses:
+            self.verify(captured)
         if self._forks != FORKS.count:
             raise ReplayError("this process was forked after capture: graphs belong to the process that captured them")
-        self.clock.stream = self.filler.follow(self.clock.stream)  # of whichever runner: the graphs share memory
         try:
             captured.graph.replay()
         except BaseException:
             self.buffers.distrust()  # slots that the step would have put back
             raise
         self.clock.replays += 1
-        if self.filler.hosts.possible:
+        if self.filler.hosts.notes:
             self.filler.hosts.note()
-        outputs = captured.live(None if self.rows_each is None else rows * self.rows_each)
-        return map_tensors(outputs, self._stamp) if GENERATIONS in self._modes else outputs
+
+    def stamped(self, outputs: Any) -> Any:
+        """Outputs that tell when they are stale, where a debug mode asks for that."""
+        return map_tensors(outputs, self._stamp) if self.stamps else outputs
 
     def verify(self, captured: Captured) -> None:
         """Raise ReplayError where memory of a graph is seen to have moved: before its first replay, or each."""
@@ -421,13 +571,6 @@ class GraphSet(Generic[V]):
             if moved:
                 raise ReplayError(f"the buffers of {moved} moved since capture: a graph would read freed memory")
             captured.verified = True
-
-    def order(self) -> None:
-        """Let a whole step wait for what was handed to other streams, of these graphs and of others of their pool."""
-        filler, turn, clock = self.filler, self.buffers.turn, self.clock
-        last = turn.stream
-        filler.order()
-        clock.stream = turn.stream if clock.stream == last else filler.follow(clock.stream)
 
     def memory(self) -> MemoryAccount:
         """Bytes of inputs, graphs and outputs."""

@@ -106,7 +106,6 @@ class Loop:
 
 T = TypeVar("T")
 Step = Callable[[], Any]
-Run = Callable[..., Any]
 
 
 class Coordinator:
@@ -150,11 +149,6 @@ class Coordinator:
     def reporting(self) -> contextlib.AbstractContextManager[None]:
         """A block whose errors the caller reports to the other ranks itself."""
         return contextlib.nullcontext()
-
-    def repeated(self, run: Run, live: Live) -> Run:
-        """Make a step of quiet ranks that goes as one before it, with the same live sizes."""
-        del live
-        return run
 
     def before(self) -> contextlib.AbstractContextManager[None]:
         """A block that looks at a batch before its fill. Ranks that wait for this one are told if it is refused."""

@@ -7,21 +7,19 @@ import attrs
 
 from ..backends.base import Backend
 from ..dataflow.axes import Axis, Live, Sizes
-from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Bound
+from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import AUTO, Lowering
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
-from ..dataflow.plan import FillPlan
+from ..dataflow.fill.bucket import run_all, table_for
+from ..dataflow.plan import Absent, FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .capture import Filling
+from ..dataflow.views import Viewer
 from .config import checked_keys, checked_sizes
-from .graphs import Filler
+from .graphs import Filler, Filling, ReadBatch, Reader
 from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
 from .statistics import human_bytes
-
-_Key = tuple[Live, Absent]
 
 
 @final
@@ -61,33 +59,29 @@ class InputBuffers(Generic[V]):
     ) -> None:
         """Allocate the slots, each with its initial value."""
         stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
-        self._stage = stage = attrs.evolve(stage, views=inputs)  # the caller's own steps assign to its views
-        self._axes = stage.declaration.varying
-        self.capacity = stage.complete(stage.sizes)
+        stage = attrs.evolve(stage, views=inputs)  # the caller's own steps assign to its views
         bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
-        self._buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
-        self._filler = Filler(stage, self._buffers, lowering, [self.capacity])
-        self._waits = graphs_read_host_slots
-        self._fillings: dict[_Key, Filling] = {}
-        self._in_graph: set[_Key] = set()
-        self._sizers: dict[frozenset[Axis], Sizer] = {}
-        self.gate = Gate(type(self).__name__)
+        self.capacity = stage.complete(stage.sizes)
+        buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
+        self._layer = Layer(stage, buffers, self.capacity, lowering, waits=graphs_read_host_slots)
+        self._known: dict[Live, BucketBuffers[V]] = {}
+        self.gate = self._layer.gate
 
     def __repr__(self) -> str:
         """One line."""
         sizes = ", ".join(f"{axis} {size}" for axis, size in self.capacity.items())
-        on = f"{self._stage.declaration.name} on {self._stage.backend.name}"
+        on = f"{self._layer.stage.declaration.name} on {self._layer.stage.backend.name}"
         return f"<InputBuffers of {on}: {sizes}, {self.lowering}, {human_bytes(self.nbytes)}>"
 
     @property
     def lowering(self) -> Lowering:
         """How fills are run."""
-        return self._filler.lowering
+        return self._layer.filler.lowering
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots and of what fills need, on the device and on the host."""
-        return self._buffers.nbytes + self._filler.nbytes
+        return self._layer.buffers.nbytes + self._layer.filler.nbytes
 
     def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
         """Make what fills of these padded sizes need. A first `fill` does it, too; inside a capture it is too late.
@@ -100,7 +94,7 @@ class InputBuffers(Generic[V]):
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
         """
         with self.gate.open():
-            self._filling(self._key(padded, absent))
+            self.at(padded).filling(self._layer.pattern(absent))
 
     def fill(
         self,
@@ -130,27 +124,22 @@ class InputBuffers(Generic[V]):
             BatchError: The batch does not fit; nothing was written.
             ConfigError: A size is larger than the capacity, or an axis is unknown.
         """
-        with self.gate.open():
-            pattern = self._stage.absent(batch, side) if absent is None else absent
-            key = self._key(padded, pattern)
-            given = live if live is NO_SIZES else checked_sizes(live, "live")
-            rows = self._live(batch, given, side)
-            self._stage.declaration.check_fields(batch)
-            filling, turn = self._filling(key), self._buffers.turn
-            if self._waits and self._filler.hosts.possible:
-                self._filler.hosts.note()
-            turn.fills += 1
-            self._filler.order()
-            whole = key in self._in_graph
-            try:
-                ready = self._filler.fill(filling, batch, rows, key[1], side, whole=whole)
-            except BatchError as error:
-                turn.fills -= 1
-                self._sizer(frozenset(given)).explain(error, batch, side)
-                raise
-            if not whole:
-                ready.compute_on_device(batch)
-            return self._stage.view(ready, batch)
+        return self.at(padded).fill(batch, live=live, absent=absent, **side)
+
+    def at(self, padded: Sizes = NO_SIZES) -> "BucketBuffers[V]":
+        """The fills of these padded sizes, the same object each time. To keep it saves looking them up.
+
+        Args:
+            padded: The padded size of each axis; the capacity for an axis that is left out.
+
+        Raises:
+            ConfigError: A size is larger than the capacity, or an axis is unknown.
+        """
+        key = self._padded(padded)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = BucketBuffers(self._layer, key)
+        return known
 
     def fill_in_graph(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
         """Record the device's part of a fill; call it first inside of your capture.
@@ -162,17 +151,7 @@ class InputBuffers(Generic[V]):
         Raises:
             CaptureError: Nothing was filled or prepared with these sizes yet.
         """
-        with self.gate.open():
-            key = self._key(padded, absent)
-            filling = self._fillings.get(key)
-            if filling is None:
-                sizes = ", ".join(f"{axis} {size}" for axis, size in zip(self._axes, key[0], strict=True))
-                raise CaptureError(
-                    f"padded sizes {sizes} are new: call fill() or prepare() with them before the capture"
-                )
-            self._filler.first_node(filling, key[1])
-            filling.whole(key[1]).compute_on_device()
-            self._in_graph.add(key)
+        self.at(padded).fill_in_graph(absent=absent)
 
     def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = (), written: bool = False) -> V:
         """The slots at their padded sizes, for a capture, or for a producer.
@@ -185,47 +164,72 @@ class InputBuffers(Generic[V]):
         Raises:
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
         """
-        with self.gate.open():
-            key = self._key(padded, absent)
-            if written:
-                self._buffers.ledger.handed_out = True
-            return self._stage.view_of_capture(self._filling(key).whole(key[1]))
+        return self.at(padded).view(absent=absent, written=written)
 
     def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> FillPlan:
         """How a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
-        key = self._key(padded, absent)
-        return self._filling(key).bucket.planned(key[1]).plan
+        return self.at(padded).filling(self._layer.pattern(absent)).bucket.plan
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Fills by lowering."""
-        return {"lowerings": dict(self._filler.lowered)}
+        return {"lowerings": dict(self._layer.filler.lowered)}
 
-    def _filling(self, key: _Key) -> Filling:
-        if key not in self._fillings:
-            sizes = {**self.capacity, **dict(zip(self._axes, key[0], strict=True))}
-            self._fillings[key] = self._filler.make(sizes, key[1])
-        return self._fillings[key]
-
-    def _key(self, padded: Sizes, absent: Collection[str]) -> _Key:
-        """Padded sizes by varying axis, and absent slots. ConfigError where they do not fit."""
+    def _padded(self, padded: Sizes) -> Live:
+        """Padded sizes by varying axis. ConfigError where one does not fit."""
         capacity = self.capacity
-        if not isinstance(absent, frozenset):
-            self._stage.declaration.check_names("absent", absent, "optional")
         for axis, size in checked_sizes(padded, "padded").items():
             most = capacity.get(axis)
             if most is None or (axis.fixed and size != most):
-                raise self._unknown("padded", axis)
+                raise self._layer.unknown("padded", axis)
             if size > most:
                 raise ConfigError(f"padded size {size} of {axis} is more than its capacity, {most}")
-        return tuple(padded.get(axis, capacity[axis]) for axis in self._axes), frozenset(absent)
+        return tuple([padded.get(axis, capacity[axis]) for axis in self._layer.stage.declaration.varying])
 
-    def _unknown(self, argument: str, axis: Axis) -> ConfigError:
+
+class Layer(Generic[V]):
+    """What `InputBuffers` and its buckets share.
+
+    Attributes:
+        stage: The declaration and the backend.
+        buffers: The memory of the slots.
+        capacity: The most rows of each axis.
+        waits: Whether fills wait for graphs of the caller's, which copy from slots in host memory.
+        gate: Lets one fill in at a time.
+        table: The kinds of batches that came.
+        reader: Reads batches.
+        filler: Fills the buckets.
+        checks_fields: Whether fields have converters or validators.
+    """
+
+    def __init__(self, stage: Stage[V], buffers: Buffers, capacity: Sizes, lowering: str, *, waits: bool) -> None:
+        self.stage = stage
+        self.buffers = buffers
+        self.capacity = capacity
+        self.waits = waits
+        self.gate = Gate(InputBuffers.__name__)
+        self._sizers: dict[frozenset[Axis], Sizer] = {}
+        try:
+            sizer = self.sizer(frozenset())
+        except DeclarationError:  # no source tells an axis: each fill is given its size
+            sizer = None
+        self.table = table_for(stage.declaration, capacity, sizer)
+        self.reader = Reader(stage, self.table, lambda batch, side: self.live(batch, NO_SIZES, side))
+        self.filler = Filler(stage, buffers, lowering, [capacity], self.table)
+        self.checks_fields = bool(stage.declaration.checked_fields)
+
+    def pattern(self, absent: Collection[str]) -> Absent:
+        """Absent slots as a set. ConfigError where one is unknown, or not optional."""
+        if not isinstance(absent, frozenset):
+            self.stage.declaration.check_names("absent", absent, "optional")
+        return frozenset(absent)
+
+    def unknown(self, argument: str, axis: Axis) -> ConfigError:
         """The error for an axis that no slot varies on."""
-        axes = [one.name for one in self._axes]
+        axes = [one.name for one in self.stage.declaration.varying]
         what = f"it takes the axes of slots that vary, and these are {', '.join(axes)}"
         return ConfigError(f"{argument} names {axis}: {what}{did_you_mean(axis, axes)}")
 
-    def _sizer(self, given: frozenset[Axis]) -> Sizer:
+    def sizer(self, given: frozenset[Axis]) -> Sizer:
         """What reads live sizes of all axes but the given ones.
 
         ConfigError for an axis that there is not, DeclarationError where no copied slot tells one that is not given.
@@ -233,17 +237,110 @@ class InputBuffers(Generic[V]):
         known = self._sizers.get(given)
         if known is None:
             for axis in sorted(given - self.capacity.keys()):
-                raise self._unknown("live", axis)
+                raise self.unknown("live", axis)
             try:
-                known = self._sizers[given] = Sizer(self._stage.declaration, {}, self.capacity, known=given)
+                known = self._sizers[given] = Sizer(self.stage.declaration, {}, self.capacity, known=given)
             except DeclarationError as error:
                 raise DeclarationError(f"{error}, or give live=") from None
         return known
 
-    def _live(self, batch: Any, given: Sizes, side: Side) -> Live:
+    def read(self, batch: Any, live: Sizes, absent: Collection[str] | None, side: Side) -> ReadBatch:
+        """Read a batch of which the caller says some live sizes, or which optional slots it lacks."""
+        pattern = self.stage.absent(batch, side) if absent is None else self.pattern(absent)
+        rows = self.live(batch, live if live is NO_SIZES else checked_sizes(live, "live"), side)
+        sources = zip(self.table.names, self.table.gather(batch, side), strict=True)
+        given = tuple([None if name in pattern else source for name, source in sources])
+        return ReadBatch(batch, side, given, None, rows, pattern)
+
+    def live(self, batch: Any, given: Sizes, side: Side) -> Live:
         """Live rows by varying axis: those that were given, and those that sources tell."""
-        read = self._sizer(frozenset(given))(batch, side)
+        read = self.sizer(frozenset(given))(batch, side)
         if not given:
             return read
         others = iter(read)
-        return tuple(given[axis] if axis in given else next(others) for axis in self._axes)
+        return tuple([given[axis] if axis in given else next(others) for axis in self.stage.declaration.varying])
+
+
+@final
+class BucketBuffers(Generic[V]):
+    """The slots of `InputBuffers` at one set of padded sizes, as `InputBuffers.at` gives them."""
+
+    def __init__(self, layer: Layer[V], padded: Live) -> None:
+        self._layer = layer
+        self._padded = padded
+        self._fillings = dict[Absent, tuple[Filling, Viewer[V]]]()
+        self._in_graph = set[Absent]()
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<{type(self).__name__} of {self._layer.stage.declaration.name}: {self._sizes()}>"
+
+    def _sizes(self) -> str:
+        axes = self._layer.stage.declaration.varying
+        return ", ".join(f"{axis} {size}" for axis, size in zip(axes, self._padded, strict=True))
+
+    def fill(self, batch: Any, *, live: Sizes = NO_SIZES, absent: Collection[str] | None = None, **side: Any) -> V:
+        """Fill from a batch: see `InputBuffers.fill`."""
+        layer = self._layer
+        lock = layer.gate.lock
+        if lock.locked():
+            raise layer.gate.refusal()
+        with lock:
+            return self._fill(batch, live, absent, side)
+
+    def _fill(self, batch: Any, live: Sizes, absent: Collection[str] | None, side: Side) -> V:
+        layer, filler = self._layer, self._layer.filler
+        if live is NO_SIZES and absent is None:
+            call = layer.reader.read(batch, side)
+        else:
+            call = layer.read(batch, live, absent, side)
+        if layer.checks_fields:
+            layer.stage.declaration.check_fields(batch)
+        filling, viewer = self._fillings.get(call.absent) or self._make(call.absent)
+        if layer.waits and filler.hosts.possible:
+            filler.hosts.note()
+        is_in_graph = call.absent in self._in_graph
+        try:
+            filling.fill(call, whole=is_in_graph)
+        except BatchError as error:
+            layer.sizer(frozenset(live)).explain(error, batch, side)
+            raise
+        if not is_in_graph and filler.lowering != "slot_by_slot":
+            run_all(filling.bucket.functions(call.live).on_device, batch)
+        return viewer(batch, call.live)
+
+    def fill_in_graph(self, *, absent: Collection[str] = ()) -> None:
+        """Record the device's part of a fill: see `InputBuffers.fill_in_graph`."""
+        layer = self._layer
+        with layer.gate.open():
+            pattern = layer.pattern(absent)
+            if pattern not in self._fillings:
+                raise CaptureError(
+                    f"padded sizes {self._sizes()} are new: call fill() or prepare() with them before the capture"
+                )
+            filling = self.filling(pattern)
+            layer.filler.first_node(filling)
+            filling.bucket.compute_on_device()
+            self._in_graph.add(pattern)
+
+    def view(self, *, absent: Collection[str] = (), written: bool = False) -> V:
+        """The slots at their padded sizes: see `InputBuffers.view`."""
+        layer = self._layer
+        with layer.gate.open():
+            if written:
+                layer.buffers.clean.handed_out = True
+            bucket = self.filling(layer.pattern(absent)).bucket
+            return layer.stage.viewer_of_capture(bucket)(None, bucket.padded)
+
+    def filling(self, absent: Absent) -> Filling:
+        """What fills it from batches without some optional slots."""
+        filling, _ = self._fillings.get(absent) or self._make(absent)
+        return filling
+
+    def _make(self, absent: Absent) -> tuple[Filling, Viewer[V]]:
+        """Make it."""
+        layer = self._layer
+        sizes = {**layer.capacity, **dict(zip(layer.stage.declaration.varying, self._padded, strict=True))}
+        filling = layer.filler.make(sizes, absent)
+        made = self._fillings[absent] = filling, layer.stage.viewer(filling.bucket)
+        return made

@@ -8,8 +8,9 @@ import torch
 
 from ..dataflow import log
 from ..dataflow.axes import Sizes
-from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
+from ..dataflow.buffers import Bound, Buffers, BufferTurn, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError, did_you_mean
+from ..dataflow.fill.tails import CleanTails
 from ..dataflow.guard import outside_inference
 from .config import checked, checked_keys, checked_names
 from .running import Unique
@@ -138,7 +139,7 @@ class InputPool(Unique):
                     backends[one.device].empty((one.nbytes,), torch.uint8, one.placement) for one in layout.blocks
                 ]
                 memory = {one: carve(blocks[one.block], one.offset, one.shape, one.dtype) for one in layout.places}
-            ledger, turns = Ledger(), {seat.name: BufferTurn() for seat in seats}
+            clean, turns = CleanTails(), {seat.name: BufferTurn() for seat in seats}
             for seat in seats:
                 turn, mine = turns[seat.name], [place for place in layout.places if place.member == seat.name]
                 sharing = {place.slot: layout.shared_with(seat.name, place.slot) for place in mine}
@@ -147,7 +148,7 @@ class InputPool(Unique):
                 turn.overwriters = {
                     slot: tuple({turns[one.member]: None for one in touching}) for slot, touching in sharing.items()
                 }
-                seat.allocate(SharedMemory({place.slot: memory[place] for place in mine}, ledger, turn))
+                seat.allocate(SharedMemory({place.slot: memory[place] for place in mine}, clean, turn))
                 seat.layout = layout
             self.layout, self._joined = layout, []
             log.info("sealed", runners=[seat.name for seat in seats], nbytes=layout.nbytes, saved=layout.saved)

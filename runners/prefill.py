@@ -7,18 +7,19 @@ from typing import Any, Unpack, final
 
 from torch import nn
 
-from ..dataflow.axes import BATCH, TOKENS
+from ..dataflow.axes import BATCH, TOKENS, Live
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import ConfigError
-from ..dataflow.ready import Ready
-from .capture import Captured
+from ..dataflow.views import Viewer
 from .config import config_of
-from .decode import Finish, GraphRunner, StackArguments
+from .decode import GraphRunner, StackArguments
+from .graphs import Captured
 from .outputs import rows_each
-from .runner import Filled
+from .routes import Route
 from .stacked.capture import Operator, Splitter, capture_stack, live_viewer
-from .stacked.replay import Stack, stack_step
+from .stacked.replay import Stack, StackReplay
 from .stage import Stage, V
+from .statistics import Counts
 
 
 class StackRunner(GraphRunner[V]):
@@ -34,7 +35,7 @@ class StackRunner(GraphRunner[V]):
     ) -> None:
         """Take the arguments of its subclasses. splitter: what marks its breaks, if not its code."""
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
-        axes, self._splitter, self._stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
+        axes, self._splitter, self.stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
         self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
         super().__init__(
             config,
@@ -53,34 +54,44 @@ class StackRunner(GraphRunner[V]):
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
         stage, slots = self.stage, self.stage.declaration.slots
-        over = stage, buffers, self._stack
+        over = stage, buffers, self.stack
         recipe = functools.partial(capture_stack, *over, splitter=self._splitter, output_rows=self.output_rows)
-        holder = None if self._splitter is not None else self._stack.code(stage)  # splits read of its tensors, too
+        holder = None if self._splitter is not None else self.stack.code(stage)  # splits read of its tensors, too
         handed = stage.declaration.parameters.items()  # those over requests are for breaks: no graph knows of requests
         parameters = {argument: name for argument, name in handed if BATCH not in slots[name].axes}
         return {"recipe": recipe, "holder": holder, "parameters": parameters}
 
-    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
-        """Token slots padded to the bucket, request slots live."""
-        return live_viewer(self.stage, self.graphs.buffers, ready)
+    def _route_of(self, captured: Captured) -> Route[V]:
+        viewer, counts = live_viewer(self.stage, captured.filling.bucket), self.tally.buckets[captured.rows]
+        return StackRoute(self, captured, viewer, counts)
 
-    def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
-        graphs = self.graphs
+
+class StackRoute(Route[V]):
+    """A step whose stack replays the graphs of a bucket."""
+
+    def __init__(self, runner: StackRunner[V], captured: Captured, viewer: Viewer[V], counts: Counts) -> None:
+        super().__init__(captured.filling, viewer, counts)
+        self._replay = StackReplay(runner.graphs, runner.stack, captured)
+        self._output_rows = runner.output_rows
+        self._padded = captured.rows
+        varying = runner.stage.declaration.varying
+        self._requests = varying.index(BATCH) if BATCH in varying else 0
+
+    def run(self, view: V | None, live: Live) -> Any:
+        """Run the step on its view."""
+        if self._output_rows is None:
+            rows = live_rows = None
+        elif self._output_rows == BATCH:
+            rows, live_rows = live[self._requests], None
+        else:
+            rows, live_rows = self._padded, live[-1]
         try:
-            return stack_step(graphs, self._stack, captured, *self._rows(captured, filled))(filled.view)
+            outputs = self._replay.run(view, rows, live_rows)  # type: ignore[arg-type] # there is a view
         except BaseException:  # slots may be as the step has written them
-            graphs.buffers.distrust()
+            self.filler.buffers.distrust()
             raise
-
-    def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        rows, counted = self._rows(captured, filled), self.tally.repeated[captured.rows, filled.rows]
-        return stack_step(self.graphs, self._stack, captured, *rows, self._viewer(ready), counted)
-
-    def _rows(self, captured: Captured, filled: Filled[V]) -> tuple[int | None, int | None]:
-        """How many rows outputs must have, and how many of them are live; None for any, and for all."""
-        if self.output_rows == BATCH:
-            return filled.live[self.stage.declaration.varying.index(BATCH)], None
-        return (None, None) if self.output_rows is None else (captured.rows, filled.rows)
+        self.count(live)
+        return outputs
 
 
 @final

@@ -4,49 +4,33 @@ import abc
 import collections
 import reprlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Final, Generic
 
 import attrs
 import torch
 
 from ..dataflow import log
 from ..dataflow.axes import Live, Sizes
-from ..dataflow.bucket import Absent
-from ..dataflow.buffers import BufferTurn
-from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError, kind_text
-from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
+from ..dataflow.fill.bucket import table_for
 from ..dataflow.inputs import Inputs
+from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer, limits_of
-from ..dataflow.sources import NO_SIDE, Side, Sources
-from ..dataflow.specialization import MISS, Run, Specialization, Specializations, not_bound
+from ..dataflow.sources import NO_SIDE, Side
 from ..dataflow.views import ViewInfo
-from .capture import FORKS, Captured
 from .config import RunnerConfig
 from .eagerly import Eagerly
-from .graphs import GraphSet
+from .graphs import GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
 from .outputs import own_copy
 from .pool import Seat
+from .routes import Route
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
 from .stage import Stage, V
-from .statistics import (
-    EVERY,
-    FIRST,
-    CaptureReport,
-    Counts,
-    Decision,
-    MemoryAccount,
-    Path,
-    Statistics,
-    Tally,
-    human_bytes,
-)
-from .traffic import HostReads
+from .statistics import CaptureReport, Decision, MemoryAccount, Path, Statistics, Tally, human_bytes
 
-Holds: TypeAlias = Callable[[Any, Side], bool]
 _NOT_LAST: Final = (
     "this view was not filled last: a later fill has overwritten its slots, or it is a part or a copy of a view; "
     "replay what the last fill() returned"
@@ -55,19 +39,17 @@ _NOT_LAST: Final = (
 
 @attrs.define(eq=False)
 class Filled(Generic[V]):
-    """A filled step. view: what the step sees; None where the graph is replayed at once.
+    """A filled step.
 
-    route: its graph, or why it is run eagerly. live: rows on each varying axis, and last those of the leading axis.
+    Attributes:
+        view: What the caller and the step see.
+        route: What runs the step.
+        live: Rows on each varying axis, and last those of the leading axis.
     """
 
-    view: V | None
-    route: Captured | Decision
+    view: V
+    route: Route[V]
     live: Live
-
-    @property
-    def rows(self) -> int:
-        """Live rows on the leading axis."""
-        return self.live[-1] if self.live else 0
 
 
 @opaque
@@ -113,18 +95,19 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.config = config
         self.stage = stage
         self.coordinator = coordinator
+        self._is_alone = coordinator.size == 1
         self._owned = config.outputs == "copy"
         self.watch = Watch()
         self.name = type(self).__name__
         self.size = size
         self.limits = limits_of(stage.declaration, capacity)
-        self._axes = len(stage.declaration.varying)
         self.tally = Tally(path)
         self.gate = Gate(self.name)
-        self._table = Specializations(stage.declaration, size)
-        self._bound: Specializations | None = None
+        self._table = table_for(stage.declaration, stage.sizes, size)
+        self._reader = Reader(stage, self._table, size)
         self._filled: Filled[V] | None = None
         self._others = 0
+        self._is_checked = bool(self.limits or stage.declaration.checked_fields)
         self.sizes: Mapping[int, Sizes] = {}
         self.patterns: Collection[Absent] = ()
 
@@ -145,16 +128,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         buckets = f"buckets {reprlib.repr(sorted(self.sizes))}, " if self.sizes else ""
         return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{told}>"
 
-    @property
-    def _turn(self) -> BufferTurn | None:
-        """The turn of the memory that was filled last; None where there is none yet."""
-        graphs = self.graphs
-        buffers = self.eager.buffers if graphs is None else graphs.buffers
-        return None if buffers is None else buffers.turn
-
     @abc.abstractmethod
-    def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
-        """The graph that takes a batch, or why it is run eagerly. Raises as a call does."""
+    def _route(self, call: ReadBatch) -> Route[V]:
+        """Choose what happens to a batch. Raises as a call does."""
 
     @abc.abstractmethod
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
@@ -196,25 +172,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """
         if self.watch.watchers:
             return self.replay(self.fill(batch, **side))
-        lock, bound = self.gate.lock, self._bound
+        lock = self.gate.lock
         if lock.locked():
             raise self.gate.refusal()
         with lock:
-            if bound is not None:
-                try:
-                    outputs = bound.run(batch, side)
-                except BaseException as error:
-                    self._broke_off()
-                    self.coordinator.refuse(error)
-                    raise
-                if outputs is not MISS:
-                    self._filled = None
-                    return outputs
-            filled = self._fill(batch, side, whole=True)
-            outputs = self._outputs(filled)
-            if bound is not None:
-                self._learn(bound, batch, side, filled, whole=True)
-            return outputs
+            call, route = self._fill(batch, side, whole=True)
+            self._filled = None
+            view = route.viewer(batch, call.live) if route.needs_view else None
+            alone = self._is_alone
+            outputs = route.run(view, call.live) if alone else self.coordinator.run(route.run, view, call.live)
+            return own_copy(outputs) if self._owned else outputs
 
     def fill(self, batch: Any, **side: Any) -> V:
         """Fill the inputs from a batch and return the view that the step sees, valid until the next fill.
@@ -245,43 +212,28 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return self._replay_view(view)
 
     def _fill_view(self, batch: Any, side: Side) -> V:
-        bound = self._bound if self.stage.declaration.ranks is None else None  # ranks are told what each fill brings
         with self.gate.open():
-            filled: Any = MISS
-            if bound is not None:
-                try:
-                    filled = bound.run(batch, side, False)  # noqa: FBT003 - as it says there
-                    if filled is not MISS:
-                        return self._shown(filled)
-                except BaseException:
-                    self._broke_off()
-                    raise
-            filled = self._fill(batch, side, whole=False)
-            if bound is not None:
-                self._learn(bound, batch, side, filled, whole=False)
-            return self._shown(filled)
-
-    def _shown(self, filled: Filled[V]) -> V:
-        """The view of a fill, which is the last one from now on."""
-        turn = self._turn
-        self._others = 0 if turn is None else turn.others
-        self._filled = filled
-        return filled.view  # type: ignore[return-value] # not of a whole step
+            call, route = self._fill(batch, side, whole=False)
+            view = route.viewer(batch, call.live)
+            turn = route.filler.buffers.turn
+            self._others = turn.others
+            self._filled = Filled(view, route, call.live)
+            return view
 
     def _replay_view(self, view: V) -> Any:
         with self.gate.open():
-            filled, turn, graphs = self._filled, self._turn, self.graphs
-            if filled is None or filled.view is not view or turn is None:
+            filled = self._filled
+            if filled is None or filled.view is not view:
                 raise ReplayError(self._why_no_view(view) or _NOT_LAST)
-            if turn.others != self._others:
+            filler = filled.route.filler
+            if filler.buffers.turn.others != self._others:
                 raise ReplayError(
                     "another runner of this one's pool was filled since, in memory that both use: replay a view before "
                     "the next phase begins, or declare that the phases overlap"
                 )
             try:
-                if graphs is not None:
-                    graphs.filler.order()
-                return self._outputs(filled)
+                filler.order()
+                return self._outputs(filled.route, view, filled.live)
             except BaseException:  # what the step writes on the way may not be as it was filled
                 self._filled = None
                 raise
@@ -296,34 +248,33 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return None
         return f"this view was not filled last: another runner filled it, of {info.declaration.name}"
 
-    def _fill(self, batch: Any, side: Side, *, whole: bool) -> Filled[V]:
-        """The long way. whole: the step runs at once, and needs no view."""
+    def _fill(self, batch: Any, side: Side, *, whole: bool) -> tuple[ReadBatch, Route[V]]:
+        """Fill from a batch by the route that it takes. whole: the step is run at once, and needs no view."""
         before, self._filled = self._filled, None
-        eager, graphs, start = self.eager, self.graphs, time.perf_counter_ns() if next(self.tally.turns) else 0
-        held = eager.held
-        if graphs is not None:
-            graphs.buffers.turn.fills += 1
-            graphs.filler.order()
-        self.coordinator.begin()
+        start = time.perf_counter_ns() if next(self.tally.turns) else 0
+        coordinator = self.coordinator
+        if not self._is_alone:
+            coordinator.begin()
+        eager = self.eager
+        held = eager.filler
         try:
-            live = self.size(batch, side)
-            self.check_limits(batch, side)
-            self.stage.declaration.check_fields(batch)
-            absent = self.stage.absent(batch, side)
-            filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
+            call = self._reader.read(batch, side)
+            if self._is_checked:
+                self.check_limits(batch, side)
+                self.stage.declaration.check_fields(batch)
+            route = self._route(call)
+            route.filling.fill(call, whole=whole)
         except BaseException as error:
             if isinstance(error, BatchError):
                 self.size.explain(error, batch, side)
                 self._filled = before  # nothing was written: the view filled last still stands
-                if graphs is not None:
-                    graphs.buffers.turn.fills -= 1
-            self.coordinator.refuse(error)
-            eager.held = held  # what grew for this batch goes again
+            coordinator.refuse(error)
+            eager.restore(held)  # what grew for this batch goes again
             raise
-        route, late = filled.route, 0 if graphs is None else graphs.filler.late
-        counted = route if isinstance(route, Decision) else route.rows
-        self.tally.filled(counted, start if start > late else 0, self.name)
-        return filled
+        if start or route.decision is not None:
+            late = route.filler.late
+            self.tally.filled(route.counts, route.decision, start if start > late else 0, self.name)
+        return call, route
 
     def check_limits(self, batch: Any, side: Side = NO_SIDE, slots: Collection[str] | None = None) -> None:
         """BatchError where host data holds more than a slot takes. slots: those to look at, if not all."""
@@ -331,76 +282,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
             if slots is None or limit.name in slots:
                 limit.check(batch, side)
 
-    def _fill_by(
-        self, route: Captured | Decision, batch: Any, side: Side, live: Live, absent: Absent, *, whole: bool
-    ) -> Filled[V]:
-        """Fill for one route: here for a step without a graph."""
-        del absent, whole
-        return Filled(self.eager.fill(batch, live[: self._axes], side), route, live)
-
-    def _broke_off(self) -> None:
-        """Forget the last fill: a step ended in the middle."""
-        self._filled = None
-        for held in (self.eager, self.graphs):
-            if held is not None and held.buffers is not None:
-                held.buffers.distrust()
-
-    def _outputs(self, filled: Filled[V]) -> Any:
+    def _outputs(self, route: Route[V], view: V | None, live: Live) -> Any:
         """Run a filled step with the other ranks; outputs that are the caller's own if the option says so."""
-        outputs = self.coordinator.run(self._run, filled)
+        outputs = self.coordinator.run(route.run, view, live)
         return own_copy(outputs) if self._owned else outputs
-
-    def _run(self, filled: Filled[V]) -> Any:
-        """Run a filled step, and count it: here without a graph."""
-        outputs = self.eager.run(filled.view)  # type: ignore[arg-type] # a step without a graph has its view
-        self.tally.stepped(filled.route, filled.rows)  # type: ignore[arg-type] # why there is no graph
-        return outputs
-
-    def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
-        """Let the next batch like this one take the short way, of which other ranks are told where they run it too."""
-        found = bound.latest(batch, side) if self._repeats(filled) else None
-        if found is not None and found.bound[whole] is not_bound:
-            run = self._short(found, filled, whole=whole)
-            if whole:
-                run = self.coordinator.repeated(run, filled.live)
-                if self._owned:
-                    run = owning(run)
-            found.bound[whole] = run
-
-    def _repeats(self, filled: Filled[V]) -> bool:
-        """Whether a step may go as this one did: here one without a graph."""
-        eager, route = self.eager, filled.route
-        return isinstance(route, Decision) and not eager.no_copy and eager.held is not None
-
-    def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
-        """Make a step, or a fill where it is not `whole`, that goes as this one did: here without a graph."""
-        eager, ready, route, live, rows = self.eager, found.ready, filled.route, filled.live, filled.rows
-        held, counted = eager.held, self.tally.reasons[route.why]  # type: ignore[union-attr] # see `_repeats`
-        show, run = self.stage.viewer(ready), eager.repeated()
-
-        def finish(batch: Any) -> Any:
-            outputs = run(show(batch))
-            counted.steps += 1
-            counted.live += rows
-            return outputs
-
-        return bind(
-            found,
-            finish if whole else lambda batch: Filled(show(batch), route, live),
-            counts=counted,
-            hosts=eager.hosts,
-            holds=[lambda *_: eager.held is held, *self._holds()],
-            graphs=self.graphs,
-            device=ready.device,
-        )
-
-    def _holds(self) -> list[Holds]:
-        """What must be true of a batch beside its sources for its step to go as one before it."""
-        declaration = self.stage.declaration
-        holds: list[Holds] = [limit.allow for limit in self.limits]
-        if declaration.checked_fields:
-            holds.append(lambda batch, _: not declaration.field_faults(batch))
-        return holds
 
     @property
     def agreed(self) -> Decision | None:
@@ -494,7 +379,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             memory, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
         else:
             memory, report, made = graphs.memory(), graphs.report, len(graphs.captured)
-            lowered = graphs.filler.lowered + collections.Counter({graphs.filler.lowering: tally.by_shortcut()})
+            lowered = graphs.filler.lowered
         report = report or CaptureReport((), {}, 0.0, memory)
         return {
             **tally.as_data(),
@@ -513,64 +398,3 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def log_stats(self) -> None:
         """Log `stats()` as one event, `statistics`."""
         log.info("statistics", runner=self.name, **self.stats())
-
-
-def owning(run: Run) -> Run:
-    """Make a bound step whose outputs are copies."""
-
-    def run_and_copy(batch: Any, side: Side, sources: Sources) -> Any:
-        outputs = run(batch, side, sources)
-        return outputs if outputs is MISS else own_copy(outputs)
-
-    return run_and_copy
-
-
-def bind(
-    found: Specialization,
-    finish: Callable[[Any], Any],
-    *,
-    counts: Counts,
-    hosts: HostReads,
-    holds: Sequence[Holds],
-    graphs: GraphSet[Any] | None = None,
-    launch: Callable[[], object] | None = None,
-    device: Sequence[Computation] = (),
-) -> Run:
-    """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
-
-    finish: does the rest with the batch. counts: takes the time of some fills. holds: what must be true of a batch
-    beside its sources. graphs: those whose streams a fill waits for. launch: follows the writes, and `device` it.
-    """
-    take, write, turn, forks = found.take, found.write, hosts.turn, FORKS.count
-    also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)
-    stream, read = None if graphs is None else graphs.filler.stream, hosts if hosts.possible else None
-    clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
-    now, note, modes, gradients, left, start = time.perf_counter_ns, counts.time, FUNCTION_MODES, GRADIENTS, FIRST, 0
-
-    def run(batch: Any, side: Side, sources: Sources) -> Any:
-        nonlocal left, start
-        left -= 1
-        if left <= 0:
-            start = now()
-        if forks != FORKS.count or (also is not None and not also(batch, side)):
-            return MISS
-        if stream is not None and (
-            not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here))
-        ):
-            order()  # type: ignore[misc] # before sources are read, which may lie in slots
-        if (taken := below_modes(take, sources) if modes() else take(sources)) is None:
-            return MISS
-        turn.fills += 1  # before the first write: what follows may raise in the middle
-        if read is not None:
-            read.wait()
-        without_gradients(write, taken, batch) if gradients() else write(taken, batch)
-        if launch is not None:
-            launch()
-        for one in device:
-            without_gradients(one.run, batch) if gradients() else one.run(batch)
-        if left <= 0:
-            note(now() - start)
-            left = EVERY
-        return finish(batch)
-
-    return run

@@ -8,14 +8,14 @@ import torch
 
 from ..backends import choose
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
+from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError, did_you_mean
+from ..dataflow.fill.bucket import Bucket
 from ..dataflow.inputs import Inputs
-from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
-from ..dataflow.views import ViewInfo, alias, viewer
+from ..dataflow.views import Aliases, Viewer, ViewInfo
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 from .running import shown_class
@@ -115,17 +115,23 @@ class Stage(Generic[V]):
         """Optional slots that a view has not."""
         return frozenset(name for name, _ in self.declaration.optional if view.__dict__[name] is None)
 
-    def view(self, ready: Ready, batch: Any) -> V:
-        """The view of a fill."""
-        return self.viewer(ready)(batch)
+    def viewer(self, bucket: Bucket) -> Viewer[V]:
+        """Make what makes the views of a bucket's batches."""
 
-    def viewer(self, ready: Ready) -> Callable[[Any], V]:
-        """A call that makes the view of a batch that was filled."""
-        made: Callable[[Any], V] | None = ready.notes.get("viewer")
-        if made is None:
-            info = ViewInfo(ready.step, self.relations, self.declaration, exact=ready.planned.exact)
-            made = ready.notes["viewer"] = viewer(self.views, ready.shown, self.declaration.fields, info)
-        return made
+        def info_of(live: Live) -> ViewInfo:
+            return ViewInfo(bucket.step(live), self.relations, self.declaration, exact=bucket.exact)
+
+        return Viewer(self.views, lambda live: bucket.at(live).shown(), self.declaration.fields, info_of)
+
+    def viewer_of_capture(self, bucket: Bucket) -> Viewer[V]:
+        """Make what makes the views of a capture, whose tensors nobody else has, who might change their shapes.
+
+        No micro-batch of such a view has what the host computes, nor a part of what replays hand over.
+        """
+        whole = self.whole_slots
+        info = ViewInfo(bucket.step(bucket.padded), self.relations, self.declaration, whole, captured=True)
+        shown = Aliases(bucket.views)
+        return Viewer(self.views, lambda _: shown(), self.declaration.fields, lambda _: info)
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another in its place.
@@ -150,19 +156,8 @@ class Stage(Generic[V]):
             slot.copy_(before)
         return outputs
 
-    def view_of_capture(self, ready: Ready) -> V:
-        """Make the view of a capture. Its tensors are handed out nowhere else, where they may be changed in place."""
-        view: Any = self.sealed(self.view(ready, None))
-        own = {name: alias(one) for name, one in ready.views.items() if one is not None}
-        view.__dict__.update(own)
-        made: V = view
-        return made
-
-    def sealed(self, view: V) -> V:
-        """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""
-        info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
-        if info is not None:
-            handed = self.backend.capabilities.host_parameters
-            whole = frozenset(self.declaration.parameters.values() if handed else ())
-            vars(view)["_slotgraph_view"] = attrs.evolve(info, whole=whole, captured=True)
-        return view
+    @property
+    def whole_slots(self) -> frozenset[str]:
+        """Slots that a captured step must not cut, since operators take all of each."""
+        handed = self.backend.capabilities.host_parameters
+        return frozenset(self.declaration.parameters.values() if handed else ())

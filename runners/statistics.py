@@ -106,56 +106,43 @@ class Counts:
 class Tally:
     """Counts steps once they are done. Any thread may read it, and no step waits for that.
 
-    buckets: steps by bucket, but for those of shortcuts. repeated: these, by bucket and live rows: of them nothing but
-    steps is counted. reasons: eager steps by reason. ahead: steps of `steps()`, ahead of the host or by why not. turns:
-    for each fill that begins, whether it is to be timed.
+    Attributes:
+        buckets: Steps by bucket.
+        reasons: Eager steps by reason.
+        ahead: Steps of `steps()`, ahead of the host or by why not.
+        turns: For each fill that begins, whether it is to be timed.
     """
 
     def __init__(self, path: Path = "graph") -> None:
         self.path: Path = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
-        self.repeated: dict[tuple[int, int], Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
         self.ahead = collections.Counter[str]()
         self.turns = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
         self._warned: set[tuple[Why, int | None]] = set()
 
-    def of(self, route: int | Decision) -> Counts:
-        """Steps of a bucket, or of a reason why there was no graph."""
-        return self.buckets[route] if isinstance(route, int) else self.reasons[route.why]
-
-    def stepped(self, route: int | Decision, rows: int) -> None:
-        """A step of so many live rows."""
-        counts = self.of(route)
-        counts.steps += 1
-        counts.live += rows
-
-    def filled(self, route: int | Decision, start: int, runner: str) -> None:
+    def filled(self, counts: Counts, decision: Decision | None, start: int, runner: str) -> None:
         """A fill is done. The first without a graph for a reason, and for a rank that forces it, sends one event.
 
-        route: the bucket, or why there is no graph. start: of a fill that is timed, by `perf_counter_ns`; 0 for others.
+        Args:
+            counts: Of the route.
+            decision: Why there is no graph; None where there is one.
+            start: Of a fill that is timed, by `perf_counter_ns`; 0 for others.
+            runner: The runner's name.
         """
         if start:
-            self.of(route).time(time.perf_counter_ns() - start)
-        if isinstance(route, int) or route.why == "always_eager":
+            counts.time(time.perf_counter_ns() - start)
+        if decision is None or decision.why == "always_eager":
             return
-        if (route.why, route.rank) not in self._warned:
-            self._warned.add((route.why, route.rank))
-            ranks = {} if route.rank is None else {"rank": route.rank}
-            log.warning("fallback", runner=runner, why=route.why, reason=route.reason, **ranks)
-
-    def by_shortcut(self) -> int:
-        """Steps that shortcuts did."""
-        return sum(one.steps for one in self.repeated.copy().values())
+        if (decision.why, decision.rank) not in self._warned:
+            self._warned.add((decision.why, decision.rank))
+            ranks = {} if decision.rank is None else {"rank": decision.rank}
+            log.warning("fallback", runner=runner, why=decision.why, reason=decision.reason, **ranks)
 
     def as_data(self) -> TallyData:
         """Plain data: the keys of `buckets` and `eager` are those of which there were steps."""
-        found, reasons = collections.defaultdict[int, list[int]](lambda: [0, 0]), sorted(self.reasons.copy().items())
-        counted = [(size, one.steps, one.live) for size, one in self.buckets.copy().items()]
-        counted += [(size, steps := one.steps, rows * steps) for (size, rows), one in self.repeated.copy().items()]
-        for size, steps, live in counted:
-            found[size][0] += steps
-            found[size][1] += live
+        reasons = sorted(self.reasons.copy().items())
+        found = {size: (one.steps, one.live) for size, one in self.buckets.copy().items()}
         buckets: dict[int, BucketData] = {
             size: {
                 "path": self.path,

@@ -21,10 +21,9 @@ from ..backends.operators import (
     storage_key,
     written,
 )
-from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers, span
 from ..dataflow.capabilities import HOST
-from ..dataflow.plan import NONE
+from ..dataflow.plan import NONE, Absent
 
 T = TypeVar("T")
 Writes = Callable[[torch.Tensor, str, Sequence[Any]], None]
@@ -83,7 +82,8 @@ def run_seen(watch: OperatorWatch, run: Callable[[], T]) -> T:
 class HostReads:
     """What one runner's device work reads of slots in host memory: `slots`, and by which operators.
 
-    possible: whether there is any such slot.
+    possible: whether there is any such slot. notes: whether an event follows each step: operators read host slots,
+    or it is not known whether they do.
     """
 
     def __init__(self, backend: Backend, buffers: Buffers) -> None:
@@ -97,17 +97,13 @@ class HostReads:
             if buffer.slot.placement == HOST and buffer.nbytes and not (handed and buffer.slot.argument is not None)
         ]
         self.possible = bool(self._spans)
+        self.notes = self.possible  # operators may read host slots, as long as no step was looked at
         self._looked: set[Absent] = set()
         self._unsure = False
 
     def wants(self, absent: Absent = NONE) -> bool:
         """Whether steps without some optional slots should be looked at."""
         return self.possible and absent not in self._looked
-
-    @property
-    def notes(self) -> bool:
-        """Whether steps are followed by an event: operators read host slots, or it is not known whether they do."""
-        return bool(self.slots) or self._unsure or (self.possible and not self._looked)
 
     def look(self, run: Callable[[], Any], absent: Absent = NONE) -> Any:
         """Run a step, and see which host slots its operators read; what it returned."""
@@ -117,6 +113,8 @@ class HostReads:
         except BaseException:
             self._unsure = True
             raise
+        finally:
+            self.notes = bool(self.slots) or self._unsure
 
     def _note(self, operator: str, taken: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """An operator that moves data between a host slot and the device; on the CPU, where both are one, any."""
@@ -136,6 +134,5 @@ class HostReads:
             self.turn.reading = None
 
     def note(self) -> None:
-        """A step was handed to the device."""
-        if self.notes:
-            self.turn.reading = self._backend.event()
+        """A step was handed to the device that may read host slots: see `notes`."""
+        self.turn.reading = self._backend.event()

@@ -10,8 +10,8 @@ from slotgraph.backends import Backend, Capabilities, Fusion, Graph, Interruptio
 from slotgraph.backends.cpu import HOST_FUSION, HostBackend, HostUpload
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.backends.ring import ring_on
-from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
+from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes
 
 NAME = "packing"
@@ -63,7 +63,7 @@ class PackingBackend(HostBackend):
     @property
     def capabilities(self) -> Capabilities:
         """As a device's: one dtype a call, and host data in a packet."""
-        return attrs.evolve(self._inner.capabilities, packed_uploads=True, foreach_mixed=False, foreach_host=False)
+        return attrs.evolve(self._inner.capabilities, packed_uploads=True, foreach_mixed=False)
 
     def upload(self, nbytes: int) -> Upload:
         self.uploads.append(ring_on(self.device, nbytes, Streams, host_memory))
@@ -87,8 +87,8 @@ def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Fee
     return Feed(upload, head_bytes(len([*buffers]), len([*buffers]) + 8) + UNIT + bodies)
 
 
-def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:
+def kernel_of(bucket: Bucket, fusion: Fusion | None = None) -> Kernel:
     """What launches the kernel of a bucket, on the host where no other is given."""
-    fusion, planned, packet = fusion or HOST_FUSION, bucket.planned(absent), bucket.feed.upload.packet
-    table = torch.from_numpy(planned.table(fusion.block)).to(packet.device)
-    return fusion.kernel(table, packet, [lane.target for lane in planned.lanes])
+    fusion, packet = fusion or HOST_FUSION, bucket.feed.upload.packet
+    table = torch.from_numpy(bucket.table_of_lanes(fusion.block)).to(packet.device)
+    return fusion.kernel(table, packet, [lane.target for lane in bucket.lanes])

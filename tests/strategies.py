@@ -257,9 +257,9 @@ CAPABILITIES = (
     Capabilities(),
     Capabilities(foreach_mixed=True),
     Capabilities(foreach_device=False, arenas=False),
-    Capabilities(foreach_host=False, foreach_chunk=2),
+    Capabilities(foreach_chunk=2),
     Capabilities(packed_uploads=True),
-    Capabilities(packed_uploads=True, foreach_mixed=True, foreach_host=False, arenas=False),
+    Capabilities(packed_uploads=True, foreach_mixed=True, arenas=False),
     Capabilities(packed_uploads=True, foreach_device=False, foreach_chunk=2),
     Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0}, pools_inputs=False),
 )

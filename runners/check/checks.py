@@ -13,8 +13,8 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
-from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError, did_you_mean
+from ...dataflow.plan import Absent
 from ..capture import progress_over
 from ..comparison import state_on
 from ..config import checked

@@ -359,11 +359,11 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if runner.stage.declaration.ranks is not None:
         subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
     with subject.state.kept(), slots_kept(runner):
-        *live, rows = runner.size(one.batch, one.side)
-        view = runner.eager.fill(one.batch, tuple(live), one.side)
+        live = runner.size(one.batch, one.side)
+        route, view = runner.eager.fill(one.batch, live, one.side)
         subject.produce(view)
         try:
-            exact: Seen | str = seen(view, runner.eager.run(view))
+            exact: Seen | str = seen(view, route.run(view, live))
         except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
             exact = f"the step raised on the batch without padding: {error_text(error)}"
     trial = subject.trial(one)
@@ -371,7 +371,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if subject.together.any(finding is not None):
         return finding
     if isinstance(exact, str):
-        return Finding(PARITY, None, exact) if rows else None  # without rows a batch is padded in each step
+        return Finding(PARITY, None, exact) if live[-1] else None  # without rows a batch is padded in each step
     graph = trial.run(lambda outputs: seen(trial.view, outputs))
     if isinstance(graph, Exception):
         return None

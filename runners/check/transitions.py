@@ -9,11 +9,11 @@ import attrs
 import torch
 
 from ...dataflow.axes import Step
-from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers, at_rest
 from ...dataflow.errors import BatchError, ConfigError, SlotGraphError
 from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import advance_slot_by_slot, fill_slot_by_slot
+from ...dataflow.plan import Absent
 from ...dataflow.slots import Output
 from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests

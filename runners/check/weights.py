@@ -13,8 +13,9 @@ from ...backends.operators import storage_key
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CheckError, place_now
 from ...dataflow.views import ordinary_alias
-from ..capture import Captured, with_own_casts
+from ..capture import with_own_casts
 from ..comparison import USUAL, graph_of, mismatches, seen
+from ..graphs import Captured
 from ..runner import Runner
 from ..sampling import Sample
 from ..state import CLOSED, Piece, State, reached

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import attrs
 
-from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, Lowering, dtype_text
-from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
-from ...dataflow.slots import Output
+from ...dataflow.plan import Absent, FillPlan, plan_fill, slot_bytes
+from ...dataflow.slots import Output, Slot
 from ..decode import GraphRunner
 from ..outputs import nbytes_of
 from ..recording.records import RanksRecord
@@ -345,6 +344,11 @@ def _graph(runner: GraphRunner[Any], rows: int, absent: Absent) -> GraphFacts:
     return GraphFacts(absent=names, why=why)
 
 
+def is_direct(slot: Slot, plan: FillPlan) -> bool:
+    """Say whether a slot is written by its address in host memory, without torch."""
+    return (slot.placement == HOST or plan.lowering == "direct") and plan.lowering != "slot_by_slot"
+
+
 def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill:  # noqa: C901 - one kind of step after the other
     """A plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
     named, steps, declaration = dict(plan.sizes), list[FillStep](), stage.declaration
@@ -367,23 +371,27 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
                 rides = inside or one.packed
                 add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
 
+    calls = {"direct": 0, "foreach": 1, "single": 1}  # into torch; what is direct needs none
+
     def copy(*, late: bool) -> None:  # behind an upload, or the others; one call takes all that are mixed
         together = list[str]()
         for group in plan.copies:
-            if (group.placement != HOST and bool(plan.packed)) == late and group.how in ("foreach", "single"):
+            if (group.placement != HOST and bool(plan.packed)) == late and group.how in calls:
                 if group.how == "foreach" and plan.mixed:
                     together += group.slots
                     continue
                 label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
-                add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
+                add("copy", label, group.slots, calls[group.how] * (1 if group.how == "foreach" else len(group.slots)))
         if together:
             add("copy", "foreach of all dtypes", together, 1)
 
     for label, always in (("reset tails", True), ("reset dirty tails", False)):
         tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
-        zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails if not always)
-        if tails:  # those that are found dirty are set to zero in one call
-            add("reset", label, (tail.slot for tail in tails), len(tails) - max(zeros - 1, 0), maybe=not always)
+        sliced = [tail for tail in tails if not is_direct(declaration.slots[tail.slot], plan)]
+        is_plain = plan.lowering == "slot_by_slot"
+        zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in sliced if not is_plain)
+        if tails:  # zeros are set in one call
+            add("reset", label, (tail.slot for tail in tails), len(sliced) - max(zeros - 1, 0), maybe=not always)
     copy(late=False)
     compute(HOST, inside=False)
     if slots := plan.fused or plan.packed:

@@ -13,9 +13,8 @@ from ...dataflow.axes import TOKENS, Axis, Live, Sizes
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
-from ...dataflow.specialization import MISS
 from ..config import RunnerConfig, checked
-from ..hooks import Coordinator, Loop, Run, Step, T
+from ..hooks import Coordinator, Loop, Step, T
 from ..statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FAILED, FITS, LEFT, REFUSED, STOPPED, Exchange, Message, Place, Ranks
 
@@ -239,22 +238,6 @@ class Agreement(Coordinator):
         if told:
             each = f"each {shards} ranks in a row share a batch, so that no rank runs the step"
             raise RankError(f"{each}: {'; '.join(told)}")
-
-    def repeated(self, run: Run, live: Live) -> Run:
-        """Make a step of quiet ranks that goes as one before it. One that is broken off is told to the others."""
-        ranks, brought, told = self.ranks, self._same(live), self.run
-
-        def repeat(*args: Any) -> Any:
-            self._end_loop()
-            self._fill = _SENT
-            ranks.attend(self._place.at, self.timeout)
-            self._fill, ranks.brought = _JOINED, brought
-            outputs = told(run, *args)
-            if outputs is MISS:  # the long way counts this step
-                ranks.turns -= 1
-            return outputs
-
-        return repeat
 
     def _same(self, live: Live) -> dict[Axis, tuple[int, ...]]:
         """What ranks bring that all bring the same."""

@@ -9,21 +9,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import torch
 from torch import fx
 
-from ...dataflow.axes import BATCH, Axis, Step
-from ...dataflow.bucket import Absent
+from ...dataflow.axes import BATCH, Axis, Live, Sizes, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.computation import initial_value, write
 from ...dataflow.errors import CaptureError
+from ...dataflow.fill.bucket import Bucket
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.ready import Ready
+from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
-from ...dataflow.views import Aliases, ViewInfo, alias, carried, viewer
-from ..capture import Filling, told_as_capture_error
+from ...dataflow.views import Aliases, Viewer, ViewInfo, Views, alias, carried
+from ..capture import told_as_capture_error
 from ..config import is_collection, refuse
-from ..graphs import Around, Look
+from ..graphs import Around, Filling, Look
 from ..outputs import cut_rows, map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage, V
@@ -35,7 +36,6 @@ from .replay import Stack, StackCall, slots_of
 Operator = str | Callable[..., Any]
 _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
 _OWN: Final = str(Path(__file__).parents[1])
-_LIVE: Final = "live"
 
 
 def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:
@@ -62,20 +62,38 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     return carried(declaration.fields, values)
 
 
-def live_viewer(stage: Stage[V], buffers: Buffers, ready: Ready) -> Callable[[Any], V]:
-    """A call that makes the view of a batch: request slots are cut to the live requests, every other axis is padded."""
-    made: Callable[[Any], V] | None = ready.notes.get(_LIVE)
-    if made is None:
-        live = ready.step.live_sizes
-        sizes = {axis: live[axis] if axis == BATCH else size for axis, size in ready.step.padded_sizes.items()}
-        slots = stage.declaration.slots
-        views = {
-            name: view if view is None or name not in slots else buffers[name].view(sizes)
-            for name, view in ready.views.items()
-        }
-        info = ViewInfo(Step(live, sizes), stage.relations, stage.declaration)
-        made = ready.notes[_LIVE] = viewer(stage.views, Aliases(views), stage.declaration.fields, info)
-    return made
+def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
+    """Make what makes the views of a bucket: request slots are cut to the live requests, all else is padded."""
+    slots, varying = stage.declaration.slots, stage.declaration.varying
+    requests = varying.index(BATCH) if BATCH in varying else None
+    over_requests = [name for name, slot in slots.items() if BATCH in slot.axes and bucket.views[name] is not None]
+    last: tuple[Live, Aliases] | None = None
+
+    def sizes_of(live: Live) -> Sizes:
+        return bucket.sizes if requests is None else {**bucket.sizes, BATCH: live[requests]}
+
+    def shown(live: Live) -> Views:
+        nonlocal last
+        if last is None or last[0] != live:
+            sizes = sizes_of(live)
+            views = {**bucket.views, **{name: bucket.buffers[name].view(sizes) for name in over_requests}}
+            last = live, Aliases(views)
+        return last[1]()
+
+    def info_of(live: Live) -> ViewInfo:
+        known = bucket.step(live)
+        sizes = sizes_of(live)
+        return ViewInfo(
+            Step(known.live_sizes, {axis: sizes[axis] for axis in known.live_sizes}), stage.relations, stage.declaration
+        )
+
+    return Viewer(stage.views, shown, stage.declaration.fields, info_of)
+
+
+def seal(view: Any, stage: Stage[Any]) -> None:
+    """Mark a view as captured: narrowing it drops host-computed slots and refuses to cut host parameters."""
+    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+    vars(view)["_slotgraph_view"] = attrs.evolve(info, whole=stage.whole_slots, captured=True)
 
 
 def capture_stack(
@@ -83,7 +101,6 @@ def capture_stack(
     buffers: Buffers,
     stack: Stack,
     filling: Filling,
-    absent: Absent,
     look: Look,
     *,
     splitter: "Splitter | None",
@@ -98,9 +115,10 @@ def capture_stack(
     live = tuple(sizes[axis] for axis in stage.declaration.varying)
     calls, outputs = list[tuple[Any, Any]](), None
     with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
-        fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), absent)
-        view_of = live_viewer(stage, buffers, bucket.ready(live, absent))
-        view, shown = view_of(fields), stage.sealed(view_of(None))
+        fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), bucket.absent)
+        view_of = live_viewer(stage, bucket)
+        view, shown = view_of(fields, live), view_of(None, live)
+        seal(shown, stage)
         for name in slots_of(shown).values():  # so that the stack's tensors are not the step's
             vars(shown)[name] = alias(vars(shown)[name])
 

@@ -17,12 +17,10 @@ from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import Inputs
 from ..bits import text_of
-from ..capture import Captured
-from ..graphs import GraphSet
+from ..graphs import Captured, GraphSet
 from ..outputs import cut_rows, map_tensors
 from ..running import RUNNING, Interrupts, Running, Source, running, under_way, untraced
 from ..stage import Stage
-from ..statistics import Counts
 from .breaks import FACTS, VALUES, share_storage
 
 
@@ -304,72 +302,61 @@ def slots_of(view: Inputs) -> dict[int, str]:
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
-def stack_step(
-    graphs: GraphSet[Any],
-    stack: Stack,
-    captured: Captured,
-    rows: int | None,
-    live: int | None,
-    show: Callable[[Any], Inputs] | None = None,
-    counted: Counts | None = None,
-) -> Callable[[Any], Any]:
-    """A call that runs a step on a batch, whose stack replays graphs in the place of its code; outputs for live rows.
+class StackReplay:
+    """Runs a step whose stack replays graphs in the place of its code.
 
-    rows: those that outputs must have, or None for any. live: how many to return, or None for all. show: makes the view
-    of a batch; None where the call gets views, whose graphs are looked at before a replay.
+    Attributes:
+        rows: Rows that outputs must have where they follow a bucket's tokens; None otherwise.
     """
-    stage, hosts, answer = graphs.stage, graphs.filler.hosts, _replayer(graphs, captured, looked=show is None)
-    note = hosts.note if hosts.possible else None
 
-    def step_of(batch: Any) -> Any:
+    def __init__(self, graphs: GraphSet[Any], stack: Stack, captured: Captured) -> None:
+        self._graphs = graphs
+        self._stack = stack
+        self._captured = captured
+        self._call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
+
+    def run(self, view: Inputs, rows: int | None, live: int | None) -> Any:
+        """Run a step on its view, and return outputs for live rows.
+
+        Args:
+            view: What was filled.
+            rows: Rows that outputs must have; None for any number.
+            live: How many of them to return; None for all.
+        """
         if GRADIENTS():
-            return without_gradients(step_of, batch)
-        view = batch if show is None else show(batch)
+            return without_gradients(self.run, view, rows, live)
         step = Running(view, "replay")
         token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
         try:
-            outputs = stack.run(stage, view, functools.partial(answer, step))
+            outputs = self._stack.run(self._graphs.stage, view, functools.partial(self._answer, step))
         finally:
             RUNNING.reset(token)
         if step.calls != 1:
-            raise ReplayError(f"{stack.wrong_calls(step.calls)}, and once at capture")
-        if note is not None:
-            note()
-        if rows is not None:
-            if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
-                outputs = outputs if live is None else outputs[:live]
-            else:
-                outputs = cut_rows(outputs, rows, "request" if live is None else "padded token", live, ReplayError)
-        if counted is not None:
-            counted.steps += 1
-        return outputs
-
-    return step_of
-
-
-def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Callable[..., Any]:
-    """What the stack does in a step: it takes the arguments, and replays its graphs. looked: these are looked at."""
-    clock, filler, graph = graphs.clock, graphs.filler, captured.graph
-    call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
-    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
+            raise ReplayError(f"{self._stack.wrong_calls(step.calls)}, and once at capture")
+        hosts = self._graphs.filler.hosts
+        if hosts.notes:
+            hosts.note()
+        if rows is None:
+            return outputs
+        if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
+            return outputs if live is None else outputs[:live]
+        return cut_rows(outputs, rows, "request" if live is None else "padded token", live, ReplayError)
 
     @untraced  # the step around it may be compiled
-    def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
+    def _answer(self, step: Running, *args: Any, **kwargs: Any) -> Any:
+        """Do what the stack does in a step: take its arguments, and replay its graphs."""
+        graphs, captured, call = self._graphs, self._captured, self._call
         step.calls += 1
         call.take(args, kwargs, step)
+        clock = graphs.clock
+        if graphs.filler.stream() != clock.stream:  # the step has changed it
+            graphs.filler.order()
         before = clock.replays
-        if looked:
-            outputs = graphs.replay(captured, captured.rows)
-        else:
-            if stream() != clock.stream:
-                clock.stream = filler.follow(clock.stream)
-            graph.replay()
-            clock.replays += 1
-            if note is not None:
-                note()
-            outputs = graph.outputs
-            # never the graph's own tensor, whose shape a caller might change
-            outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
+        graphs.replay(captured)
+        outputs = captured.graph.outputs
+        # never the graph's own tensor, whose shape a caller might change
+        outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
+        outputs = graphs.stamped(outputs)
         if clock.replays != before + 1:
             raise ReplayError(
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
@@ -380,5 +367,3 @@ def _replayer(graphs: GraphSet[Any], captured: Captured, *, looked: bool) -> Cal
             if leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)
         return hand_out(outputs, step) if call.hands_out else outputs
-
-    return answer

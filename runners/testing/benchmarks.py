@@ -60,7 +60,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     grouped: bool = False,
 ) -> ByHand:
     """A fill as engines write it: a tail reset and a copy a slot. grouped: copies by foreach, grouped in each step."""
-    plans, reads_host = dict[Live, _Plan](), backend.capabilities.foreach_host
+    plans, reads_host = dict[Live, _Plan](), not backend.capabilities.packed_uploads
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
         if live not in plans:
@@ -210,8 +210,13 @@ def ways_to_fill(
 
     def lowered(lowering: Lowering) -> Contestant:
         made = Lowered(ground, lowering, [padded])
-        fill = made.filling(padded, gone)
-        return Contestant(lambda one: stage.view(fill(one.batch, one.side, rows), one.batch), memory_of(made.buffers))
+        fill, show = made.filling(padded, gone), made.viewer(padded, gone)
+
+        def call(one: Sample) -> Any:
+            fill(one.batch, one.side, rows)
+            return show(one.batch, rows)
+
+        return Contestant(call, memory_of(made.buffers))
 
     ways = {PER_SLOT: by_hand(PER_SLOT)}
     ways |= {name: lowered(name) for name in timed}

@@ -8,27 +8,27 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import Axis, Dim, Live, Sizes, extent
-from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
+from ...dataflow.fill.bucket import FilledBucket, table_for
 from ...dataflow.inputs import Inputs
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.ready import Ready
+from ...dataflow.plan import Absent
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
-from ...dataflow.views import Views
+from ...dataflow.views import Viewer, Views
 from ..bits import first_unequal, garbage, text_of
-from ..graphs import Filler
+from ..graphs import Filler, Filling, ReadBatch
 from ..sampling import Sample, Values, sample_batch
 from ..stage import NO_SIZES, Stage
 
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
-FillCall = Callable[[Any, Side, Live], Ready]
+FillCall = Callable[[Any, Side, Live], FilledBucket]
 
 
 def no_step(view: Any) -> NoReturn:
@@ -110,8 +110,9 @@ class Lowered:
 
     def __init__(self, ground: Ground, lowering: Lowering, buckets: Sequence[Sizes], seed: int = 0) -> None:
         self.buffers = spoilt(ground, seed)
-        self._filler = Filler(ground.stage, self.buffers, lowering, list(buckets))
-        self._fills: dict[Any, FillCall] = {}
+        self._table = table_for(ground.declaration, ground.most)
+        self._filler = Filler(ground.stage, self.buffers, lowering, list(buckets), self._table)
+        self._fills: dict[Any, tuple[FillCall, Filling]] = {}
 
     def filling(self, padded: Sizes, absent: Absent) -> FillCall:
         """What fills a bucket from a batch, its side arguments and its live sizes; with the kernel captured."""
@@ -122,14 +123,21 @@ class Lowered:
                 filler.rest()
                 filler.capture_alone(filling, warm=True)
 
-            def fill(batch: Any, side: Side, live: Live) -> Ready:
-                ready = filler.fill(filling, batch, live, absent, side, whole=False)
+            def fill(batch: Any, side: Side, live: Live) -> FilledBucket:
+                call = ReadBatch(batch, side, self._table.gather(batch, side), None, live, absent)
+                filling.fill(call, whole=False)
+                filled = filling.bucket.filled(live)
                 if filler.lowering != "slot_by_slot":  # which has done it all
-                    ready.compute_on_device(batch)
-                return ready
+                    filled.compute_on_device(batch)
+                return filled
 
-            self._fills[key] = fill
-        return self._fills[key]
+            self._fills[key] = fill, filling
+        return self._fills[key][0]
+
+    def viewer(self, padded: Sizes, absent: Absent) -> Viewer[Any]:
+        """What makes the views of a bucket that was asked for."""
+        _, filling = self._fills[tuple(padded.items()), absent]
+        return filling.filler.stage.viewer(filling.bucket)
 
 
 def memory_of(buffers: Buffers) -> Mapping[str, torch.Tensor]:

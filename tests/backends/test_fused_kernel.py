@@ -22,7 +22,7 @@ from slotgraph.backends import Fusion, Graph
 from slotgraph.backends.cpu import HOST_FUSION, CallableGraph, HostBackend
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
-from slotgraph.dataflow.packet import CODES, HEAD, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
+from slotgraph.dataflow.packet import CODES, HEAD, Lane, code_of, converts, has_lane, head_bytes, row_stride, table_of
 from slotgraph.dataflow.tails import Number
 from tests.life import test_ahead as ahead
 from tests.runners import test_ahead as news
@@ -146,7 +146,8 @@ class Case:
 
     dim: the dim that varies. before, ahead: elements that come before the buffer, and before the source. turned: the
     buffer has a dim of one whose stride says nothing. action: copy, reset the tail alone, or leave the lane as it is.
-    apart: units of that dim by which the source's rows lie apart. bits: of the source, where they are known.
+    apart: units of that dim by which the source's rows lie apart. bits: of the source, where they are known. own: live
+    rows along the first dim, where that varies, too.
     """
 
     dtype: torch.dtype
@@ -163,6 +164,15 @@ class Case:
     turned: bool = False
     apart: int = 0
     bits: torch.Tensor | None = None
+    own: int | None = None
+
+    @property
+    def varying(self) -> tuple[int, ...]:
+        """The dims of the view that vary."""
+        if self.dim is None:
+            return ()
+        last = self.dim + self.turned
+        return (last,) if self.own is None else (0, last)
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
         whole = self.whole
@@ -184,24 +194,35 @@ class Case:
         """A source of known bits, or of random ones, from somewhere within a larger tensor."""
         if self.bits is not None:
             return self.bits.view(self.source).to(device)
-        shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(self.shape))
+        own = self.shape if self.own is None else (self.own, *self.shape[1:])
+        shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(own))
         values = noise(self.ahead + math.prod(shape), self.source, self.seed + 1).to(device)[self.ahead :].view(shape)
         values = values if self.dim is None else values.narrow(self.dim, 0, self.live)
         return values.unsqueeze(1) if self.turned else values
 
-    def lane(self, raw: torch.Tensor) -> Lane:
-        view, varying = self.view(raw), () if self.dim is None else (self.dim + self.turned,)
+    def lane(self, raw: torch.Tensor, count: int) -> Lane:
+        """The lane, whose live rows are two of a packet's counts, from `count` on."""
+        view, varying = self.view(raw), self.varying
         assert not has_lane(self.dtype, tuple(view.shape), varying)
-        return Lane.of("x", view, varying, self.pad)
+        lane = Lane.of("x", view, varying, self.pad)
+        if len(varying) == 2:
+            lane = attrs.evolve(lane, within=math.prod(view.shape[1 : varying[1]]), owns=count + 1)
+        return attrs.evolve(lane, count=count) if varying else lane
 
-    def word(self, lane: Lane) -> int:
-        live = lane.row if self.dim is None else self.live * lane.inner
-        return -1 - live if self.action == "leave" else meta(live, self.source, self.dtype)
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The live rows along both dims."""
+        return self.live, 0 if self.own is None else self.own
 
-    def pace(self, lane: Lane, values: torch.Tensor) -> int:
-        """The lane's second word: elements from one row of the source to the next."""
-        if self.dim is None:
-            return lane.row
+    @property
+    def word(self) -> int:
+        """The lane's first word."""
+        return -1 if self.action == "leave" else code_of(self.source, self.dtype)
+
+    def pace(self, values: torch.Tensor) -> int:
+        """The lane's second word: elements from one row of the source to the next, 0 where none are between them."""
+        if self.dim is None or values.is_contiguous():
+            return 0
         found = row_stride(values, self.dim + self.turned)
         assert found is not None
         return found
@@ -212,9 +233,13 @@ class Case:
             self.filled(view).copy_(values)
         if self.action != "leave" and self.pad is not None and self.dim is not None:
             view.narrow(self.dim + self.turned, self.live, self.shape[self.dim] - self.live).fill_(self.pad)
+            if self.own is not None:
+                view.narrow(0, self.own, self.shape[0] - self.own).fill_(self.pad)
 
     def filled(self, view: torch.Tensor) -> torch.Tensor:
         """The part of a view that the source goes to."""
+        if self.own is not None:
+            view = view.narrow(0, 0, self.own)
         return view if self.dim is None else view.narrow(self.dim + self.turned, 0, self.live)
 
     def forgive(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -258,6 +283,7 @@ def cases(draw: st.DrawFn) -> Case:
         ahead=step * draw(offsets),
         apart=step * draw(offsets) if dim else 0,
         turned=dim is not None and dim > 0 and draw(st.booleans()),
+        own=draw(st.none() | st.integers(0, outer[0])) if outer and dim is not None else None,
         seed=draw(st.integers(0, 1 << 32)),
     )
 
@@ -283,15 +309,16 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
     raws = [case.buffer(kernel.device) for case in cases]
     wanted = [raw.clone() for raw in raws]
     values = [case.values(kernel.device) for case in cases]
-    lanes = [case.lane(raw) for case, raw in zip(cases, raws, strict=True)]
-    words = [case.word(lane) for case, lane in zip(cases, lanes, strict=True)]
-    paces = [case.pace(lane, v) for case, lane, v in zip(cases, lanes, values, strict=True)]
+    lanes = [case.lane(raw, 1 + 2 * number) for number, (case, raw) in enumerate(zip(cases, raws, strict=True))]
+    counts = [1, *itertools.chain.from_iterable(case.counts for case in cases)]
+    words = [case.word for case in cases]
+    paces = [case.pace(v) for case, v in zip(cases, values, strict=True)]
     sources = [v.data_ptr() if case.action != "reset" else 0 for case, v in zip(cases, values, strict=True)]
     block = max(block, 1 << (sum(lane.outer * lane.row for lane in lanes) // kernel.programs).bit_length())
-    table = torch.from_numpy(table_of(lanes, block, owner, 0)).to(kernel.device)
-    head = [owner if meant_for is None else meant_for, *(0,) * (HEAD - 1)]
+    table = torch.from_numpy(table_of(lanes, block, owner, len(counts))).to(kernel.device)
+    head = [owner if meant_for is None else meant_for, *(0,) * (HEAD - 1), *counts, *[0] * len(counts)]
     packet = torch.tensor([*head, *words, *paces, *sources], device=kernel.device)
-    assert packet.nbytes == head_bytes(len(lanes), 0)
+    assert packet.nbytes == head_bytes(len(lanes), len(counts))
     if len(table):
         kernel.run(table, packet, raws, values, block)
     for case, got, want, source in zip(cases, raws, wanted, values, strict=True):

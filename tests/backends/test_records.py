@@ -43,7 +43,7 @@ WRONG: list[dict[str, Any]] = [
     *(
         {name: value}
         for name in (
-            *("pools_inputs", "foreach_device", "foreach_host", "foreach_mixed", "packed_uploads", "arenas"),
+            *("pools_inputs", "foreach_device", "foreach_mixed", "packed_uploads", "arenas"),
             "host_parameters",
         )
         for value in ("no", 1, None)

@@ -30,4 +30,3 @@ def test_modes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     race(title, runners, batches, backend)
     none, off = runners["no option"], runners["off"]
     assert none.watch.watchers == off.watch.watchers == ()
-    assert (none._bound is None) == (off._bound is None)

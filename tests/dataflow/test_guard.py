@@ -34,7 +34,7 @@ LIKE_COMPLEX = (noise((4,), torch.complex64, 3).conj(), vars(torch)["_neg_view"]
 @pytest.mark.parametrize("make", [own_guard, plain_guard, torch_guard])
 def test_whatever_differs_does_not(make: Any) -> None:
     """Others like them pass, at any address and of any values; one that differs in anything else stops all of them."""
-    guard = make(ONES)
+    guard = make(ONES, [()] * len(ONES))
     assert guard(*ONES)
     assert guard(*[one.clone() for one in ONES])
     for place, others in enumerate((LIKE_FLOATS, LIKE_NUMBERS, LIKE_COMPLEX)):
@@ -53,7 +53,7 @@ def test_what_is_negated_or_conjugated_passes_where_it_came_before() -> None:
     """A guard over a tensor whose elements are read with another sign lets such tensors pass, and no others."""
     for make in (torch.Tensor.conj, lambda one: one.conj().imag):
         like, again, other = [make(noise((4,), torch.complex64, seed)) for seed in range(3)]
-        for guard in (own_guard([like]), plain_guard([like])):
+        for guard in (own_guard([like]), plain_guard([like], [()])):
             assert guard(again)
             assert not guard(other.resolve_conj().resolve_neg())
 

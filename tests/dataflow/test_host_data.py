@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, Axis, Inputs, copied
-from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities, Lowering
 from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.hostdata import tensor_of
 from slotgraph.dataflow.sizing import limits_of
 from slotgraph.extend import HOST, side

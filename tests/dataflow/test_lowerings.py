@@ -15,15 +15,14 @@ from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow import packet
 from slotgraph.dataflow import plan as plans
-from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.buffers import Buffers, allocate
-from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
+from slotgraph.dataflow.capabilities import Capabilities, Lowering, resolve_dtype
 from slotgraph.dataflow.declaration import declare
 from slotgraph.dataflow.errors import ComputeError, DeclarationError
+from slotgraph.dataflow.fill.bucket import Bucket, FilledBucket, hand_over, table_for
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.packet import MOST_OUTER, WORD
 from slotgraph.dataflow.plan import LARGE_BYTES, LARGE_LANE_BYTES, plan_fill
-from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.slots import Copied, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
@@ -47,7 +46,7 @@ from tests.strategies import (
     source_for,
 )
 
-WAYS = ("fused", "fused", "fused", "in_graph", "alone", "foreach", "slot_by_slot", "exact")
+WAYS = ("fused", "fused", "fused", "in_graph", "alone", "direct", "foreach", "slot_by_slot", "exact")
 WAYS_IN_FLIGHT = ("fused", "fused", "foreach", "foreach", "slot_by_slot")
 KINDS_IN_FLIGHT = ("plain", "list", "array", "turned array", "host", "expanded", "askew")
 BUSY = 20_000_000
@@ -89,29 +88,40 @@ class World:
         self.capacity = dict.fromkeys(AXES, 9) | {HIDDEN: 3}
         self.mine, self.right = self._buffers(seed), self._buffers(seed)
         self.feed, self.fusion = feed_for(self.mine, self.backend.upload), self.backend.fusion()
-        self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True, feed=self.feed)
-        self.buckets: dict[tuple[int, ...], Bucket] = {}
+        self.buckets: dict[tuple[Any, ...], Bucket] = {}
         self.kernels: dict[tuple[Any, ...], tuple[Bucket, Kernel]] = {}
-        self.mine.ledger.handed_out = out
+        self.table = table_for(self.slots, self.capacity)
+        self.mine.clean.handed_out = out
 
     def _buffers(self, seed: int | None) -> Buffers:
         if seed is None:
             return allocate(self.slots, self.capacity, self.capabilities, empty)
         return poisoned(self.declaration, self.capabilities, self.capacity, seed, self.backend.empty)
 
-    def bucket(self, turn: Round) -> Bucket:
+    def bucket(self, turn: Round, lowering: Lowering, *, exact: bool = False) -> Bucket:
         """The bucket of a turn's padded sizes, planned once as a runner does."""
-        key = tuple(turn.padded[axis] for axis in AXES)
+        sizes = self.capacity if exact else turn.padded
+        key = lowering, exact, turn.absent, *(sizes[axis] for axis in AXES)
         if key not in self.buckets:
-            self.buckets[key] = Bucket(self.slots, turn.padded, self.capabilities, self.mine, feed=self.feed)
+            self.buckets[key] = Bucket(
+                self.slots,
+                sizes,
+                self.capabilities,
+                self.mine,
+                absent=turn.absent,
+                lowering=lowering,
+                feed=self.feed,
+                table=self.table,
+                exact=exact,
+            )
         return self.buckets[key]
 
     def fused(self, turn: Round) -> tuple[Bucket, Kernel]:
         """A turn's bucket for one pattern, filled by a kernel, and its kernel."""
         key = (turn.absent, *(turn.padded[axis] for axis in AXES))
         if key not in self.kernels:
-            fused = Bucket(self.slots, turn.padded, self.capabilities, self.mine, lowering="fused", feed=self.feed)
-            self.kernels[key] = fused, kernel_of(fused, turn.absent, self.fusion)
+            fused = self.bucket(turn, "fused")
+            self.kernels[key] = fused, kernel_of(fused, self.fusion)
         return self.kernels[key]
 
     def source(self, slot: Slot, turn: Round, choice: int) -> torch.Tensor:
@@ -160,7 +170,7 @@ class World:
         return mine, right
 
     def step(self, turn: Turn) -> None:
-        if turn.produced is not None and self.mine.ledger.handed_out:
+        if turn.produced is not None and self.mine.clean.handed_out:
             self.produce(turn.produced)
         mine, right = self.play(turn)
         assert set(mine) == set(right)
@@ -172,21 +182,21 @@ class World:
     def _batch(self, turn: Turn, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         return batch_of(self.declaration, self.capabilities, turn.round, values)
 
-    def fill(self, turn: Turn, batch: Any, live: tuple[int, ...], side: Mapping[str, Any]) -> Ready:
+    def fill(self, turn: Turn, batch: Any, live: tuple[int, ...], side: Mapping[str, Any]) -> FilledBucket:
         """Fill mine by the turn's lowering. A packet that is disarmed says nothing to a kernel."""
-        absent, bucket = turn.round.absent, self.bucket(turn.round)
         if turn.way == "slot_by_slot":
             self.feed.disarm()
-            return bucket.fill_slot_by_slot(batch, live, absent, side)
+            return self.bucket(turn.round, "slot_by_slot").fill_slot_by_slot(batch, live, side)
+        by_copies: Lowering = "direct" if turn.way == "direct" else "foreach"
         if self.fusion is None:
-            return bucket.fill(batch, live, absent, side)
+            return self.bucket(turn.round, by_copies).fill(batch, live, side)
         fused, kernel = self.fused(turn.round)
-        if turn.way in ("foreach", "exact"):
-            ready = (self.exact if turn.way == "exact" else bucket).fill(batch, live, absent, side)
+        if turn.way in ("direct", "foreach", "exact"):
+            ready = self.bucket(turn.round, by_copies, exact=turn.way == "exact").fill(batch, live, side)
             self.feed.disarm()
             kernel()
             return ready
-        ready = fused.fill(batch, live, absent, side)
+        ready = fused.fill(batch, live, side)
         for _ in range(1 + turn.twice):
             kernel()
         if turn.way == "alone":
@@ -288,7 +298,7 @@ def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: t
     turn = Round(turn.live, turn.live, turn.absent, 0, turn.seed)  # sources of the slots' own dtypes
     batch, side = batch_of(declaration, world.capabilities, turn)
     live, step = tuple(turn.live[axis] for axis in world.slots.varying), Step(turn.live, turn.live)
-    ready = hand_over(world.exact, batch, live, turn.absent, side)
+    ready = hand_over(world.bucket(turn, "direct", exact=True), batch, live, side)
     ready.compute_on_device()
     right = fill_slot_by_slot(world.slots, world.right, world.capabilities, step, batch, side)
     assert list(differences(ready.views, right, world.slots.slots, turn.live)) == []

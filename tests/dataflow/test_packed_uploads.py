@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, CACHE_LOC, Inputs, computed, copied
 from slotgraph.backends.cpu import HostUpload
-from slotgraph.dataflow import bucket as buckets
 from slotgraph.dataflow import plan as plans
-from slotgraph.dataflow import specialization
-from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
+from slotgraph.dataflow.fill import bucket as buckets
+from slotgraph.dataflow.fill import kinds as all_kinds
+from slotgraph.dataflow.fill.bucket import Bucket, hand_over
+from slotgraph.dataflow.fill.ways import Chooser
 from slotgraph.dataflow.packet import Feed
-from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, FillPlan, Pattern, packet_bytes, plan_fill
+from slotgraph.dataflow.plan import LARGE_BYTES, FillPlan, Pattern, packet_bytes, plan_fill
 from slotgraph.runners.serial import from_data, to_data
 from tests.strategies import declaration_of, noise, poisoned
 
@@ -104,7 +105,7 @@ def expected(batch: dict[str, Any], scale: int = 2) -> dict[str, Any]:
 
 
 def test_plan() -> None:
-    """It says what rides, and comes back from JSON; large, absent or few numbers do not, nor anything elsewhere."""
+    """It says what rides, and comes back from JSON; what is large or absent does not, nor anything elsewhere."""
     plan = plan_fill(Small.slotgraph, SIZES, PACKS, Pattern(hosted=["rows", "lens"]))
     assert {"upload  rows, steps, here in one packet", "copy    rows, steps  (int64, device, foreach)"} < {
         *plan.lines()
@@ -119,11 +120,10 @@ def test_plan() -> None:
     maybe = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0), "more": more}).slotgraph
     assert plan_fill(maybe, SIZES, PACKS, Pattern(absent=["more"], hosted=["rows", "more"])).packed == ("rows",)
     count = computed(lambda step: [step.live(BATCH)], shape=1, dtype=torch.int32)
-    for number in range(1, FEW_NUMBERS + 2):
-        counts = tuple(f"count_{index}" for index in range(number))
-        few = declaration_of({"more": more, **dict.fromkeys(counts, count)}).slotgraph
-        assert set(plan_fill(few, SIZES, PACKS, Pattern(hosted=["more"])).packed) == {"more", *counts}
-        assert plan_fill(few, SIZES, PACKS).packed == (() if number <= FEW_NUMBERS else counts)
+    counts = ("count_0", "count_1", "count_2")
+    few = declaration_of({"more": more, **dict.fromkeys(counts, count)}).slotgraph
+    assert set(plan_fill(few, SIZES, PACKS, Pattern(hosted=["more"])).packed) == {"more", *counts}
+    assert plan_fill(few, SIZES, PACKS).packed == counts
 
 
 @pytest.mark.parametrize(("most", "moved"), [(1, 4), (24, 3)])
@@ -144,15 +144,14 @@ def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callab
         batch = host_batch(seed)
         rig.assert_fills(batch, lens=kind(batch["lens"].tolist()))
         if seed == 3:
-            for name in ("plan_fill", "kind_of"):
-                monkeypatch.setattr(buckets, name, lambda *_, **__: pytest.fail("a steady step went the long way"))
+            for where, name in ((buckets, "plan_fill"), (Chooser, "choose")):
+                monkeypatch.setattr(where, name, lambda *_, **__: pytest.fail("a steady step went the long way"))
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However sources change places, kinds and live sizes, a few plans and specializations are kept; all are right."""
+    """However sources change places, kinds and live sizes, a few plans and bound plans are kept; all are right."""
     monkeypatch.setattr(buckets, "PATTERNS", 3)
-    monkeypatch.setattr(specialization, "KEPT", 2)
-    monkeypatch.setattr(specialization, "KINDS", 2)
+    monkeypatch.setattr(all_kinds, "KINDS", 2)
     rig = Rig()
     for seed in range(40):
         batch = host_batch(seed, 1 + seed % 4)
@@ -161,7 +160,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         rig.assert_fills(batch, rows=(list, tuple, np.array)[seed % 3](batch["rows"]), **mixed)
     assert len(rig.bucket._plans) <= 3
-    assert [len(kinds) <= 2 for kinds in rig.bucket._table._known.values()] == [True] * 2
+    assert len(rig.bucket.table.known) <= 2
 
 
 def test_handing_over_gives_tensors_of_their_own() -> None:

@@ -25,10 +25,10 @@ from slotgraph import (
     staged,
 )
 from slotgraph.dataflow.axes import Dim, shape_of
-from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, DeclarationErrors
+from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.slots import Constant, Copied, Output
 from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds

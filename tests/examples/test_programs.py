@@ -17,7 +17,7 @@ import torch
 from slotgraph import BATCH, CACHE_LOC, computed
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.ready import Ready
+from slotgraph.dataflow.fill.tails import CleanTails
 from slotgraph.speculative import WIDTH
 from tests.examples.demo import EXAMPLES, NEEDS, module, stale
 from tests.programs import python
@@ -208,7 +208,7 @@ def test_stale_padding_of_an_engines_own_graphs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without resets, padded rows write pages of requests that are running: the comparison notices."""
-    monkeypatch.setattr(Ready, "reset", lambda *_: None)
+    monkeypatch.setattr(CleanTails, "begin", lambda *_: None)
     status, out = run(capsys, "engine", "--backend", "cpu-capture", "--requests", "24", "--tokens", "64")
     assert status == 1
     assert "NOT equal" in out

@@ -85,7 +85,9 @@ class Device(HostBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return attrs.evolve(INNER.capabilities, packed_uploads=True)
+        record = INNER.capabilities
+        lowerings = tuple(one for one in record.lowerings if one != "direct")
+        return attrs.evolve(record, packed_uploads=True, lowerings=lowerings)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
         made = super().empty(shape, dtype, placement)

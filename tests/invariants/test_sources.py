@@ -99,6 +99,18 @@ def test_values_alone_count(backend: Backend, lowering: str) -> None:
         assert by_form(runner_of(backend, lowering, inputs), backend, seed, None, inputs) == set()
 
 
+@each_lowering
+def test_a_batch_that_comes_again(backend: Backend, lowering: str) -> None:
+    """It is filled anew, whatever was written into live rows since."""
+    values = drawn(3, 0, inputs=Quick)
+    runner, batch = runner_of(backend, lowering, Quick), on(backend, values)
+    for _ in range(2):
+        runner.fill(batch).ids[:3].fill_(77)
+        assert [*wrong(runner(batch), values)] == []
+        runner.fill(batch).ids[:3].fill_(77)
+        assert [*wrong(runner.replay(runner.fill(batch)), values)] == []
+
+
 class Caching(Bringing):  # the fault: what looks like a source that came before is taken for it
     def __call__(self, values: Values) -> tuple[dict[str, Any], Values]:
         """The first batch of each number of rows, whatever comes later."""

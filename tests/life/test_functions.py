@@ -396,8 +396,8 @@ def play_graphs(draw: Any, backend: Any) -> None:
     inputs = world.inputs()
     capacity = {axis: most[axis] for axis in inputs.slotgraph.varying}
     buffers: Any = InputBuffers(inputs, capacity, backend=backend, lowering="in_graph")
-    world.poison(buffers._buffers, None)
-    buffers._buffers.distrust()
+    world.poison(buffers._layer.buffers, None)
+    buffers._layer.buffers.distrust()
     graphs = list[tuple[Sizes, Any]]()
     for _ in range(draw(st.integers(1, 3))):
         padded = {axis: draw(st.integers(1, size)) for axis, size in capacity.items()}
@@ -417,11 +417,11 @@ def play_graphs(draw: Any, backend: Any) -> None:
         rows, found, made = world.stepped(rows, step)
         for _ in range(draw(st.integers(0, 3))):
             backend.synchronize()
-            world.poison(buffers._buffers, padded)
+            world.poison(buffers._layer.buffers, padded)
             graph.replay()
             rows, found, made = world.stepped(world.advanced(rows, made, padded), step)
         backend.synchronize()
-        world.compare(buffers._buffers, rows, found, padded)
+        world.compare(buffers._layer.buffers, rows, found, padded)
 
 
 def played(game: Any, examples: int) -> None:

@@ -16,7 +16,7 @@ from slotgraph.pool import InputPool
 from slotgraph.runners.capture import FORKS
 
 WIDE = 2
-LOWERINGS = ["foreach", "in_graph", "fused"]
+LOWERINGS = ["direct", "foreach", "in_graph", "fused"]
 
 
 class Counting(Inputs):  # the plainest: a number that grows, and what the step made of it before

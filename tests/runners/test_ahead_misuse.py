@@ -13,7 +13,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.errors import BatchError, ConfigError, DeclarationErrors, SlotGraphError
 from slotgraph.extend import LaunchedStep
 
-LOWERINGS: Final = ["foreach", "in_graph", "fused", "slot_by_slot"]
+LOWERINGS: Final = ["direct", "foreach", "in_graph", "fused", "slot_by_slot"]
 JUNK: Final[list[Any]] = [
     *(None, 5, 2.5, True, object(), "req", b"req", "", [], (), {}, {"a": 1}, [[1]], [{}], [None], ["a", ["b"]]),
     *(

@@ -357,7 +357,7 @@ def test_backends() -> None:
     found = {one["name"]: one for one in json.loads(result.stdout)}
     assert set(found) == set(names())
     assert found["cpu"]["available"]
-    assert found["cpu"]["capabilities"]["lowerings"][0] == "foreach"
+    assert found["cpu"]["capabilities"]["lowerings"][0] == "direct"
     for part in ("cpu-capture", "foreach_device", "reason", "global, thread_local, relaxed"):
         assert part in run("backends").stdout
 
@@ -396,7 +396,7 @@ NOT_UNDERSTOOD = [
     ((DECODE, "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
     ((DECODE, "--set", "=3"), "expected NAME or NAME=VALUE"),
     ((DECODE, "--absent", "swa"), "absent names 'swa', which is not an optional slot of"),
-    ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
+    ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has direct, foreach"),
     ((DECODE, "--format", "xml"), "'xml' is not one of 'table', 'json', 'html'"),
     ((MADE, "--size", "batch=3"), "--size: is for a declaration; a runner has its own"),
     ((MADE, "--set", "swa"), "--set: is for a declaration"),

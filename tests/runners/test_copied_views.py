@@ -63,7 +63,7 @@ def pickled(protocol: int, view: Any) -> Any:
     return pickle.loads(pickle.dumps(view, protocol))  # noqa: S301 - our own
 
 
-LOWERINGS = ("in_graph", "fused", "foreach", "slot_by_slot")
+LOWERINGS = ("in_graph", "fused", "direct", "foreach", "slot_by_slot")
 MAKERS: dict[str, Callable[[], Any]] = {
     **{lowering: functools.partial(graphs, lowering) for lowering in LOWERINGS},
     "eager": lambda: EagerRunner(Copied, step, backend="cpu", settings=SETTINGS),

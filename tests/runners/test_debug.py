@@ -258,18 +258,17 @@ def test_mode_is_off_where_the_state_is_too_large(monkeypatch: pytest.MonkeyPatc
 
 
 def test_for_a_while() -> None:
-    """A runner that was made without looks at the steps of a block; then its shortcuts are back."""
+    """A runner that was made without looks at the steps of a block, and at none after it."""
     host = {"scale": 2.0}
     runner = runner_of(lambda view: plain_step(view) * host["scale"], lowering="in_graph")
     batch = random_batch(3, 1)
     runner(batch)
-    assert runner._bound
     assert runner.watch.watchers == ()
     host["scale"] = 3.0
     runner(batch)
     with debugged(runner, "parity,poison,addresses"), pytest.raises(CheckError, match="parity"):
         runner(batch)
-    assert runner._bound
+    assert runner.watch.watchers == ()
     runner(batch)
     with pytest.raises(ConfigError, match="'generations' is part of how a runner is made: give it debug='generations'"):
         debugged(runner, "parity,generations").__enter__()

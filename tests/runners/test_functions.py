@@ -12,7 +12,10 @@ from slotgraph.dataflow.capabilities import LADDER
 
 GONE: Final = 900
 ON_CPU: Final = [(backend, lowering) for backend in ("cpu", "cpu-capture") for lowering in LADDER]
-WAYS: Final = [*ON_CPU, *[pytest.param("cuda", lowering, marks=pytest.mark.cuda) for lowering in LADDER]]
+WAYS: Final = [
+    *ON_CPU,
+    *[pytest.param("cuda", lowering, marks=pytest.mark.cuda) for lowering in LADDER if lowering != "direct"],
+]
 by_all_ways = pytest.mark.parametrize(("backend", "lowering"), WAYS)
 Edit = Callable[[Any], object]
 
@@ -60,7 +63,7 @@ def test_a_function_on_the_host_sees_no_request_that_left(backend: str, lowering
     runner = captured(backend, lowering, Hosted, lambda view: torch.cat([view.longest, view.ends[-1:]]))
     batch = {"ids": [1, 2, 3, 4], "lens": [5, 6, 7, GONE]}
     found = outputs(runner, batch, {0: lambda step: step.leave([3])}, 5, ahead)
-    lands = 1 + ahead * (lowering in {"in_graph", "foreach"})  # others launch no step ahead
+    lands = 1 + ahead * (lowering in {"in_graph", "foreach", "direct"})  # others launch no step ahead
     assert found == [[GONE, 18 + GONE]] * lands + [[7, 18]] * (5 - lands)
 
 

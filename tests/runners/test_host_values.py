@@ -49,7 +49,7 @@ def graphs(lowering: str) -> Any:
     return ready(made)
 
 
-LOWERINGS = ("in_graph", "fused", "foreach", "slot_by_slot")
+LOWERINGS = ("in_graph", "fused", "direct", "foreach", "slot_by_slot")
 MAKERS: dict[str, Callable[[], Any]] = {
     **{lowering: functools.partial(graphs, lowering) for lowering in LOWERINGS},
     "eager": lambda: EagerRunner(Values, step, sizes=SIZES, backend="cpu"),

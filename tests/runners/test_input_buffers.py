@@ -55,7 +55,7 @@ def test_the_oracle_s_bytes(cpu: str, lowering: str) -> None:
         view = buffers.fill(batch, padded, flags=flags)
         live = {BATCH: requests, TOKENS: tokens, PAGES: pages}
         step = Wide.slotgraph.step([live[axis] for axis in Wide.slotgraph.varying], {**CAPACITY, **padded})
-        other = InputBuffers(Wide, CAPACITY, backend=cpu, lowering="slot_by_slot")._buffers
+        other = InputBuffers(Wide, CAPACITY, backend=cpu, lowering="slot_by_slot")._layer.buffers
         side = {"flags": flags}
         right: Any = fill_slot_by_slot(Wide.slotgraph, other, choose(cpu).capabilities, step, batch, side)
         for name, expected in right.items():

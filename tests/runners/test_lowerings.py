@@ -29,7 +29,7 @@ from tests.runners.models import batch_for, decoder, memory_of, same_batch, snap
 from tests.sources import FLAT, HOST_DATA, IN_BUFFERS, KINDS, Maker
 from tests.strategies import declaration_of, same_bytes
 
-LOWERINGS: Final = ("in_graph", "fused", "foreach")
+LOWERINGS: Final = ("in_graph", "fused", "direct", "foreach")
 PLAIN: Final = ("plain",)
 DEVICES: Final = ("cuda", "npu")
 MODES: Final[Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {

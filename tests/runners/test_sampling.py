@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, computed, constant, copied, output, staged
 from slotgraph.dataflow.axes import extent
-from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.errors import ConfigError
+from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.sources import Call
 from slotgraph.extend import HOST, side
 from slotgraph.runners.sampling import Sample, sample_batch
@@ -105,8 +105,8 @@ def test_a_fill_admits_it(data: st.DataObject, declaration: type[Inputs], capabi
     absent = turn.absent & set(slots)
     made = sample_batch(plain, capabilities, turn.live, seeded(turn.seed), absent=absent)
     buffers = poisoned(declaration, capabilities, capacity, turn.seed)
-    bucket = Bucket(plain, turn.padded, capabilities, buffers, feed=feed_for(buffers))
-    ready = bucket.fill(made.batch, tuple(turn.live[axis] for axis in plain.varying), absent, made.side)
+    bucket = Bucket(plain, turn.padded, capabilities, buffers, absent=absent, feed=feed_for(buffers))
+    ready = bucket.fill(made.batch, tuple(turn.live[axis] for axis in plain.varying), made.side)
     for name, slot in plain.slots.items():
         source = slot.reads(name)
         if source is not None:

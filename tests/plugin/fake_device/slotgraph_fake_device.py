@@ -17,7 +17,6 @@ _RECORD = Capabilities(
     roles={"cache_loc": torch.int32},
     fills={"seq_len_fill": 0},
     pools_inputs=False,
-    foreach_host=False,
     foreach_chunk=2,
     arenas=False,
     graphs_hint=1800,

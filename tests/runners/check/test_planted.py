@@ -245,7 +245,7 @@ def _advanced_tail() -> CheckReport:
 
     def whole(row: list[int], rows: int, *, moves: bool, tail: bool) -> None:
         is_positions = row[8] and row[7] & BYTE == torch.int64.itemsize
-        advance(row, rows and 1 << 20 if is_positions else rows, moves=moves, tail=tail)
+        advance(row, rows and row[4] if is_positions else rows, moves=moves, tail=tail)
 
     with mock.patch.object(cpu, "_advance", whole):
         return report_of("transition", runner_of(advancing, CAPTURES, Advancing, lowering="in_graph"))
@@ -270,7 +270,7 @@ def _late_tails() -> CheckReport:
         def __init__(self, tails: Any) -> None:
             self.tails = tails
 
-        def run(self, _: object) -> None:
+        def run(self, *_: object) -> None:
             for tail, number in self.tails:
                 tail.fill_(number)
 
@@ -287,10 +287,10 @@ def _rules_over_the_largest_bucket() -> CheckReport:
     """Rules that are run over all rows of the largest bucket, in the step of an edit."""
     made, runner = Here.of, runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph")
 
-    def whole(planned: Any, live: Any, sides: Any, lanes: Any, carried: Any) -> Here:
+    def whole(bucket: Any, live: Any, sides: Any, lanes: Any, carried: Any) -> Here:
         largest = runner.graphs.get(max(runner.sizes), frozenset())
-        of_all = largest.filling.bucket.planned().transitions["device"].of(planned.step(live).live_sizes, lanes)
-        return attrs.evolve(made(planned, live, sides, lanes, carried), rules=[of_all])
+        of_all = largest.filling.bucket.transitions["device"].of(bucket.step(live).live_sizes, lanes)
+        return attrs.evolve(made(bucket, live, sides, lanes, carried), rules=[of_all])
 
     with mock.patch.object(Here, "of", whole):
         return report_of("transition", runner)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.dataflow.buffers import span
-from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.pool import InputPool
 from tests.invariants.device import Device
+from tests.invariants.steps import LOWERINGS
 from tests.runners.check.test_planted import found_by, report_of, runner_of
 from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
 
@@ -61,7 +61,7 @@ def found_on(runner: Any, backend: Device, make: "Callable[[int, int], Batch]") 
         return found_by("races", runner, [make(rows, 7 + rows) for rows in ROWS], state=[])
 
 
-@pytest.mark.parametrize("lowering", LADDER)
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_sound_ring(lowering: str) -> None:
     """Sources may be overwritten right after the call, whatever they are: nothing is found."""
     runner, backend = lazy_runner(lowering=lowering)
@@ -82,7 +82,7 @@ def test_host_slot_that_a_graph_copies_from(lowering: str, monkeypatch: pytest.M
     assert "aten::clone copies from slot 'lens' in host memory when the device gets there" in found.message
 
 
-@pytest.mark.parametrize("lowering", LADDER)
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_only_runners_that_read_host_slots_wait(lowering: str) -> None:
     """A runner whose step leaves its host slots to the host never waits; one that reads them waits in each fill."""
     for step, waits in ((plain_step, False), (hosted_step, True)):
@@ -96,7 +96,7 @@ def test_only_runners_that_read_host_slots_wait(lowering: str) -> None:
 @given(rows=st.lists(st.integers(0, 9), min_size=2, max_size=12), seed=st.integers(0, 1 << 20), data=st.data())
 def test_many_steps_behind_one_another(rows: list[int], seed: int, data: st.DataObject) -> None:
     """Each of many steps in flight, by any way, gives its own batch's rows, host slots included; 9 run eagerly."""
-    runner, backend = HOSTED[data.draw(st.sampled_from(LADDER))]
+    runner, backend = HOSTED[data.draw(st.sampled_from(LOWERINGS))]
     batches = [hosted_batch(count, seed + at) for at, count in enumerate(rows)]
     given_rows = [{name: value.clone() for name, value in batch.items()} for batch in batches]
     with backend.later():
@@ -109,7 +109,7 @@ def test_many_steps_behind_one_another(rows: list[int], seed: int, data: st.Data
         assert_right(output - batch["lens"][:, None], batch)
 
 
-HOSTED = {lowering: lazy_runner(Hosted, hosted_step, lowering=lowering) for lowering in LADDER}
+HOSTED = {lowering: lazy_runner(Hosted, hosted_step, lowering=lowering) for lowering in LOWERINGS}
 
 
 def test_runners_of_a_pool_have_host_slots_for_themselves() -> None:
@@ -142,7 +142,8 @@ def test_patterns_of_eager_steps_are_looked_at(cpu: str) -> None:
     runner = EagerRunner(Perhaps, step, backend=cpu)
     for batch, slots in ((random_batch(3, 1), {}), (hosted_batch(3, 2), {"lens": "aten::clone"})):
         runner(batch)
-        assert (runner.eager.hosts.slots, runner.eager.hosts.notes) == (slots, bool(slots))
+        filler: Any = runner.eager.filler
+        assert (filler.hosts.slots, filler.hosts.notes) == (slots, bool(slots))
 
 
 def test_batches_that_hold_more_than_data(cpu: str) -> None:

@@ -145,7 +145,7 @@ def test_when_values_count() -> None:
     found = places(slotgraph.explain(full_runner(lowering="in_graph")))
     spans = {name: (place.since, place.until) for name, place in found.items()}
     assert spans["input_ids"] == ("kernel", "replay")
-    assert spans["block_tables"] == ("fill", "replay")
+    assert spans["block_tables"] == ("kernel", "replay")
     assert spans["after"] == ("replay", "replay")
     assert spans["logits"] == ("replay", "outputs")
     assert found["ones"].lasting == "a constant, which no step writes"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, standard
 from slotgraph.backends import Backend
-from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import ComputeError, ConfigError, DeclarationError, DeclarationErrors
+from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.runners.standard import counts
 from slotgraph.speculative import WIDTH

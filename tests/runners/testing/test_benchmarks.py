@@ -10,7 +10,7 @@ import pytest
 from slotgraph import BATCH, TOKENS, standard
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import ConfigError, RegressionError, WrongBytesError
-from slotgraph.dataflow.ready import Ready
+from slotgraph.dataflow.fill.tails import CleanTails
 from slotgraph.runners.testing import benchmarks
 from slotgraph.runners.testing.benchmarks import KEY, Figures, Timer, ways_to_fill
 from slotgraph.runners.testing.ground import Ground
@@ -58,8 +58,8 @@ def test_fills(slotgraph_backend: Backend) -> None:
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lowering that leaves tails is named, with slot and row."""
-    monkeypatch.setattr(Ready, "reset", lambda *_: None)
-    with pytest.raises(WrongBytesError, match=r"PlainInputs filled by 'foreach': slot 'ids', row 3 \(its tail\)"):
+    monkeypatch.setattr(CleanTails, "begin", lambda *_: None)
+    with pytest.raises(WrongBytesError, match=r"PlainInputs filled by 'direct': slot 'ids', row 3 \(its tail\)"):
         ways_to_fill(Ground.of(PlainInputs, "cpu"), {BATCH: 3, TOKENS: 3}, {}, (), ())
 
 

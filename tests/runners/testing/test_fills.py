@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, computed, copied, standard
 from slotgraph.backends import Backend
-from slotgraph.dataflow import oracle, specialization
+from slotgraph.dataflow import oracle
 from slotgraph.dataflow.errors import ConfigError, WrongBytesError
-from slotgraph.dataflow.ready import Ready
-from slotgraph.dataflow.specialization import Specialization
+from slotgraph.dataflow.fill.bound import BoundPlan
+from slotgraph.dataflow.fill.tails import CleanTails
+from slotgraph.dataflow.fill.writers import ForeachCopies
 from slotgraph.runners.sampling import Sample
 from slotgraph.runners.testing import ground
 from slotgraph.testing import assert_fill_equals_oracle, batches
@@ -57,7 +58,7 @@ def found(inputs: type[Inputs] = FullInputs, *, shrunk: bool = False, **said: An
 
 def test_a_tail_that_no_one_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the first step, whose tails hold random bytes; lowering, step and sizes are named."""
-    monkeypatch.setattr(Ready, "reset", lambda *_: None)
+    monkeypatch.setattr(CleanTails, "begin", lambda *_: None)
     message = found(lowerings=("foreach",))
     assert "FullInputs filled by 'foreach', step 1 of " in message
     assert "(its tail): it holds" in message
@@ -65,24 +66,19 @@ def test_a_tail_that_no_one_resets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that does not happen is found in a live row."""
-    monkeypatch.setattr(specialization, "_copy_of", lambda *_: (lambda _: None, lambda sources: sources))
+    monkeypatch.setattr(ForeachCopies, "copy", lambda *_: None)
     assert "(a live row): it holds" in found(lowerings=("foreach",))
 
 
 def test_a_row_of_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill that writes over its bucket, into rows that tails keep, is found too."""
-    plain = Specialization._writer
+    write = BoundPlan.write
 
-    def wide(self: Specialization, count: int) -> Any:
-        write = plain(self, count)
+    def too_far(self: BoundPlan, *given: Any) -> None:
+        write(self, *given)
+        self._buffers["temperatures"].tensor[-1] = 7.0
 
-        def too_far(*given: Any) -> None:
-            write(*given)
-            self._buffers["temperatures"].tensor[-1] = 7.0
-
-        return too_far
-
-    monkeypatch.setattr(Specialization, "_writer", wide)
+    monkeypatch.setattr(BoundPlan, "write", too_far)
     assert "slot 'temperatures', row " in (message := found(lowerings=("foreach",)))
     assert "written, though no rule has a fill write it" in message or "(its tail)" in message
 

@@ -54,7 +54,7 @@ def _mean(gains: Sequence[int]) -> float:
 
 
 def _times(engine: Engine) -> Iterator[str]:
-    """What the fills took on the host, in the median; the first of each live size prepares what later ones reuse."""
+    """What the fills took on the host, in the median; the first of each kind of batch binds what later ones reuse."""
     medians = {name: 1e6 * statistics.median(timed.fills) for name, timed in engine.runners.items() if timed.fills}
     parts = ", ".join(f"{name} {took:.1f}" for name, took in medians.items())
     yield f"inputs           {sum(medians.values()):.1f} us of the host's time a cycle: {parts}"

@@ -1,0 +1,1 @@
+"""Filling buckets: kinds of sources, bound plans, and what writes slots."""

@@ -1,0 +1,219 @@
+"""The bound plan: one plan over its buffers, for one kind of each source. Live sizes are numbers of the call."""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import attrs
+import torch
+
+from ..admission import has_memory, is_in_place
+from ..axes import Live, Step
+from ..buffers import Buffers
+from ..computation import Computation, PackedValue
+from ..guard import POINTER
+from ..hostdata import NOT_CARRIED
+from ..packet import WORD
+from ..plan import FillPlan
+from ..sources import Sources, chosen
+from .packing import Packing
+from .ways import Way
+from .writers import Copies, Tails, Taken
+
+_UNLIKE: Final = (AttributeError, RuntimeError, *NOT_CARRIED)
+"""What converting a source raises that is of another kind than the one before it."""
+_ODD: Final = WORD - 1
+"""The bits of an address that is no multiple of a word."""
+
+
+@attrs.frozen(eq=False)
+class Functions:
+    """The functions of computed slots, bound to what they read.
+
+    Attributes:
+        on_host: What the host computes, before the packet is sent.
+        packed: What it computes into the packet.
+        on_device: What the device computes.
+        ask_step: Whether a function on the host asks for the step's sizes.
+    """
+
+    on_host: Sequence[Computation]
+    packed: Sequence[PackedValue]
+    on_device: Sequence[Computation]
+    ask_step: bool
+
+
+class BucketOfPlan(Protocol):
+    """What a bound plan asks of its bucket.
+
+    Attributes:
+        padded: The padded size of each axis that varies.
+        exact: Whether functions see live rows alone, so that they are bound to live sizes.
+    """
+
+    padded: Live
+    exact: bool
+
+    def step(self, live: Live) -> Step:
+        """Give the sizes of a call as functions see them."""
+        ...
+
+    def functions(self, live: Live) -> Functions:
+        """Give the functions for a call of these sizes."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Writers:
+    """What a plan writes with.
+
+    Attributes:
+        always: Resets tails that may always be dirty.
+        tails: Resets the others.
+        early: Copies before the host computes anything: into slots that its functions read.
+        late: Copies after the packet was sent.
+        packing: Packs and sends the packet; None where there is none.
+        computes: Whether the host computes anything.
+        distrusts: Whether a producer may have written tails of which no plan says so.
+    """
+
+    always: Sequence[Tails]
+    tails: Sequence[Tails]
+    early: Sequence[Copies]
+    late: Sequence[Copies]
+    packing: Packing | None
+    computes: bool
+    distrusts: bool
+
+
+class BoundPlan:
+    """A plan bound to its buffers for one kind of each source.
+
+    Attributes:
+        plan: The plan.
+        ways: How each source reaches its slot.
+        packing: Packs and sends the packet; None where there is none.
+    """
+
+    __slots__ = (
+        "_addressed",
+        "_bounds",
+        "_bucket",
+        "_buffers",
+        "_by_address",
+        "_conversions",
+        "_functions",
+        "_in_place",
+        "_last_addresses",
+        "_writers",
+        "packing",
+        "plan",
+        "ways",
+    )
+
+    def __init__(
+        self, plan: FillPlan, bucket: BucketOfPlan, buffers: Buffers, ways: Sequence[Way], writers: Writers
+    ) -> None:
+        self.plan = plan
+        self.ways = ways
+        self.packing = writers.packing
+        self._bucket = bucket
+        self._buffers = buffers
+        self._bounds = buffers.bounds
+        self._last_addresses: tuple[int, ...] = ()
+        self._functions = None if bucket.exact else bucket.functions(bucket.padded)
+        self._writers = writers
+        self._conversions = [(way.place, way.convert, way.rows) for way in ways if way.convert is not None]
+        self._in_place = [(way.place, way.target) for way in ways if way.in_place]
+        self._by_address = by_address(ways)
+        self._addressed = chosen([way.place for way in self._by_address])
+
+    def take(self, sources: Sources, live: Live) -> Taken | None:
+        """Convert what must be converted, and copy what lies where the fill writes. Writes no slot.
+
+        Returns:
+            What the writers read; None where a source is not of its kind after all.
+        """
+        try:
+            if self._conversions:
+                sources = self._convert(sources, live)
+            for place, target in self._in_place:
+                if POINTER(sources[place]) != POINTER(target):
+                    return None
+            addresses = tuple(map(POINTER, self._addressed(sources)))
+            if addresses != self._last_addresses:
+                for one in addresses:
+                    if one & _ODD or not one or bisect.bisect_right(self._bounds, one) & 1:
+                        return self._move_apart(sources, addresses)
+                self._last_addresses = addresses  # no such source reaches into a slot, whatever its size
+        except _UNLIKE:
+            return None
+        return sources, addresses
+
+    def _convert(self, sources: Sources, live: Live) -> Sources:
+        """Convert some sources; what feeds several slots in one way is converted once."""
+        made = [*sources]
+        known = dict[tuple[int, Any], Any]()
+        for place, convert, rows in self._conversions:
+            source = sources[place]
+            key = id(source), convert
+            if key not in known:
+                known[key] = convert(source) if rows is None else convert(source, rows.extent(live))
+            made[place] = known[key]
+        return tuple(made)
+
+    def _move_apart(self, sources: Sources, addresses: Sequence[int]) -> Taken | None:
+        """Copy sources that lie in slots, or at odd addresses; return None where one has no memory."""
+        made = [*sources]
+        reaches = self._buffers.reaches
+        for way, address in zip(self._by_address, addresses, strict=True):
+            if address and not address & _ODD and not reaches(address):
+                continue
+            source = sources[way.place]
+            if not has_memory(source) or (way.convert is None and is_in_place(source, self._buffers[way.slot])):
+                return None
+            if address % source.itemsize or self._buffers.holds(source):
+                if way.pace:  # with its rows as far apart as the packet says
+                    made[way.place] = source.new_empty_strided(source.shape, source.stride()).copy_(source)
+                else:
+                    made[way.place] = source.clone(memory_format=torch.contiguous_format)
+        sources = tuple(made)
+        return sources, tuple(map(POINTER, self._addressed(sources)))
+
+    def write(self, taken: Taken, live: Live, batch: Any) -> None:  # noqa: C901 - calls within would take longer
+        """Fill from what `take` gave, all but what the device computes. ComputeError where a function raises."""
+        bucket, writers = self._bucket, self._writers
+        clean = self._buffers.clean
+        if writers.distrusts:
+            clean.forget()
+        dirty = clean.begin(bucket, live, bucket.padded)
+        for tails in writers.always:
+            tails.reset(live, bucket.padded)
+        if dirty is not None:
+            for tails in writers.tails:
+                tails.reset(live, dirty)
+        for copies in writers.early:
+            copies.copy(taken, live)
+        packing = self.packing
+        if writers.computes:
+            functions = self._functions or bucket.functions(live)
+            step = bucket.step(live) if functions.ask_step else None
+            for computation in functions.on_host:
+                computation.run(batch, step)
+            if packing is not None:
+                packing.send(*taken, live, functions.packed, batch, step)
+        elif packing is not None:
+            packing.send(*taken, live, ())
+        for copies in writers.late:
+            copies.copy(taken, live)
+        clean.done(bucket, live)
+
+
+def by_address(ways: Sequence[Way]) -> list[Way]:
+    """Choose the ways of sources that are tensors when they are written, in the order of their addresses."""
+    return [way for way in ways if not (way.is_bytes or way.in_place)]
+
+
+def order_of(ways: Sequence[Way]) -> Mapping[int, int]:
+    """Tell, by a source's place, where its address is among those that are taken."""
+    return {way.place: number for number, way in enumerate(by_address(ways))}

@@ -1,0 +1,544 @@
+"""Buckets: the fills of one set of padded sizes and one pattern of absent slots, bound anew for each kind of batch."""
+
+import functools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..admission import Admitted, check_sources, placed
+from ..axes import BATCH, Live, Sizes, Step
+from ..buffers import Buffers
+from ..capabilities import DEVICE, HOST, Capabilities, Lowering, Placement
+from ..computation import Computation, PackedValue
+from ..declaration import Declaration
+from ..errors import BatchError, DeclarationError, blame
+from ..guard import below_modes, outside_inference, without_gradients
+from ..oracle import fill_slot_by_slot
+from ..packet import Feed, Lane, table_of
+from ..plan import FUSED, NONE, Absent, CopyGroup, FillPlan, How, Pattern, TailReset, packed_bytes, plan_fill
+from ..sizing import Sizer
+from ..slots import Slot
+from ..sources import NO_SIDE, RANKS, SETTINGS, STEP, Side, Sources
+from ..tails import Number
+from ..transition import Transition, rows_of_requests
+from ..views import Aliases, Views
+from .bound import BoundPlan, Functions, Writers, order_of
+from .kinds import KindTable, SourceKinds
+from .packing import Carried, Packing
+from .reach import Rows, reach_of
+from .ways import Chooser, Way
+from .writers import (
+    Copies,
+    ForeachCopies,
+    HostCopies,
+    HostTails,
+    PlainCopies,
+    SlicedTails,
+    TailOf,
+    Tails,
+    Taken,
+    keep_newest,
+)
+
+NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets over what needs no packet
+PATTERNS: Final = 64
+"""Patterns that one bucket keeps plans for."""
+Given = Mapping[str, torch.Tensor]
+"""Admitted sources as tensors where their slots are, by slot."""
+VARIANTS: Final = 4
+"""Bound plans that one bucket keeps for batches of the same kinds: a source may be a slot's own memory, or not."""
+_SIZES: Final = frozenset({STEP, SETTINGS})  # what a function needs that depends on nothing but sizes
+
+
+def rows_of(declaration: Declaration, sizes: Sizes) -> Mapping[str, Rows]:
+    """Give the rows of every slot, as functions of live sizes."""
+    fixed = {axis: size for axis, size in sizes.items() if axis.fixed}
+    return {name: Rows(slot, declaration.varying, fixed) for name, slot in declaration.slots.items()}
+
+
+def table_for(declaration: Declaration, sizes: Sizes, sizer: Sizer | None = None) -> KindTable:
+    """Make the table of kinds of a declaration's batches. sizes: of the fixed axes."""
+    return KindTable(declaration, rows_of(declaration, sizes), sizer)
+
+
+@attrs.frozen(eq=False)
+class ShownSlots:
+    """What steps see of a bucket.
+
+    Attributes:
+        live: Live rows on each axis, for which an exact bucket shows this.
+        views: The slots; None for one that is absent or switched off.
+        shown: Aliases of them, for steps and callers.
+        functions: What is computed from them.
+    """
+
+    live: Live
+    views: Views
+    shown: Aliases
+    functions: Functions
+
+
+@attrs.frozen(eq=False)
+class FilledBucket:
+    """A bucket that was filled.
+
+    Attributes:
+        views: The slots; None for one that is absent or switched off.
+        live: Live rows on each axis.
+        on_device: What the device still has to compute.
+    """
+
+    views: Views
+    live: Live
+    on_device: Sequence[Computation]
+
+    def compute_on_device(self, batch: Any = None) -> None:
+        """Run what the device computes from slots: right after an eager fill from `batch`."""
+        run_all(self.on_device, batch)
+
+
+def run_all(computations: Sequence[Computation], batch: Any = None) -> None:
+    """Run what the device computes, in its order."""
+    if computations:
+        with torch.no_grad():
+            for computation in computations:
+                computation.run(batch)
+
+
+@final
+class Bucket:
+    """Fills one bucket of padded sizes, for batches that come without some optional slots.
+
+    Attributes:
+        declaration: The slots.
+        sizes: The padded size of every axis, at most the buffers' capacity.
+        padded: The same of the axes that vary.
+        absent: Optional slots that the batches lack.
+        buffers: The memory of the slots.
+        lowering: How fills are run.
+        exact: Whether steps see live rows only. Such a bucket takes any size up to its own, and has no tails.
+        partial: Whether slots for which nothing is brought are left alone.
+        feed: What packets are sent by.
+        table: The kinds of batches that came.
+        plan: The plan for tensors of the slots' own dtypes.
+        views: The slots at their padded sizes; None for one that is absent or switched off.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        sizes: Sizes,
+        capabilities: Capabilities,
+        buffers: Buffers,
+        *,
+        absent: Absent = NONE,
+        lowering: Lowering = "foreach",
+        feed: Feed = NO_FEED,
+        table: KindTable | None = None,
+        exact: bool = False,
+        partial: bool = False,
+    ) -> None:
+        self.declaration = declaration
+        self.sizes = dict(sizes)
+        self.padded: Live = tuple([sizes[axis] for axis in declaration.varying])
+        self.absent = absent
+        self.buffers = buffers
+        self.lowering: Lowering = lowering
+        self.exact = exact
+        self.partial = partial
+        self.feed = feed
+        self.table = table_for(declaration, sizes) if table is None else table
+        self.rows = self.table.rows
+        self._capabilities = capabilities
+        self._packs = lowering in FUSED or (capabilities.packed_uploads and lowering != "direct")
+        self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
+        self._plans = dict[Pattern, FillPlan]()
+        self.plan = self._planned(Pattern(absent))
+        self.owner = feed.number() if lowering in FUSED else 0
+        self.views = self._views(sizes)
+        self._last: ShownSlots | None = None
+        self._asked = False
+        whole = declaration.step(self.padded, self.sizes)
+        self._padded_sizes = whole.padded_sizes
+        self._fixed = {axis: size for axis, size in whole.live_sizes.items() if axis.fixed}
+        self._fits: Live | None = None
+        self._last_step: tuple[Live, Step] | None = None
+
+    def _views(self, sizes: Sizes) -> Views:
+        names, absent = self.declaration.slots, self.absent
+        views = {name: None if name in absent else self.buffers[name].view(sizes) for name in names}
+        return {**dict.fromkeys(self.declaration.disabled), **views}
+
+    def _views_of(self, live: Live) -> Views:
+        """Slice the live rows of the slots that are there."""
+        found = dict(self.views)
+        with outside_inference():
+            for name, rows in self.rows.items():
+                if found[name] is not None:
+                    found[name] = rows.cut(self.buffers[name].tensor, live)
+        return found
+
+    @functools.cached_property
+    def fused(self) -> frozenset[str]:
+        """What the fill kernel writes."""
+        return frozenset(self.plan.fused)
+
+    def at(self, live: Live) -> ShownSlots:
+        """Give what steps of these sizes see; of an exact bucket what was shown last is kept."""
+        last = self._last
+        if last is None or (self.exact and last.live != live):
+            sizes = self.step(live).live_sizes if self.exact else self.sizes
+            views = self._views_of(live) if self.exact else self.views
+            last = self._last = ShownSlots(live, views, Aliases(views), self._functions(views, sizes))
+        return last
+
+    def compute_on_device(self) -> None:
+        """Run what the device computes, of a bucket that is padded."""
+        run_all(self.functions(self.padded).on_device)
+
+    def step(self, live: Live) -> Step:
+        """Give the sizes of a call as functions see them; the last ones are kept."""
+        last = self._last_step
+        if last is None or last[0] != live:
+            known = dict(zip(self.declaration.varying, live, strict=False))
+            known.update(self._fixed)
+            last = self._last_step = live, Step(known, known if self.exact else self._padded_sizes)
+        return last[1]
+
+    def has_room(self, live: Live) -> bool:
+        """Say whether a batch has no more rows than the bucket."""
+        return all(map(operator.le, live, self.padded))
+
+    def check_room(self, live: Live) -> None:
+        """Raise BatchError where a batch has more rows than the bucket."""
+        for axis, rows, most in zip(self.declaration.varying, live, self.padded, strict=False):
+            if rows > most:
+                raise BatchError(f"the batch has {rows} rows on {axis}, more than the {most} of this bucket")
+
+    def fill(self, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
+        """Fill from a batch of `live` rows on each varying axis; all but what the device computes.
+
+        Raises MissingSourceError and BatchError before anything is written.
+        """
+        plan, taken = self.admit(self.table.gather(batch, side), live)
+        without_gradients(plan.write, taken, live, batch)
+        return self.filled(live)
+
+    def filled(self, live: Live) -> FilledBucket:
+        """Describe a fill of these live sizes."""
+        shown = self.at(live)
+        return FilledBucket(shown.views, live, shown.functions.on_device)
+
+    def admit(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken]:
+        """Choose the bound plan for a batch, and take its sources; nothing is written. Raises as a fill."""
+        return self.take_known(sources, live) or self._admit_anew(sources, live, below_modes(self.table.find, sources))
+
+    def take_known(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
+        """Take the sources of a batch by a plan that was bound for such ones. Return None where there is none."""
+        return below_modes(self._take_known, sources, live)
+
+    def _take_known(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
+        kinds = self.table.find(sources)
+        if kinds is None or not kinds.fit(sources, live):
+            return None
+        return self.take(kinds, sources, live)
+
+    def take(self, kinds: SourceKinds, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
+        """Take sources of known kinds, which have these sizes. Return None where no plan was bound for such ones."""
+        if live is not self._fits:
+            if not self.has_room(live):
+                return None
+            self._fits = live
+        plans: list[BoundPlan] = kinds.plans.get(self, [])
+        for plan in plans:
+            taken = plan.take(sources, live)
+            if taken is not None:
+                if plan is not plans[0]:
+                    kinds.plans[self] = [plan, *(other for other in plans if other is not plan)]
+                return plan, taken
+        return None
+
+    def _admit_anew(self, sources: Sources, live: Live, kinds: SourceKinds | None) -> tuple[BoundPlan, Taken]:
+        """Look at each source, plan, and bind the plan. Raises as a fill."""
+        plan = self._bind(sources, live)
+        taken = below_modes(plan.take, sources, live)
+        if taken is None:
+            raise BatchError("sources changed while they were looked at")
+        kinds = self.table.add(sources) if kinds is None else kinds
+        kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:VARIANTS]
+        return plan, taken
+
+    def fill_slot_by_slot(
+        self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None
+    ) -> FilledBucket:
+        """Fill by the oracle, what the device computes included. Raises as a fill. given: what `tensors` gave."""
+        given = self.tensors(batch, live, side) if given is None else given
+        self.buffers.distrust()
+        fill_slot_by_slot(self.declaration, self.buffers, self._capabilities, self.step(live), batch, side, given)
+        return FilledBucket(self.at(live).views, live, ())
+
+    def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
+        """Give what a fill would copy, by slot, as tensors where slots are; nothing is written. Raises as a fill."""
+        return self.tensors_of(self.table.gather(batch, side), live)
+
+    def tensors_of(self, sources: Sources, live: Live) -> dict[str, torch.Tensor]:
+        """Give what a fill from these sources would copy, likewise."""
+        self.check_room(live)
+        move = self.feed.move if self._packs else None
+        found = self._admitted(sources, live)
+        return {to.name: placed(to, source, tensor, self.buffers, move) for to, source, tensor in found}
+
+    def functions(self, live: Live) -> Functions:
+        """Give the functions for a call of these sizes."""
+        return self.at(live).functions
+
+    def _functions(self, views: Views, sizes: Sizes) -> Functions:
+        """Bind the functions to views. sizes: of what they write."""
+        if not self._asked:
+            self._ask(self.step(self.padded))
+            self._asked = True
+        on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
+        for one in self.plan.computed:
+            computation = self.computation(one.slot, views, sizes)
+            if one.slot in self._packed_values:
+                packed.append(PackedValue.of(computation))
+            else:
+                (on_host if one.on == HOST else on_device).append(computation)
+        ask_step = any(one.asks_step for one in on_host) or any(one.computation.asks_step for one in packed)
+        return Functions(on_host, packed, on_device, ask_step)
+
+    def computation(self, slot: str, views: Views, sizes: Sizes) -> Computation:
+        """Bind a computed slot's function to what it needs of views. sizes: of what it writes."""
+        given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
+        return Computation.bind(slot, self.declaration, {**given, **views}, self.buffers[slot].view(sizes))
+
+    @functools.cached_property
+    def _packed_values(self) -> tuple[str, ...]:
+        """Computed slots whose values ride in the packet, in the order in which they are computed."""
+        return tuple([one.slot for one in self.plan.computed if one.packed])
+
+    def _ask(self, step: Step) -> None:
+        """Call each function of sizes alone once: DeclarationError where it asks for an unknown size.
+
+        Any other error waits for the fill that needs the function's value.
+        """
+        for planned in self.plan.computed:
+            compute = self.declaration.functions[planned.slot]
+            if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
+                given = self.declaration.given(step)
+                try:
+                    compute.function(**{need: given[need] for need in compute.needs})
+                except DeclarationError as error:
+                    blame(planned.slot, compute.function, error)
+                except Exception:  # noqa: BLE001, S112 - see above
+                    continue
+
+    @functools.cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """What the kernel writes, in the order of the plan."""
+        pads = {tail.slot: tail.value for tail in self.plan.tails}
+        return tuple([self._lane(name, self.declaration.slots[name], pads.get(name)) for name in self.plan.fused])
+
+    def _lane(self, name: str, slot: Slot, pad: Number | None) -> Lane:
+        """Describe one slot's way through the kernel, and what it advances to there."""
+        lane = Lane.of(name, self.buffers[name].view(self.sizes), slot.varying, pad)
+        source, add = self.transitions[DEVICE].sources.get(name, (None, 0))
+        lane = attrs.evolve(lane, source=None if source is None else source.view(self.sizes), add=add)
+        if name in self.declaration.functions:  # the host computes all rows
+            return attrs.evolve(lane, inner=lane.row)
+        if not slot.varying:
+            return lane
+        counted, shape = self.declaration.counted, lane.target.shape
+        first, last = slot.varying[0], slot.varying[-1]
+        lane = attrs.evolve(lane, count=counted.index(slot.shape[last]))
+        if first != last:
+            return attrs.evolve(lane, within=math.prod(shape[first + 1 : last]), owns=counted.index(slot.shape[first]))
+        requests = self.sizes.get(BATCH)
+        return attrs.evolve(lane, each=lane.row // requests if requests and rows_of_requests(slot, self.sizes) else 0)
+
+    @functools.cached_property
+    def transitions(self) -> Mapping[Placement, Transition]:
+        """The rules of slots on the device, and of those on the host."""
+        slots = self.declaration.slots
+        written = {tail.slot: tail.value for tail in self.plan.tails if tail.always}
+        found: dict[Placement, Transition] = {}
+        for side in (DEVICE, HOST):
+            rules = [one for one in self.plan.advances if slots[one.slot].placement == side]
+            lanes = self.fused if self.lowering == "in_graph" and side == DEVICE else None
+            found[side] = Transition(rules, written, lanes, self.declaration, self.buffers, self.views, self.sizes)
+        return found
+
+    def tails(self, live: Live, *, always: bool) -> Iterator[tuple[torch.Tensor, Number]]:
+        """Slice the padded rows that copies leave, of tails that each step resets, or of those that may be clean."""
+        for tail in self.plan.tails:
+            if tail.always == always and not tail.fused:
+                for part in self.rows[tail.slot].tails(self.buffers[tail.slot].tensor, live, self.padded):
+                    yield part, tail.value
+
+    def table_of_lanes(self, block: int) -> npt.NDArray[np.int64]:
+        """Make the kernel's table of the lanes, in blocks of so many words."""
+        return table_of(self.lanes, block, self.owner, len(self.declaration.counted))
+
+    def _bind(self, sources: Sources, live: Live) -> BoundPlan:
+        """Admit sources, and bind a plan for their kinds. BatchError where one does not fit; nothing is written."""
+        self.check_room(live)
+        self.at(live)  # functions are bound, and asked, before anything is written
+        ways = self._ways(sources, live)
+        plan = self._planned(self._pattern(ways))
+        return BoundPlan(plan, self, self.buffers, ways, self._writers(plan, ways))
+
+    def _admitted(self, sources: Sources, live: Live) -> Admitted:
+        """Check the sources of the slots that are there, each also as a tensor. Raises as `check_sources`."""
+        asked = list[Any]()
+        for name, source in zip(self.table.names, sources, strict=True):
+            if not self._is_left_out(name, source):
+                asked.append((self.buffers[name], source, self.rows[name].extent(live)))
+        return check_sources(asked)
+
+    def _is_left_out(self, name: str, source: Any) -> bool:
+        """Say whether nothing is brought for a slot."""
+        return name in self.absent or (self.partial and source is None)
+
+    def _ways(self, sources: Sources, live: Live) -> list[Way]:
+        """Choose how each source reaches its slot. MissingSourceError and BatchError where one does not fit."""
+        places = {name: place for place, name in enumerate(self.table.names)}
+        ways = list[Way]()
+        for to, source, tensor in self._admitted(sources, live):
+            name = to.name
+            is_lane = name in self.fused
+            is_packed = name in self._room and (is_lane or self.lowering not in FUSED)
+            move = self.feed.move if self._packs and to.slot.placement == DEVICE else None
+            direct = self._is_direct(name)
+            chooser = Chooser(
+                to, self.rows[name], self.buffers, is_direct=direct, is_lane=is_lane, is_packed=is_packed, move=move
+            )
+            ways.append(chooser.choose(places[name], source, tensor))
+        return ways
+
+    def _is_direct(self, name: str) -> bool:
+        """Say whether a slot is written by its address in host memory."""
+        return self.lowering == "direct" or self.declaration.slots[name].placement == HOST
+
+    def _pattern(self, ways: Sequence[Way]) -> Pattern:
+        """Tell which plan sources need: the kernel takes them all by one."""
+        if self.lowering in FUSED:
+            return Pattern(self.absent)
+        in_place = [way.slot for way in ways if way.in_place]
+        hosted = [way.slot for way in ways if way.is_bytes and way.slot in self._room]
+        others = frozenset((way.slot, way.dtype) for way in ways if way.dtype != way.target.dtype)
+        return Pattern(self.absent, in_place, hosted, others)
+
+    def _planned(self, pattern: Pattern) -> FillPlan:
+        known = self._plans.get(pattern)
+        if known is None:
+            given = self.declaration, self.sizes, self._capabilities, pattern
+            known = plan_fill(*given, lowering=self.lowering, foreign=self.buffers.foreign)
+            keep_newest(self._plans, PATTERNS)[pattern] = known
+        return known
+
+    def _writers(self, plan: FillPlan, ways: Sequence[Way]) -> Writers:
+        """Make what a plan writes with."""
+        order, packing = order_of(ways), None
+        if plan.lowering in FUSED or plan.packed:
+            packing = self._packing(plan, ways, order)
+        early, late = list[Copies](), list[Copies]()
+        for group in _merged(plan):
+            ways_of_group = [way for way in ways if way.slot in group.slots and not way.in_place]
+            is_late = packing is not None and group.placement == DEVICE
+            made = self._copies(group.how, ways_of_group, [n for n in plan.packed if n in group.slots], packing, order)
+            (late if is_late else early).extend(made)
+        resets = [] if self.exact or self.partial else [tail for tail in plan.tails if not tail.fused]
+        in_place = any(way.in_place and way.slot not in self.fused for way in ways)
+        return Writers(
+            always=self._tails([tail for tail in resets if tail.always]),
+            tails=self._tails([tail for tail in resets if not tail.always]),
+            early=early,
+            late=late,
+            packing=packing,
+            computes=not self.partial and any(one.on == HOST for one in plan.computed),
+            distrusts=in_place and plan.lowering in FUSED,  # of which no plan of these says so
+        )
+
+    def _packing(self, plan: FillPlan, ways: Sequence[Way], order: Mapping[int, int]) -> Packing:
+        """Lay out the packet."""
+        carried = list[Carried]()
+        for way in ways:
+            if way.is_bytes and (way.slot in self.fused or way.slot in plan.packed):
+                carried.append(Carried(way.slot, way.target, way.dtype, self.rows[way.slot], None, way.place))
+        for name in () if self.partial else self._packed_values:
+            target = self.buffers[name].tensor
+            padded = None if self.exact else self.padded
+            carried.append(Carried(name, target, target.dtype, self.rows[name], padded))
+        fixed = {axis: size for axis, size in self.sizes.items() if axis.fixed}
+        counted = [reach_of(size, self.declaration.varying, fixed) for size in self.declaration.counted]
+        lanes = self.lanes if plan.lowering in FUSED else ()
+        made = Packing(self.feed, lanes, self.owner, counted, ways, order, carried, partial=self.partial)
+        if made.nbytes(self.padded) > self.feed.room:
+            raise ValueError(f"the packet has {self.feed.room} bytes, too few for a bucket that it was not made for")
+        return made
+
+    def _copies(
+        self, how: How, ways: Sequence[Way], packed: Sequence[str], packing: Packing | None, order: Mapping[int, int]
+    ) -> Iterator[Copies]:
+        """Make what copies the slots of one group. packed: those that are copied from parts of the packet."""
+        others = [way for way in ways if way.slot not in packed]
+        direct = [way for way in others if way.is_piece and (way.is_bytes or how == "direct")]
+        others = [way for way in others if way not in direct]
+        if direct:
+            yield HostCopies(direct, order, self.rows)
+        if how == "foreach":
+            if others or packed:
+                yield ForeachCopies(others, packed, packing, self.rows)
+            return
+        if how == "direct":
+            if others:
+                yield PlainCopies(others, self.rows)
+            return
+        for way in others:
+            yield ForeachCopies((way,), (), packing, self.rows)
+        for name in packed:
+            yield ForeachCopies((), (name,), packing, self.rows)
+
+    def _tails(self, tails: Sequence[TailReset]) -> list[Tails]:
+        """Make what resets some tails."""
+        direct, others = list[TailOf](), list[TailOf]()
+        for one in tails:
+            tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value)
+            (direct if self._is_direct(one.slot) else others).append(tail)
+        made: list[Tails] = [HostTails(direct)] if direct else []
+        return [*made, SlicedTails(others, self.padded)] if others else made
+
+
+def _merged(plan: FillPlan) -> list[CopyGroup]:
+    """The groups that are copied together: all direct ones, and, where the device can, all foreach ones."""
+    groups = list[CopyGroup]()
+    for how in ("direct", "foreach", "single"):
+        found = [group for group in plan.copies if group.how == how]
+        if found and (how == "direct" or (how == "foreach" and plan.mixed)):
+            found = [attrs.evolve(found[0], slots=tuple(name for group in found for name in group.slots))]
+        groups += found
+    return groups
+
+
+def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
+    """Give what a fill would have made, with the batch's tensors in the place of copies, of their own dtypes.
+
+    Host data comes as a tensor where its slot is, and what the step writes as a copy. Raises as a fill does.
+    """
+    given = bucket.tensors(batch, live, side)
+    slots = bucket.declaration.slots
+    own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
+    views = {**bucket.at(live).shown(), **own}
+    step = bucket.step(live)
+    computed = [(one.on, bucket.computation(one.slot, views, step.live_sizes)) for one in bucket.plan.computed]
+    with torch.no_grad():
+        for on, computation in computed:
+            if on == HOST:
+                computation.run(batch, step)
+    return FilledBucket(views, live, [computation for on, computation in computed if on == DEVICE])

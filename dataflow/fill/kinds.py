@@ -1,0 +1,298 @@
+"""Kinds: what makes one batch like another but for its sizes, and how live sizes are read from its sources."""
+
+import collections
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+
+from ..axes import Dim, Live
+from ..declaration import Declaration
+from ..guard import Guard, dense_places, own_guard
+from ..sizing import Sizer
+from ..sources import Gather, Side, Sources, chosen
+from .reach import Reach, Rows
+
+KINDS: Final = 8
+"""Kinds of batches that a table keeps. The oldest goes first."""
+MOST_DIMS: Final = 64
+"""Dims that torch's tensors have at most."""
+_SHAPE: Final = operator.attrgetter("shape")
+_IS_NESTED: Final = operator.attrgetter("is_nested")
+_UNLIKE: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""What reading a source raises that is of another kind than the one before it."""
+
+
+@attrs.frozen
+class SizesAlike:
+    """Dims of sources that must have one size.
+
+    Attributes:
+        reach: The size for live sizes.
+        dims: Each source's place among those that are present, and its dim.
+    """
+
+    reach: Reach
+    dims: list[tuple[int, int]]
+
+
+@attrs.frozen
+class Teller:
+    """The dim of a source that tells how many rows an axis has: its size is `base + slope * rows`.
+
+    Attributes:
+        source: The source's place among those that are present.
+        dim: The dim.
+        base: Its size for no rows.
+        slope: What each row adds.
+    """
+
+    source: int
+    dim: int
+    base: int
+    slope: int
+
+
+@attrs.frozen
+class Sizing:
+    """How live sizes are read.
+
+    Attributes:
+        tellers: What tells each independent axis; None where no source does, and there are no rows.
+        lines: By axis of the live sizes, the teller that it follows from, and the base and slope by which it does.
+    """
+
+    tellers: Sequence[Teller | None]
+    lines: Sequence[tuple[int, int, int]]
+
+
+def shape_of_list(value: Any) -> tuple[int, ...]:
+    """Read the shape of nested lists by the first row of each. Whoever converts them checks the other rows."""
+    shape = list[int]()
+    while isinstance(value, list | tuple) and len(shape) <= MOST_DIMS:  # one that holds itself has no end
+        shape.append(len(value))
+        value = value[0] if value else None
+    return tuple(shape)
+
+
+class SourceKinds:
+    """The kind of each source of a batch: its type, dtype, device and layout. Sizes along axes are free.
+
+    Attributes:
+        absent: Optional slots that no source is there for.
+        plans: What was bound for batches of these kinds, by bucket.
+    """
+
+    __slots__ = (
+        "_dense",
+        "_dtypes",
+        "_guard",
+        "_last",
+        "_missing",
+        "_of_tensors",
+        "_present",
+        "_ranks",
+        "_readers",
+        "_sizes",
+        "_sizing",
+        "_types",
+        "absent",
+        "plans",
+    )
+
+    def __init__(
+        self,
+        like: Sources,
+        rows: Sequence[Rows],
+        sizes: Sequence[SizesAlike],
+        sizing: Sizing | None,
+        absent: frozenset[str],
+    ) -> None:
+        """Take the kinds of a batch's sources, which were admitted.
+
+        Args:
+            like: The sources, None for an absent one.
+            rows: By source, the rows of its slot.
+            sizes: The sizes that dims must have.
+            sizing: How live sizes are read; None where the caller gives them.
+            absent: Optional slots that no source is there for.
+        """
+        self.absent = absent
+        self.plans = dict[Any, list[Any]]()
+        present = [place for place, source in enumerate(like) if source is not None]
+        tensors = [place for place in present if isinstance(like[place], torch.Tensor)]
+        others = [place for place in present if place not in tensors]
+        self._missing = [place for place, source in enumerate(like) if source is None]
+        self._present = chosen(present)
+        self._of_tensors = chosen(tensors)
+        given = [like[place] for place in tensors], [rows[place].dims for place in tensors]
+        self._guard = own_guard(*given)
+        self._dense = [tensors[place] for place in dense_places(*given)]
+        self._types = [(place, type(like[place])) for place in others]
+        self._dtypes = [(place, like[place].dtype) for place in others if isinstance(like[place], np.ndarray)]
+        self._ranks = [(number, len(rows[place].shape)) for number, place in enumerate(present) if place in others]
+        are_lists = [isinstance(like[place], list | tuple) for place in present]
+        self._readers = [shape_of_list if is_list else _SHAPE for is_list in are_lists] if others else None
+        self._sizes = sizes
+        self._sizing = sizing
+        self._last: tuple[Sequence[Sequence[int]] | None, Live, Guard | None] = None, (), None
+
+    def read(self, sources: Sources) -> Live | None:
+        """Read the live size of each axis. Return None for sources of other kinds, or that do not agree."""
+        last_shapes, last_live, again = self._last
+        if again is not None and self._are_again(again, sources):
+            return last_live
+        shapes = self._shapes(sources)
+        if shapes is None:
+            return None
+        if shapes == last_shapes:
+            again = own_guard(self._present(sources)) if self._readers is None and not self._missing else None
+            self._last = shapes, last_live, again
+            return last_live
+        live = self._read(shapes)
+        if live is None or not self._agree(shapes, live):
+            return None
+        self._last = shapes, live, None  # in one assignment: an interrupt finds all or none of them
+        return live
+
+    def _are_again(self, again: Guard, sources: Sources) -> bool:
+        """Say whether sources are as the last ones, sizes included."""
+        present = self._present(sources)
+        try:
+            return True not in map(_IS_NESTED, present) and again(*present)  # at a nested one it ends the process
+        except AttributeError:  # no tensor
+            return False
+
+    def fit(self, sources: Sources, live: Live) -> bool:
+        """Say whether sources are of these kinds, and of given live sizes."""
+        shapes = self._shapes(sources)
+        return shapes is not None and self._agree(shapes, live)
+
+    def match(self, sources: Sources) -> bool:
+        """Say whether sources are of these kinds, whatever their sizes."""
+        return self._shapes(sources) is not None
+
+    def _shapes(self, sources: Sources) -> Sequence[Sequence[int]] | None:  # noqa: C901, PLR0911 - each of them a test
+        """Read the shape of each source that is there. Return None for sources of other kinds."""
+        try:
+            present = self._present(sources)
+            if self._readers is None:
+                shapes = tuple(map(_SHAPE, present))
+                tensors = present
+            else:
+                shapes = tuple([read(source) for read, source in zip(self._readers, present, strict=True)])
+                tensors = self._of_tensors(sources)
+            if not self._guard(*tensors):  # of nested tensors, at which it ends the process, the shape was refused
+                return None
+            for place in self._dense:
+                if not sources[place].is_contiguous():
+                    return None
+            for place in self._missing:
+                if sources[place] is not None:
+                    return None
+            for place, kind in self._types:
+                if type(sources[place]) is not kind:
+                    return None
+            for place, dtype in self._dtypes:
+                if sources[place].dtype != dtype:
+                    return None
+        except _UNLIKE:
+            return None
+        return shapes
+
+    def _read(self, shapes: Sequence[Sequence[int]]) -> Live | None:
+        """Read live sizes from shapes."""
+        rows = list[int]()
+        sizing = self._sizing
+        if sizing is None:
+            return None
+        for teller in sizing.tellers:
+            if teller is None:
+                rows.append(0)
+                continue
+            shape = shapes[teller.source]
+            if len(shape) <= teller.dim:  # nested lists that are not nested as deep
+                return None
+            count, rest = divmod(shape[teller.dim] - teller.base, teller.slope)
+            if rest or count < 0:
+                return None
+            rows.append(count)
+        return tuple([base + slope * rows[teller] for teller, base, slope in sizing.lines])
+
+    def _agree(self, shapes: Sequence[Sequence[int]], live: Live) -> bool:
+        """Say whether each dim has the size that live sizes give it."""
+        for source, rank in self._ranks:
+            if len(shapes[source]) != rank:
+                return False
+        for alike in self._sizes:
+            size = alike.reach(live)
+            for source, dim in alike.dims:
+                if shapes[source][dim] != size:
+                    return False
+        return True
+
+
+class KindTable:
+    """Finds the kinds of a batch's sources among those that came before.
+
+    Attributes:
+        names: The slots that batches have sources for.
+        gather: Reads all of these from a batch, in their order.
+        rows: The rows of each slot.
+        known: The kinds that came before, the last ones first.
+    """
+
+    def __init__(self, declaration: Declaration, rows: Mapping[str, Rows], sizer: Sizer | None = None) -> None:
+        """Make an empty one. sizer: says what tells live sizes; None where callers give them."""
+        self.names = tuple(declaration.sources)
+        self.gather: Callable[[Any, Side], Sources] = Gather([*declaration.sources.values()])
+        self.rows = rows
+        self._rows = [rows[name] for name in self.names]
+        self._sizer = sizer
+        self.known = list[SourceKinds]()
+
+    def find(self, sources: Sources) -> SourceKinds | None:
+        """Find the kinds of sources. Those that were found last are tried first."""
+        for kinds in self.known:
+            if kinds.match(sources):
+                if (
+                    kinds is not self.known[0]
+                ):  # in one assignment: an interrupt finds the list as it was or as it will be
+                    self.known[:] = [kinds, *(other for other in self.known if other is not kinds)]
+                return kinds
+        return None
+
+    def add(self, sources: Sources) -> SourceKinds:
+        """Take up the kinds of a batch that was admitted."""
+        present = [place for place, source in enumerate(sources) if source is not None]
+        often = collections.Counter(map(id, sources))
+        sizes = dict[Dim, SizesAlike]()
+        for number, place in enumerate(present):
+            rows, source = self._rows[place], sources[place]
+            is_guarded = isinstance(source, torch.Tensor) and often[id(source)] == 1
+            dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard knows the other dims
+            for dim in dims:
+                alike = sizes.setdefault(rows.sizes[dim], SizesAlike(rows.shape[dim], []))
+                alike.dims.append((number, dim))
+        absent = frozenset([self.names[place] for place, source in enumerate(sources) if source is None])
+        kinds = SourceKinds(sources, self._rows, [*sizes.values()], self._sizing(present), absent)
+        self.known[:] = [kinds, *self.known[: KINDS - 1]]
+        return kinds
+
+    def forget(self) -> None:
+        """Forget all kinds, and what was bound for them."""
+        self.known[:] = []
+
+    def _sizing(self, present: Sequence[int]) -> Sizing | None:
+        """Choose what tells live sizes, of the sources that are there."""
+        if self._sizer is None:
+            return None
+        at = {self.names[place]: number for number, place in enumerate(present)}
+        tellers = list[Teller | None]()
+        for gauges in self._sizer.gauges:
+            one = next((gauge for gauge in gauges if gauge.slot in at), None)
+            tellers.append(None if one is None else Teller(at[one.slot], one.dim, one.base, one.slope))
+        return Sizing(tellers, self._sizer.lines)

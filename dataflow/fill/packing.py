@@ -1,0 +1,182 @@
+"""Packing: what a bound plan's packet holds in one call, and where: see `..packet` for the layout."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+
+from ..axes import Extent, Live
+from ..computation import PackedValue
+from ..packet import HEAD, UNIT, WORD, Feed, Lane, code_of, head_bytes, rounded
+from ..sources import Sources, chosen
+from .reach import Reach, Rows
+from .ways import Way
+
+_PADDING: Final = [bytes(-nbytes % UNIT) for nbytes in range(UNIT)]
+"""By what is over in the last unit, the bytes that fill it up."""
+
+
+@attrs.frozen(eq=False)
+class Carried:
+    """What the packet carries for one slot: host data of the batch, or a value that the host computes.
+
+    Attributes:
+        slot: The slot's name.
+        target: The slot's buffer, at full capacity.
+        dtype: The dtype of what is carried.
+        rows: The slot's rows.
+        padded: Padded rows on each axis, all of which are carried; None for live rows alone.
+        place: The source's place; None for what the host computes.
+    """
+
+    slot: str
+    target: torch.Tensor
+    dtype: torch.dtype
+    rows: Rows
+    padded: Live | None
+    place: int | None = None
+
+    def shape(self, live: Live) -> Extent:
+        """Tell the shape of what is carried."""
+        return self.rows.extent(live if self.padded is None else self.padded)
+
+    def nbytes(self, live: Live) -> int:
+        """Tell its bytes."""
+        nbytes = self.dtype.itemsize
+        for size in self.shape(live):
+            nbytes *= size
+        return nbytes
+
+
+class Packing:
+    """Packs and sends the packet of one bound plan.
+
+    Attributes:
+        feed: What the packet is sent by.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_base",
+        "_carried",
+        "_codes",
+        "_counted",
+        "_head",
+        "_last",
+        "_order",
+        "_owner",
+        "_parts",
+        "_spare",
+        "_start",
+        "feed",
+    )
+
+    def __init__(
+        self,
+        feed: Feed,
+        lanes: Sequence[Lane],
+        owner: int,
+        counted: Sequence[Reach],
+        ways: Sequence[Way],
+        order: Mapping[int, int],
+        carried: Sequence[Carried],
+        *,
+        partial: bool,
+    ) -> None:
+        """Lay out what does not depend on sizes.
+
+        Args:
+            feed: What the packet is sent by.
+            lanes: What the kernel writes.
+            owner: The number of the kernel's table.
+            counted: The sizes of which the packet has the live count.
+            ways: How sources reach their slots.
+            order: By a source's place, where its address is among those that are taken.
+            carried: What travels in the packet: first host data in the order of its ways, then computed values.
+            partial: Whether lanes for which nothing is brought are left alone.
+        """
+        self.feed = feed
+        self._owner = owner
+        self._counted = counted
+        self._carried = carried
+        self._parts = [one.place for one in carried if one.place is not None]
+        self._spare = [0] * len(counted)  # the counts of the step before an edit
+        self._head = struct.Struct(f"<{HEAD + 2 * len(counted)}q")
+        self._start = rounded(head_bytes(len(lanes), len(counted)))
+        self._base = feed.upload.packet.data_ptr()
+        by_slot = {way.slot: way for way in ways if not way.in_place}
+        codes, paces, picked = list[int](), list[int](), list[int]()
+        places = {one.slot: len(order) + number for number, one in enumerate(carried)}
+        nowhere = len(order) + len(carried)
+        for lane in lanes:
+            way = by_slot.get(lane.slot)
+            if way is None:
+                is_left = partial and lane.slot not in places
+                codes.append(-1 if is_left else 0)
+            else:
+                codes.append(code_of(way.dtype, lane.target.dtype))
+            paces.append(0 if way is None else way.pace)
+            by_address = nowhere if way is None or way.is_bytes else order[way.place]
+            picked.append(places.get(lane.slot, by_address))
+        self._codes = struct.pack(f"<{2 * len(lanes)}q", *codes, *paces)
+        self._order = chosen(picked)
+        fill = self._start - WORD * (HEAD + 2 * len(counted) + 3 * len(lanes))
+        self._addresses = struct.Struct(f"<{len(lanes)}Q{fill}x")
+        self._last: tuple[tuple[int, ...] | None, Live, bytes] = None, (), b""
+
+    def nbytes(self, live: Live) -> int:
+        """Tell the bytes of the packet of a call."""
+        return self._start + sum(rounded(one.nbytes(live)) for one in self._carried)
+
+    def send(
+        self, sources: Sources, addresses: tuple[int, ...], live: Live, values: Sequence[PackedValue], *given: Any
+    ) -> None:
+        """Send the packet of a call. values: what the host computes now. given: the batch and its step."""
+        data = self.pack(sources, addresses, live)
+        for value in values:
+            data += value.bytes_of(*given)
+        self.feed.send(data, sources)
+
+    def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
+        """Pack the words and the host data of a call."""
+        last_addresses, last_live, words = self._last
+        if addresses != last_addresses or live != last_live:
+            words = self._pack_words(addresses, live)
+        if not self._parts:
+            return words
+        pieces = [words]
+        for place in self._parts:
+            part = sources[place]
+            pieces.append(part)
+            pieces.append(_PADDING[len(part) % UNIT])
+        return b"".join(pieces)
+
+    def _pack_words(self, addresses: tuple[int, ...], live: Live) -> bytes:
+        """Pack the words, and keep them for a call of the same sizes and addresses."""
+        counts = [reach(live) for reach in self._counted]
+        starts = [self._base + start for start in self._starts(live)]
+        head = self._head.pack(self._owner, 0, 0, 0, *counts, *self._spare)
+        words = head + self._codes + self._addresses.pack(*self._order((*addresses, *starts, 0)))
+        self._last = addresses, live, words  # in one assignment: an interrupt finds all or none of them
+        return words
+
+    def _starts(self, live: Live) -> list[int]:
+        """Tell where in the packet each part begins."""
+        starts = list[int]()
+        start = self._start
+        for one in self._carried:
+            starts.append(start)
+            start += rounded(one.nbytes(live))
+        return starts
+
+    def part(self, slot: str, live: Live) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the rows of a slot, and the part of the packet that is copied there."""
+        starts = self._starts(live)
+        for one, start in zip(self._carried, starts, strict=True):
+            if one.slot == slot:
+                target = one.rows.cut(one.target, live if one.padded is None else one.padded)
+                part = self.feed.upload.packet[start : start + one.nbytes(live)]
+                return target, part.view(one.dtype).view(one.shape(live))
+        raise KeyError(slot)

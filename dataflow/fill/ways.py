@@ -1,0 +1,177 @@
+"""Ways: how one source of a kind reaches its slot: from its address, converted first, or as bytes."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+
+from ..admission import admitted, dense_of, is_hosted, is_in_place, lane_takes
+from ..axes import Extent
+from ..buffers import Buffer, Buffers
+from ..hostdata import NOT_CARRIED, bytes_of_list, bytes_of_tensor
+from ..packet import row_stride
+from .reach import Rows
+
+Convert = Callable[..., Any]
+FEW_ROWS: Final = 4
+"""Outer rows up to which they are copied by address one by one: a copy by torch takes as long as so many."""
+
+
+@attrs.frozen(eq=False)
+class Way:
+    """How one source reaches its slot.
+
+    Attributes:
+        slot: The slot's name.
+        target: The slot's buffer, at full capacity.
+        place: The source's place among those of a batch.
+        dtype: The dtype of what is written, the slot's own where nobody converts.
+        convert: Makes a tensor or bytes of the source first; None where it is taken as it is.
+        rows: The rows of the slot, where `convert` also asks for the shape; else None.
+        is_bytes: Whether bytes are written.
+        is_piece: Whether what is written has the slot's own dtype and lies in one piece, or in few.
+        in_place: Whether the source is the slot's own memory, which a producer has written.
+        pace: Elements from one outer row to the next, of a tensor with rows apart; 0 where rows follow one another.
+    """
+
+    slot: str
+    target: torch.Tensor
+    place: int
+    dtype: torch.dtype
+    convert: Convert | None = None
+    rows: Rows | None = None
+    is_bytes: bool = False
+    is_piece: bool = False
+    in_place: bool = False
+    pace: int = 0
+
+
+@attrs.frozen
+class Chooser:
+    """Chooses the way of an admitted source to its slot.
+
+    Attributes:
+        to: The slot's buffer.
+        rows: The slot's rows.
+        buffers: All buffers, in which sources may lie.
+        is_direct: Whether the slot is written by its address in host memory.
+        is_lane: Whether the fill kernel writes the slot.
+        is_packed: Whether a packet takes the slot's host data.
+        move: Takes other host data to the device; None where the device has no uploads.
+    """
+
+    to: Buffer
+    rows: Rows
+    buffers: Buffers
+    is_direct: bool = False
+    is_lane: bool = False
+    is_packed: bool = False
+    move: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def choose(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
+        """Choose the way of a source, which was admitted as a tensor."""
+        to = self.to
+        target, own = to.tensor, to.tensor.dtype
+        if isinstance(source, torch.Tensor) and is_in_place(source, to):
+            return Way(to.name, target, place, own, in_place=True)
+        if self.is_direct:
+            return self._to_the_host(place, source, tensor)
+        if is_hosted(to, source):
+            return self._to_the_device(place, source, tensor)
+        return self._from_an_address(place, source)
+
+    def _from_an_address(self, place: int, source: torch.Tensor) -> Way:
+        """Choose for a tensor that lies where its slot does."""
+        to, own = self.to, self.to.tensor.dtype
+        is_plain = not (source.is_neg() or source.is_conj())  # of negated bytes no negative numbers are made later
+        if is_plain and not self.is_lane:
+            return Way(to.name, to.tensor, place, source.dtype)
+        if is_plain and lane_takes(to, source.dtype):
+            if source.is_contiguous():
+                return Way(to.name, to.tensor, place, source.dtype)
+            varying = to.slot.varying
+            pace = row_stride(source, varying[-1]) if varying else None
+            if pace is not None:
+                return Way(to.name, to.tensor, place, source.dtype, pace=pace)
+        return Way(to.name, to.tensor, place, own, _plain_copy(own))
+
+    def _to_the_host(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
+        """Choose for a slot in host memory, which no kernel writes."""
+        to, own = self.to, self.to.tensor.dtype
+        lies_first = to.slot.varying in ((), (0,))
+        if isinstance(source, torch.Tensor):
+            if source.is_neg() or source.is_conj():
+                return Way(to.name, to.tensor, place, source.dtype, _plain_copy(source.dtype))
+            is_piece = has_few_rows(to) and source.dtype == own and source.is_contiguous()
+            return Way(to.name, to.tensor, place, source.dtype, is_piece=is_piece)
+        convert = self._bytes_of(source, tensor) if lies_first and tensor.dtype == own else None
+        if convert is not None:
+            return Way(to.name, to.tensor, place, own, convert, is_bytes=True, is_piece=True)
+        return Way(to.name, to.tensor, place, own, self._dense, self.rows)
+
+    def _to_the_device(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
+        """Choose for host data of a slot on a device: in the packet, by an upload of its own, or by a copy."""
+        to, own = self.to, self.to.tensor.dtype
+        if self.is_packed:
+            is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
+            convert = self._bytes_of(source, tensor) if is_taken else None
+            if convert is not None:
+                return Way(to.name, to.tensor, place, tensor.dtype, convert, is_bytes=True)
+            return Way(to.name, to.tensor, place, own, self._dense_bytes, self.rows, is_bytes=True)
+        return Way(to.name, to.tensor, place, own, self._moved, self.rows)
+
+    def _bytes_of(self, source: Any, tensor: torch.Tensor) -> Convert | None:
+        """Choose what makes bytes of host data without a tensor in between; None where one is needed."""
+        own = self.to.tensor.dtype
+        if isinstance(source, torch.Tensor):
+            is_plain = source.is_contiguous() and not source.is_neg() and not source.is_conj()
+            return bytes_of_tensor if is_plain else None
+        if type(source) is np.ndarray:
+            return np.ndarray.tobytes
+        if type(source) in (list, tuple) and tensor.dim() == 1 and tensor.dtype == own:
+            try:
+                bytes_of_list(source, own)
+            except NOT_CARRIED:  # numbers of other kinds
+                return None
+            return _packer_of_lists(own)
+        return None
+
+    def _dense(self, source: Any, shape: Extent) -> torch.Tensor:
+        """Make a host tensor of the slot's dtype and of a shape of host data of any kind, outside of all slots."""
+        return dense_of(admitted(self.to, source, shape), self.to.tensor.dtype, self.buffers)
+
+    def _dense_bytes(self, source: Any, shape: Extent) -> bytes:
+        """Make bytes of it."""
+        return bytes_of_tensor(self._dense(source, shape))
+
+    def _moved(self, source: Any, shape: Extent) -> torch.Tensor:
+        """Make a tensor on the device of it."""
+        made = self._dense(source, shape)
+        return made.to(self.to.tensor.device) if self.move is None else self.move(made)
+
+
+def has_few_rows(to: Buffer) -> bool:
+    """Say whether the live rows of a slot are so few pieces that each is best copied by its address."""
+    varying = to.slot.varying
+    return len(varying) <= 1 and math.prod(to.tensor.shape[: varying[0] if varying else 0]) <= FEW_ROWS
+
+
+def _plain_copy(dtype: torch.dtype) -> Convert:
+    """Make what copies tensors into one piece, in a dtype."""
+
+    def convert(source: torch.Tensor) -> torch.Tensor:
+        if source.numel() and not source.data_ptr():
+            raise ValueError("its memory was freed")
+        return source.resolve_conj().resolve_neg().to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+    return convert
+
+
+@functools.cache
+def _packer_of_lists(dtype: torch.dtype) -> Convert:
+    """Make what packs lists of numbers, the same one for each dtype."""
+    return functools.partial(bytes_of_list, dtype=dtype)

@@ -1,0 +1,102 @@
+"""Routes: what happens to a batch: where it is filled, what runs on that, and how outputs are cut."""
+
+import abc
+from typing import Any, ClassVar, Generic
+
+import torch
+
+from ..dataflow.axes import Live
+from ..dataflow.guard import GRADIENTS, without_gradients
+from ..dataflow.views import Viewer
+from .graphs import Captured, Filler, Filling, GraphSet
+from .running import Running, under_way
+from .stage import V
+from .statistics import Counts, Decision
+
+
+class Route(abc.ABC, Generic[V]):
+    """What happens to the batches of one bucket. Subclasses are final.
+
+    Attributes:
+        filling: Fills the bucket.
+        viewer: Makes the views of its batches.
+        counts: The steps that went this way.
+        decision: Why there is no graph; None where there is one.
+    """
+
+    decision: Decision | None = None
+    needs_view: ClassVar[bool] = True
+    """Whether the step is run on the view; else it is a graph that reads slots alone."""
+
+    def __init__(self, filling: Filling, viewer: Viewer[V], counts: Counts) -> None:
+        self.filling = filling
+        self.filler: Filler[V] = filling.filler
+        self.viewer = viewer
+        self.counts = counts
+
+    @abc.abstractmethod
+    def run(self, view: V | None, live: Live) -> Any:
+        """Run the step that was filled, count it, and return its outputs for live rows. view: if the route needs it."""
+
+    def count(self, live: Live) -> None:
+        """Count a step that was run."""
+        self.counts.steps += 1
+        self.counts.live += live[-1] if live else 0
+
+
+class GraphRoute(Route[V]):
+    """A graph of the whole step.
+
+    Attributes:
+        captured: The graph.
+    """
+
+    needs_view: ClassVar[bool] = False
+
+    def __init__(
+        self, graphs: GraphSet[V], captured: Captured, viewer: Viewer[V], counts: Counts, rows_each: int | None
+    ) -> None:
+        """Take a graph. rows_each: output rows for each live row; None where outputs are whole."""
+        super().__init__(captured.filling, viewer, counts)
+        self.captured = captured
+        self._graphs = graphs
+        self._rows_each = rows_each
+
+    def run(self, view: V | None, live: Live) -> Any:
+        """Replay the graph."""
+        del view
+        self._graphs.replay(self.captured)
+        self.counts.steps += 1
+        self.counts.live += live[-1]
+        rows = None if self._rows_each is None else live[-1] * self._rows_each
+        outputs = self.captured.graph.outputs
+        if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a container may be changed by whoever gets it
+            return self._graphs.stamped(self.captured.live(rows))
+        return outputs.detach() if rows is None else outputs[:rows]  # never the graph's own tensor
+
+
+class EagerRoute(Route[V]):
+    """A step without a graph, on live rows alone."""
+
+    def run(self, view: V | None, live: Live) -> Any:
+        """Run the step on its view."""
+        filler, stage = self.filler, self.filler.stage
+        hosts = filler.hosts
+        step = stage.run if stage.restored else stage.step
+        filler.buffers.turn.eager_runs += 1
+        if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first without these slots
+            outputs = hosts.look(lambda: _run(step, view), self.filling.bucket.absent)
+        else:
+            outputs = _run(step, view)
+        if hosts.notes:
+            hosts.note()
+        self.count(live)
+        return outputs
+
+
+def _run(step: Any, view: Any) -> Any:
+    """Run a step on its view, without gradients."""
+    running = Running(view)
+    if GRADIENTS():
+        return without_gradients(under_way, running, step, view)
+    return under_way(running, step, view)
