@@ -208,7 +208,7 @@ class Chain(Generic[V]):
         if self._by_calls:
             return self._call(news, live, idle=idle)
         with gate.open():
-            moved = self._ranks.size > 1 and self._agree(len(live), idle=idle)
+            moved = not self._ranks.alone and self._agree(len(live), idle=idle)
             if moved is None:
                 return False
             stream = self._stream()

@@ -141,7 +141,7 @@ class GraphRunner(Runner[V]):
         fields = stage.declaration.fields.values()
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
         # whether the leading rows and what is absent decide on a bucket
-        self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.size == 1
+        self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
         phase = given.get("phase")
         self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
@@ -274,7 +274,7 @@ class GraphRunner(Runner[V]):
                 if route is not None:
                     return route
         decision = self._decide(call.live, call.absent, call.batch)
-        if self.coordinator.size > 1:
+        if not self.coordinator.alone:
             decision = self.coordinator.settle(decision, call.live, functools.partial(self._admit, decision, call))
         route = self._graph_route(decision.bucket, call.absent)
         if route is None and decision.bucket is not None:

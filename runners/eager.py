@@ -70,7 +70,7 @@ class EagerRunner(Runner[V]):
 
     def _route(self, call: ReadBatch) -> Route[V]:
         decision, counts = _ALWAYS, self.tally.reasons[_ALWAYS.why]
-        if self.coordinator.size > 1:
+        if not self.coordinator.alone:
 
             def admit() -> None:
                 self.eager.route(call.live, call.absent, _ALWAYS, counts).filling.bucket.admit(call.sources, call.live)

@@ -210,7 +210,7 @@ class Filler(Generic[V]):
     late: int = 0
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
     _tables: int = 0
-    _edits: dict[Absent, tuple[RowBucket, Graph]] = attrs.field(factory=dict)
+    _edits: dict[Absent, tuple[RowBucket, Filling]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         """Make what all buckets share."""
@@ -294,11 +294,13 @@ class Filler(Generic[V]):
             bucket = self._bucket(sizes, absent, **own)
             table = self._table(bucket, fusion)
             edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in bucket.lanes])
+            filling = Filling(self, bucket, table=table, kernel=edit)  # its graph reads the table
             self.rest()
             warm_up(stage.backend, edit)
-            graph = capture_step(stage.backend, edit, pool=stage.backend.pool(), error_mode=self.error_mode)
-            self._edits[absent] = RowBucket(bucket), graph
-        return self._edits[absent]
+            filling.alone = capture_step(stage.backend, edit, pool=stage.backend.pool(), error_mode=self.error_mode)
+            self._edits[absent] = RowBucket(bucket), filling
+        rows, filling = self._edits[absent]
+        return rows, filling.alone
 
     def _table(self, bucket: Bucket, fusion: Fusion) -> torch.Tensor:
         """Make the kernel's table of a bucket, on the device."""

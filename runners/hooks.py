@@ -117,6 +117,7 @@ class Coordinator:
         axes: Those of live sizes, the axis of the buckets last.
         agreed: What all ranks did in the last step that they agreed on.
         empty: An idle rank's batch, once there was one.
+        alone: Whether there are no ranks: nothing is asked, and nothing told. A process group of one rank is told.
         rank: Which rank this is.
         size: How many ranks there are.
         quiet: Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches.
@@ -126,6 +127,7 @@ class Coordinator:
     axes: tuple[Axis, ...] = ()
     agreed: Decision | None = None
     empty: Sample | None = None
+    alone: bool = True
     rank: int = 0
     size: int = 1
     quiet: bool = True

@@ -95,7 +95,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.config = config
         self.stage = stage
         self.coordinator = coordinator
-        self._is_alone = coordinator.size == 1
+        self._is_alone = coordinator.alone
         self._owned = config.outputs == "copy"
         self.watch = Watch()
         self.name = type(self).__name__

@@ -32,6 +32,8 @@ class Agreement(Coordinator):
         forced: Steps that the ranks agreed on, by the rank that decided them, and why.
     """
 
+    alone = False
+
     def __init__(self, ranks: Ranks, name: str, parts: Mapping[str, str], axes: Sequence[Axis]) -> None:
         """Number the runner. parts: what must be the same on all ranks."""
         if len(axes) > AXES:

@@ -720,9 +720,9 @@ def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pat
     for one in data["rows"]:
         assert 0 < one["host_p10_us"] <= one["host_us"] <= one["host_p90_us"]
         assert [one["gpu_us"], one["gpu_p10_us"], one["gpu_p90_us"]] == [None] * 3
-    told = {"backend": "cpu", "ours": "foreach", "quick": True, "torch": torch.__version__}
+    told = {"backend": "cpu", "ours": "direct", "quick": True, "torch": torch.__version__}
     assert told.items() <= data["conditions"].items()
-    for part in ("200/256", "4096/4096", "bench on cpu; slotgraph 0.1.0", "Ours is foreach", bench.ON_A_CPU):
+    for part in ("200/256", "4096/4096", "bench on cpu; slotgraph 0.1.0", "Ours is direct", bench.ON_A_CPU):
         assert part in shown
 
 
