@@ -65,10 +65,14 @@ def _quiet_events() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _torch_left_as_it_was() -> Iterator[None]:
-    """Fail a test that leaves gradients off or inference mode on, which later tests of its process would run under."""
+def _process_left_as_it_was() -> Iterator[None]:
+    """Fail a test that leaves its process otherwise: with gradients off, inference mode on, or more garbage frozen."""
     torch = sys.modules.get("torch")
+    frozen = gc.get_freeze_count()
     yield
+    if gc.get_freeze_count() > frozen:
+        gc.unfreeze()
+        pytest.fail("the test left objects frozen, which the garbage collector passes over from now on")
     if torch is not None and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         torch.set_grad_enabled(True)
         pytest.fail("the test left torch with gradients off or inference mode on")
