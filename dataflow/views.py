@@ -45,8 +45,12 @@ class Aliases:
 
     def __call__(self) -> Views:
         """The aliases; None where there is no tensor. ReplayError where somebody resized their memory itself."""
-        guard = self._guard
-        if guard is None or not guard(*self._own) or [*map(POINTER, self._own)] != self._pointers:
+        if not self._own:
+            self._make()  # nobody has had them yet
+            return self._made
+        if self._guard is None:
+            self._guard = own_guard([one for one in self._tensors.values() if one is not None])
+        if not self._guard(*self._own) or [*map(POINTER, self._own)] != self._pointers:
             self._make()
         return self._made
 
@@ -61,9 +65,8 @@ class Aliases:
             )
         with outside_inference():
             self._made = {**self._tensors, **{name: one.detach() for name, one in present.items()}}
-        self._own = tuple(one for one in self._made.values() if one is not None)
+        self._own = tuple([one for one in self._made.values() if one is not None])
         self._pointers = now
-        self._guard = own_guard(self._own)
 
 
 @attrs.frozen(eq=False)

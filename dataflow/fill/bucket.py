@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -454,10 +454,11 @@ class Bucket:
             made = self._copies(group.how, ways_of_group, [n for n in plan.packed if n in group.slots], packing, order)
             (late if is_late else early).extend(made)
         resets = [] if self.exact or self.partial else [tail for tail in plan.tails if not tail.fused]
+        copied = {way.slot for way in ways if not way.in_place}
         in_place = any(way.in_place and way.slot not in self.fused for way in ways)
         return Writers(
-            always=self._tails([tail for tail in resets if tail.always]),
-            tails=self._tails([tail for tail in resets if not tail.always]),
+            always=self._tails([tail for tail in resets if tail.always], copied),
+            tails=self._tails([tail for tail in resets if not tail.always], copied),
             early=early,
             late=late,
             packing=packing,
@@ -505,11 +506,11 @@ class Bucket:
         for name in packed:
             yield ForeachCopies((), (name,), packing, self.rows)
 
-    def _tails(self, tails: Sequence[TailReset]) -> list[Tails]:
-        """Make what resets some tails."""
+    def _tails(self, tails: Sequence[TailReset], copied: Collection[str]) -> list[Tails]:
+        """Make what resets some tails. copied: slots whose live rows are copied afterwards."""
         direct, others = list[TailOf](), list[TailOf]()
         for one in tails:
-            tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value)
+            tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value, one.slot in copied)
             (direct if self._is_direct(one.slot) else others).append(tail)
         made: list[Tails] = [HostTails(direct)] if direct else []
         return [*made, SlicedTails(others, self.padded)] if others else made
