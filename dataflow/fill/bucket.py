@@ -1,5 +1,6 @@
 """Buckets: the fills of one set of padded sizes and one pattern of absent slots, bound anew for each kind of batch."""
 
+import copy
 import functools
 import math
 import operator
@@ -21,7 +22,19 @@ from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
 from ..oracle import fill_slot_by_slot
 from ..packet import Feed, Lane, table_of
-from ..plan import FUSED, NONE, Absent, CopyGroup, FillPlan, How, Pattern, TailReset, packed_bytes, plan_fill
+from ..plan import (
+    FUSED,
+    NONE,
+    Absent,
+    ComputeStep,
+    CopyGroup,
+    FillPlan,
+    How,
+    Pattern,
+    TailReset,
+    packed_bytes,
+    plan_fill,
+)
 from ..sizing import Sizer
 from ..slots import Slot
 from ..sources import NO_SIDE, RANKS, SETTINGS, STEP, Side, Sources
@@ -124,6 +137,7 @@ class Bucket:
         lowering: How fills are run.
         exact: Whether steps see live rows only. Such a bucket takes any size up to its own, and has no tails.
         partial: Whether slots for which nothing is brought are left alone.
+        left: Slots that its fills leave as they are.
         feed: What packets are sent by.
         table: The kinds of batches that came.
         plan: The plan for tensors of the slots' own dtypes.
@@ -152,6 +166,7 @@ class Bucket:
         self.lowering: Lowering = lowering
         self.exact = exact
         self.partial = partial
+        self.left: frozenset[str] = frozenset()
         self.feed = feed
         self.table = table_for(declaration, sizes) if table is None else table
         self.rows = self.table.rows
@@ -183,6 +198,13 @@ class Bucket:
                 if found[name] is not None:
                     found[name] = rows.cut(self.buffers[name].tensor, live)
         return found
+
+    def part(self, left: frozenset[str]) -> "Bucket":
+        """Make the bucket whose fills leave some slots as they are."""
+        made = copy.copy(self)
+        made.left = left
+        made._last = None  # noqa: SLF001 - its own
+        return made
 
     @functools.cached_property
     def fused(self) -> frozenset[str]:
@@ -280,7 +302,9 @@ class Bucket:
         """Fill by the oracle, what the device computes included. Raises as a fill. given: what `tensors` gave."""
         given = self.tensors(batch, live, side) if given is None else given
         self.buffers.distrust()
-        fill_slot_by_slot(self.declaration, self.buffers, self._capabilities, self.step(live), batch, side, given)
+        step = self.step(live)
+        fill_slot_by_slot(self.declaration, self.buffers, self._capabilities, step, batch, side, given, left=self.left)
+        self.buffers.clean.done(self, live)
         return FilledBucket(self.at(live).views, live, ())
 
     def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
@@ -304,9 +328,9 @@ class Bucket:
             self._ask(self.step(self.padded))
             self._asked = True
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
-        for one in self.plan.computed:
+        for one in self._computed:
             computation = self.computation(one.slot, views, sizes)
-            if one.slot in self._packed_values:
+            if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
@@ -318,10 +342,10 @@ class Bucket:
         given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
         return Computation.bind(slot, self.declaration, {**given, **views}, self.buffers[slot].view(sizes))
 
-    @functools.cached_property
-    def _packed_values(self) -> tuple[str, ...]:
-        """Computed slots whose values ride in the packet, in the order in which they are computed."""
-        return tuple([one.slot for one in self.plan.computed if one.packed])
+    @property
+    def _computed(self) -> list[ComputeStep]:
+        """What fills compute, in its order."""
+        return [one for one in self.plan.computed if one.slot not in self.left]
 
     def _ask(self, step: Step) -> None:
         """Call each function of sizes alone once: DeclarationError where it asks for an unknown size.
@@ -403,7 +427,7 @@ class Bucket:
 
     def _is_left_out(self, name: str, source: Any) -> bool:
         """Say whether nothing is brought for a slot."""
-        return name in self.absent or (self.partial and source is None)
+        return name in self.absent or name in self.left or (self.partial and source is None)
 
     def _ways(self, sources: Sources, live: Live) -> list[Way]:
         """Choose how each source reaches its slot. MissingSourceError and BatchError where one does not fit."""
@@ -449,11 +473,13 @@ class Bucket:
             packing = self._packing(plan, ways, order)
         early, late = list[Copies](), list[Copies]()
         for group in _merged(plan):
-            ways_of_group = [way for way in ways if way.slot in group.slots and not way.in_place]
+            names = set(group.slots).difference(self.left)
+            ways_of_group = [way for way in ways if way.slot in names and not way.in_place]
             is_late = packing is not None and group.placement == DEVICE
-            made = self._copies(group.how, ways_of_group, [n for n in plan.packed if n in group.slots], packing, order)
+            made = self._copies(group.how, ways_of_group, [n for n in plan.packed if n in names], packing, order)
             (late if is_late else early).extend(made)
-        resets = [] if self.exact or self.partial else [tail for tail in plan.tails if not tail.fused]
+        are_reset = not (self.exact or self.partial)
+        resets = [tail for tail in plan.tails if are_reset and not tail.fused and tail.slot not in self.left]
         copied = {way.slot for way in ways if not way.in_place}
         in_place = any(way.in_place and way.slot not in self.fused for way in ways)
         return Writers(
@@ -462,7 +488,7 @@ class Bucket:
             early=early,
             late=late,
             packing=packing,
-            computes=not self.partial and any(one.on == HOST for one in plan.computed),
+            computes=not self.partial and any(one.on == HOST for one in self._computed),
             distrusts=in_place and plan.lowering in FUSED,  # of which no plan of these says so
         )
 
@@ -472,14 +498,18 @@ class Bucket:
         for way in ways:
             if way.is_bytes and (way.slot in self.fused or way.slot in plan.packed):
                 carried.append(Carried(way.slot, way.target, way.dtype, self.rows[way.slot], None, way.place))
-        for name in () if self.partial else self._packed_values:
-            target = self.buffers[name].tensor
-            padded = None if self.exact else self.padded
-            carried.append(Carried(name, target, target.dtype, self.rows[name], padded))
+        for one in () if self.partial else self._computed:
+            if one.packed:
+                target = self.buffers[one.slot].tensor
+                padded = None if self.exact else self.padded
+                carried.append(Carried(one.slot, target, target.dtype, self.rows[one.slot], padded))
         fixed = {axis: size for axis, size in self.sizes.items() if axis.fixed}
         counted = [reach_of(size, self.declaration.varying, fixed) for size in self.declaration.counted]
         lanes = self.lanes if plan.lowering in FUSED else ()
-        made = Packing(self.feed, lanes, self.owner, counted, ways, order, carried, partial=self.partial)
+        left = self.left
+        if self.partial:
+            left = self.fused.difference([way.slot for way in ways if not way.in_place])
+        made = Packing(self.feed, lanes, self.owner, counted, ways, order, carried, left=left)
         if made.nbytes(self.padded) > self.feed.room:
             raise ValueError(f"the packet has {self.feed.room} bytes, too few for a bucket that it was not made for")
         return made

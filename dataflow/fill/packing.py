@@ -1,7 +1,7 @@
 """Packing: what a bound plan's packet holds in one call, and where: see `..packet` for the layout."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -83,7 +83,7 @@ class Packing:
         order: Mapping[int, int],
         carried: Sequence[Carried],
         *,
-        partial: bool,
+        left: Collection[str],
     ) -> None:
         """Lay out what does not depend on sizes.
 
@@ -95,7 +95,7 @@ class Packing:
             ways: How sources reach their slots.
             order: By a source's place, where its address is among those that are taken.
             carried: What travels in the packet: first host data in the order of its ways, then computed values.
-            partial: Whether lanes for which nothing is brought are left alone.
+            left: Slots that the kernel leaves as they are.
         """
         self.feed = feed
         self._owner = owner
@@ -112,9 +112,10 @@ class Packing:
         nowhere = len(order) + len(carried)
         for lane in lanes:
             way = by_slot.get(lane.slot)
-            if way is None:
-                is_left = partial and lane.slot not in places
-                codes.append(-1 if is_left else 0)
+            if lane.slot in left:
+                codes.append(-1)
+            elif way is None:
+                codes.append(0)
             else:
                 codes.append(code_of(way.dtype, lane.target.dtype))
             paces.append(0 if way is None else way.pace)
