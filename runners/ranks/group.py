@@ -138,12 +138,11 @@ class HostWire:
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, for so many seconds at most. RuntimeError if a connection is lost."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the time is over; the work may end between that and the next line
             self._work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:
-            if self._work.is_completed():
-                raise
+        if not self._work.is_completed():
             return False
+        self._work.wait()  # returns at once, or raises what ended the work
         return True
 
     def messages(self) -> list[Message]:
