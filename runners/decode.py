@@ -282,7 +282,7 @@ class GraphRunner(Runner[V]):
                     return route
         decision = self._decide(call.live, call.absent, call.batch)
         if not self.coordinator.alone:
-            decision = self.coordinator.settle(decision, call.live, functools.partial(self._admit, decision, call))
+            decision = self.coordinator.agree(decision, call.live, functools.partial(self._admit, decision, call))
         route = self._graph_route(decision.bucket, call.absent)
         if route is None and decision.bucket is not None:
             if not self.coordinator.quiet:

@@ -310,9 +310,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         if coordinator.quiet:
             self.stage.declaration.check_side(side)
             return
-        with coordinator.before():
+        with coordinator.preparing():
             own, live = self._decide_alone(batch, side)
-        coordinator.ahead(own, live)
+        coordinator.agree_ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
         """Take part in the other ranks' step without a request, and return outputs without rows.
@@ -331,7 +331,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         if coordinator.size == 1:
             self.stage.declaration.check_side(side)
             return None
-        with coordinator.before():
+        with coordinator.preparing():
             empty, given = self._empty(batch, side)
             own, live = self._decide_alone(empty, given)
         return None if coordinator.idle(own, live) else self(empty, **given)
