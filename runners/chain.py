@@ -231,14 +231,14 @@ class Chain(Generic[V]):
             return False
         rows, live, before = self._buckets.fit(requests), (*self.edits.live_of(requests), requests), self._agreed
         own = Decision("graph", rows, "fits", f"bucket {rows} fits")
-        decision = self._ranks.follow(own, live, self.loop, idle=idle)
+        decision = self._ranks.agree_in_loop(own, live, self.loop, idle=idle)
         if decision is None:
             return None
         if decision.bucket is None:
             raise RankError(f"steps() needs a graph, and ranks agreed on none: {decision.reason}")
         if self._sized is None:
             return decision.bucket != before
-        sizes, self._sizes_of_ranks = self._sizes_of_ranks, self._runner.stage.declaration.ranks.brought
+        sizes, self._sizes_of_ranks = self._sizes_of_ranks, self._runner.stage.declaration.ranks.live_sizes
         return decision.bucket != before or sizes != self._sizes_of_ranks
 
     def _lost(self) -> ReplayError:

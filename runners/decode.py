@@ -21,12 +21,12 @@ from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
 from .ahead import Ahead, LaunchedStep, Read
 from .chain import Chain
-from .config import RunnerConfig, Wanted, check_step, checked, checked_names, config_of, patterns_of
+from .config import RunnerConfig, Wanted, check_step, checked, checked_keys, checked_names, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Captured, Filler, GraphSet, ReadBatch
 from .hooks import watchers_of
 from .outputs import rows_each
-from .pool import Phase, Seat
+from .pool import Phase
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .routes import GraphRoute, Route
@@ -118,7 +118,7 @@ class GraphRunner(Runner[V]):
         path: Path = "graph",
         rows_each: int | None = None,
     ) -> None:
-        """Size the buckets, and take a seat in the pool. given: all arguments. path: of a batch that fits a bucket.
+        """Size the buckets, and join the pool. given: all arguments. path: of a batch that fits a bucket.
 
         counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. said: options that decide these, for
         errors. factor: the option that says how many tokens a request has, likewise. leading: their axes, that of rows
@@ -143,11 +143,11 @@ class GraphRunner(Runner[V]):
         # whether the leading rows and what is absent decide on a bucket
         self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
-        phase = given.get("phase")
-        self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
-            self.name, stage, self._capacity, given.get("bind", {}), phase, config.sharing
-        )
-        if phase is None:
+        self._bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
+        if given.get("phase") is not None:
+            phase = checked("phase", "a phase of a pool, such as pool['decode'], or None", given["phase"], Phase)
+            self.phase = phase.pool.join(phase, self.name, stage, self._capacity, self._bind, sharing=config.sharing)
+        else:
             _ = self.eager  # what is wrong with it is said now
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
@@ -160,9 +160,16 @@ class GraphRunner(Runner[V]):
         """Make the route of batches that a graph takes."""
 
     @functools.cached_property
+    def _buffers(self) -> Buffers:
+        """The memory of the slots; that of a pool is laid out when it is first asked for."""
+        if self.phase is not None and self.phase.member:
+            return self.phase.pool.take(self.phase.member)
+        return self.stage.allocate(self._capacity, self._bind)
+
+    @functools.cached_property
     def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
-        """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
-        config, stage, buffers = self.config, self.stage, self.seat.buffers()
+        """The captured buckets, and the buffers that they read."""
+        config, stage, buffers = self.config, self.stage, self._buffers
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
         if lowering == "in_graph" and not self.is_whole:
             lowering = "fused"  # what runs before the graphs reads the slots, too
@@ -275,7 +282,7 @@ class GraphRunner(Runner[V]):
                     return route
         decision = self._decide(call.live, call.absent, call.batch)
         if not self.coordinator.alone:
-            decision = self.coordinator.settle(decision, call.live, functools.partial(self._admit, decision, call))
+            decision = self.coordinator.agree(decision, call.live, functools.partial(self._admit, decision, call))
         route = self._graph_route(decision.bucket, call.absent)
         if route is None and decision.bucket is not None:
             if not self.coordinator.quiet:

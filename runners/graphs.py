@@ -418,11 +418,11 @@ class GraphSet(Generic[V]):
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
-        sizes, meet, most = self.sizes, self.coordinator.meet, self.stage.backend.capabilities.graphs_hint
+        sizes, most = self.sizes, self.stage.backend.capabilities.graphs_hint
         wanted = len(sizes) * len(self.patterns)
         if most is not None and wanted > most:  # which is said before minutes are spent on them
             log.warning("many_graphs", runner=self.runner, wanted=wanted, most=most)
-        meet("captures begin")
+        self.coordinator.barrier("captures begin")
         report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
         self._forks = FORKS.count
         if failed:
@@ -482,7 +482,7 @@ class GraphSet(Generic[V]):
             error = with_place(raised)
         finally:
             torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
-        failed = self.coordinator.meet(f"captured bucket {rows}", error)
+        failed = self.coordinator.barrier(f"captured bucket {rows}", error)
         if failed is not None:
             self.captured = {key: one for key, one in self.captured.items() if key[0] != rows}
             self.buffers.distrust()

@@ -200,7 +200,7 @@ def _sequence(subject: Subject[Any], batches: Sequence[Sample]) -> list[Sample]:
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
     room = int(SHARE * subject.runner.stage.backend.memory().free / max(2 * nbytes, 1))
-    told = subject.runner.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
+    told = subject.runner.coordinator.gather("how many steps there is room for", "", min(STEPS, room))
     return list(itertools.islice(itertools.cycle(batches), max(2, min(most for _, most in told))))
 
 

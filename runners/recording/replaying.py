@@ -29,8 +29,8 @@ from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value,
 class RecordedRanks(Ranks):
     """The ranks of a recorded runner, to make it of at home: one process, and no process group.
 
-    While a recorded step is replayed, the others tell what they told then. At any other time they tell what this one
-    tells.
+    While a recorded step is replayed, the others send what they sent then. At any other time they send what this one
+    sends.
     """
 
     alone = True
@@ -43,7 +43,7 @@ class RecordedRanks(Ranks):
         self.on = HOST
         self.exchanges = 0
         self.broken = None
-        self.others: Sequence[Message] = ()  # what all tell while a recorded step is replayed
+        self.others: Sequence[Message] = ()  # of all ranks, while a recorded step is replayed
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
@@ -53,23 +53,23 @@ class RecordedRanks(Ranks):
             raise RecordingError(f"{file.name}: its runner had no ranks")
         return cls(file.runner.ranks)
 
-    def begin(self, message: Message, told: str, timeout: float, loop: int = 0) -> Exchange:
-        """All have told what they have to tell."""
-        del told, timeout, loop
+    def begin(self, message: Message, site: str, timeout: float, loop: int = 0) -> Exchange:
+        """Receive the recorded messages at once."""
+        del site, timeout, loop
         self.exchanges += 1
-        said = [attrs.evolve(one, place=message.place) for one in self.others or [message] * self.size]
-        said[self.rank] = message
-        return lambda _: said
+        messages = [attrs.evolve(one, place=message.place) for one in self.others or [message] * self.size]
+        messages[self.rank] = message
+        return lambda _: messages
 
-    def wait(self, event: Event, device: torch.device, told: str, seconds: float, *, together: bool) -> None:
+    def wait(self, event: Event, device: torch.device, site: str, seconds: float, *, together: bool) -> None:
         """Wait until the device is past an event: no collective of it waits for another rank."""
-        del device, told, seconds, together
+        del device, site, seconds, together
         event.synchronize()
 
     def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
         """Nobody waits for this rank."""
         del answer, text, is_new
-        self.open &= ~loop
+        self.open_loops &= ~loop
         return ""
 
 

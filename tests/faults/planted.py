@@ -422,12 +422,12 @@ def each_rank_has_its_own_bucket(old: Any, own: Any, messages: Any, leading: int
     return own, rank
 
 
-@fault(RANKS, agreement.Agreement, "_settled", "ranks/test_counts.py::test_counts_of_all_ranks")
+@fault(RANKS, agreement.Agreement, "_agreed", "ranks/test_counts.py::test_counts_of_all_ranks")
 def counts_of_ranks_are_old(old: Any, self: Any, *given: Any) -> Any:
     """Keep the last step's counts: token counts of all ranks are those of another batch."""
-    before = self.ranks.brought
+    before = self.ranks.live_sizes
     decision = old(self, *given)
-    self.ranks.brought = before or self.ranks.brought
+    self.ranks.live_sizes = before or self.ranks.live_sizes
     return decision
 
 
