@@ -22,9 +22,10 @@ from ...dataflow.slots import Output, Staged
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
 from ..bits import first_unequal
+from ..input_buffers import BucketBuffers
 from ..sampling import NO_VALUES, Sample, Values
 from ..stage import NO_SIZES
-from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, memory_of
+from .ground import NO_RELATIONS, Ground, Relations, differences, lowered, memory_of
 from .timing import Run, Spread, measure
 
 SETS: Final = 4
@@ -198,33 +199,29 @@ def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
     """The fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
-    stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
-    had = ground.backend.capabilities.lowerings
-    timed = tuple(lowerings) or tuple(one for one in had if one not in _UNTIMED) or had
-    right = stage.allocate(padded)
+    declaration, backend, padded, rows = ground.declaration, ground.backend, ground.most, ground.live(live)
+    had = backend.capabilities.lowerings
+    timed = lowerings or [one for one in had if one not in _UNTIMED] or had
+    right = ground.stage.allocate(padded)
+    sources = [declaration.slots[name].axes for name in declaration.sources if name not in absent]
+    untold = {axis: live[axis] for axis in set(declaration.varying).difference(*sources)} or NO_SIZES
 
     def by_hand(name: str) -> Contestant:
-        slots = memory_of(stage.allocate(padded))
-        fill = fill_by_hand(ground.declaration, ground.backend, padded, slots, grouped=name == REGROUPED)
+        slots = memory_of(ground.stage.allocate(padded))
+        fill = fill_by_hand(declaration, backend, padded, slots, grouped=name == REGROUPED)
         return Contestant(lambda one: fill(one.batch, rows, one.side), slots)
 
-    def lowered(lowering: Lowering) -> Contestant:
-        made = Lowered(ground, lowering, [padded])
-        fill, show = made.filling(padded, gone), made.viewer(padded, gone)
-
-        def call(one: Sample) -> Any:
-            fill(one.batch, one.side, rows)
-            return show(one.batch, rows)
-
-        return Contestant(call, memory_of(made.buffers))
+    def by(lowering: Lowering) -> Contestant:
+        layer = lowered(ground, lowering)
+        fill = BucketBuffers(layer, ground.live(padded)).fill
+        return Contestant(lambda one: fill(one.batch, live=untold, **one.side), memory_of(layer.buffers))
 
     ways = {PER_SLOT: by_hand(PER_SLOT)}
-    ways |= {name: lowered(name) for name in timed}
+    ways |= {name: by(name) for name in timed}
     ways[REGROUPED] = by_hand(REGROUPED)
     oracle = Contestant(lambda one: ground.oracle(right, one.batch, one.side, live, padded), memory_of(right))
     samples = [ground.sample(live, seed, absent, values) for seed in range(SETS)]
-    sized = ((live, one) for one in samples)
-    verify(f"{ground.declaration.name} filled", ground.declaration, ground.backend, oracle, ways, sized)
+    verify(f"{declaration.name} filled", declaration, backend, oracle, ways, [(live, one) for one in samples])
     return {name: way.call for name, way in ways.items()}, samples
 
 
