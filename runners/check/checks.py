@@ -213,7 +213,7 @@ def _drawn(
 
 
 def _checked(
-    subject: Subject[Any],
+    subject: Subject,
     wanted: Sequence[str],
     makers: Makers,
     state: Iterable[torch.Tensor] | None,
@@ -256,7 +256,7 @@ def _checked(
     return CheckReport(runner=subject.runner.name, findings=findings, steps=steps, notes=tuple(subject.notes))
 
 
-def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
+def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
     """One check after the other, until the device answers no more; each tells a slot, or an output, once."""
     findings: list[Finding] = []
     every = [(name, make) for name in wanted for make in makers]  # of one bar, which tells the time left for all
@@ -269,7 +269,7 @@ def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progre
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
             collections.deque(left, 0)  # of a check that ended early
             findings += _with_others(subject, name, list(found.values()))
-            if subject.together.any(not _answers(subject.runner.stage.backend)):
+            if subject.together.any(not _answers(subject.backend)):
                 subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
                 break
     finally:
@@ -278,7 +278,7 @@ def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progre
     return tuple(findings)
 
 
-def _with_others(subject: Subject[Any], name: str, found: list[Finding]) -> list[Finding]:
+def _with_others(subject: Subject, name: str, found: list[Finding]) -> list[Finding]:
     """The findings, or, of a rank that has none, the first one of another rank."""
     slots = [None, *subject.slots]
     first = subject.together.first(*((found[0].message, slots.index(found[0].slot)) if found else ("", 0)))

@@ -34,7 +34,7 @@ SHARE: Final = 0.25
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
-def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Slots whose buffer has moved, and other memory that has moved and that the step reads on one of the batches."""
     for name in subject.graphs.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
@@ -54,7 +54,7 @@ def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Fi
         changes = [change for change in changes if change[0].name not in told]
 
 
-def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, Finding]:
+def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
     """Tensors that have moved and that the step reads, by their name."""
     by_storage = {storage_key(now): holding for holding, now in changes}
     told: dict[str, Finding] = {}
@@ -83,7 +83,7 @@ def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, Finding]:
     return told
 
 
-def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_coverage(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run each batch over two kinds of garbage, and look at what its operators take."""
     is_found, read, present = False, set(subject.read_outside), set[str]()
     for number, one in enumerate(batches):
@@ -104,7 +104,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
             "it is constant": isinstance(slot, Constant),
             "it is written once": isinstance(slot.rule(), Once),
             "it is on the host, where it may be read before the replay": slot.placement == HOST,
-            "a kernel that is launched by itself may": subject.runner.stage.backend.device.type != "cpu",
+            "a kernel that is launched by itself may": subject.backend.device.type != "cpu",
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is not None:
@@ -118,7 +118,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
         yield Finding("coverage", name, message)
 
 
-def _unwritten(subject: Subject[Any], one: Sample, number: int) -> Iterator[Finding]:
+def _unwritten(subject: Subject, one: Sample, number: int) -> Iterator[Finding]:
     """Outputs, and slots of functions on the device, that a step leaves unwritten over two kinds of garbage."""
     trial, ran = subject.trial(one), list[Tensors]()
     names = [name for name in trial.slots if not subject.is_filled(name)]
@@ -169,7 +169,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
     return read
 
 
-def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run batches one behind the other, with sources overwritten after each call, and each by itself, to compare."""
     wanted = _sequence(subject, list(batches))
     try:
@@ -195,16 +195,16 @@ def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Fi
         return
 
 
-def _sequence(subject: Subject[Any], batches: Sequence[Sample]) -> list[Sample]:
+def _sequence(subject: Subject, batches: Sequence[Sample]) -> list[Sample]:
     """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
-    room = int(SHARE * subject.runner.stage.backend.memory().free / max(2 * nbytes, 1))
+    room = int(SHARE * subject.backend.memory().free / max(2 * nbytes, 1))
     told = subject.runner.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
     return list(itertools.islice(itertools.cycle(batches), max(2, min(most for _, most in told))))
 
 
-def _copied(subject: Subject[Any], one: Sample) -> Sample:
+def _copied(subject: Subject, one: Sample) -> Sample:
     """A batch that brings the same in memory of its own."""
     values = subject.sources(one)
     for name, value in values.items():
@@ -213,13 +213,13 @@ def _copied(subject: Subject[Any], one: Sample) -> Sample:
             values[name] = made.pin_memory() if value.is_pinned() else made
         else:
             values[name] = copy.deepcopy(value)
-    declaration = subject.runner.stage.declaration
+    declaration = subject.declaration
     return rebuilt(declaration, values, {name: look_up(one.batch, name) for name in declaration.fields})
 
 
-def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
+def _steps(subject: Subject, batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
     """What each step gives, and its slots: alone, or in flight, where sources are overwritten right after the call."""
-    backend, runs = subject.runner.stage.backend, []
+    backend, runs = subject.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
         if flight and backend.device.type != "cpu":
             occupier(backend)(30_000)  # microseconds of work, so that the host runs ahead
@@ -233,7 +233,7 @@ def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) ->
     return runs
 
 
-def _run(subject: Subject[Any], one: Sample) -> tuple[Tensors, Tensors]:
+def _run(subject: Subject, one: Sample) -> tuple[Tensors, Tensors]:
     """Copies of what a step gave, and of what it leaves in copied slots on the device."""
     sizes, held = subject.step_of(one).live_sizes, dict[str, torch.Tensor]()
     outputs = copies(subject.runner(one.batch, **one.side), "output")

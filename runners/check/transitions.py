@@ -30,14 +30,14 @@ without."""
 ALONE: Final = "have its then= make live rows of live ones alone, or of tails that change nothing"
 
 
-def check_transition(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_transition(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Let slots advance from each batch, in steps without news and in one with an edit, and run their rules beside."""
     with subject.state.kept(), slots_kept(subject.runner):
         for one in batches:
             yield from itertools.islice(_faults(subject, one), 1)  # which makes others
 
 
-def _faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
+def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
     """What is wrong with rules on one batch, or with what carries them out."""
     runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
     declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
@@ -84,7 +84,7 @@ def _staying(requests: int) -> list[int]:
     return [requests - 2, *range(1, requests - 2)] if requests > 2 else [0]  # noqa: PLR2004 - else only one leaves
 
 
-def _of_requests(subject: Subject[Any], rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
+def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
     """The rows of some requests, in slots that have rows of requests."""
     found = dict(rows)
     for name, tensor in rows.items():
@@ -96,9 +96,9 @@ def _of_requests(subject: Subject[Any], rows: Mapping[str, torch.Tensor], stay: 
     return found
 
 
-def _leave_stale_rows(subject: Subject[Any], step: Step) -> None:
+def _leave_stale_rows(subject: Subject, step: Step) -> None:
     """Have copied slots hold live rows wherever a fill does not write, as after a fuller batch."""
-    for name in subject.runner.stage.declaration.sources:
+    for name in subject.declaration.sources:
         slot, tensor = subject.slots[name], subject.graphs.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
             live = slot.shape[dim].at(step.live_sizes)
@@ -107,7 +107,7 @@ def _leave_stale_rows(subject: Subject[Any], step: Step) -> None:
     subject.graphs.buffers.distrust()
 
 
-def _bucket_faults(subject: Subject[Any], step: Step, absent: Absent) -> Iterator[Finding]:
+def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Finding]:
     """Rules whose live rows depend on the bucket, or on padded rows of which no rule says what they hold."""
     runner, held = subject.runner, cloned(subject.graphs.buffers)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
@@ -137,7 +137,7 @@ def _bucket_faults(subject: Subject[Any], step: Step, absent: Absent) -> Iterato
                 yield Finding(TRANSITION, name, f"{fault}, {told}: {ALONE}")
 
 
-def _advanced(subject: Subject[Any], buffers: Buffers, step: Step) -> Tensors | None:
+def _advanced(subject: Subject, buffers: Buffers, step: Step) -> Tensors | None:
     """The live rows that rules make; None where one cannot be run on such values."""
     stage, held = subject.runner.stage, cloned(buffers)
     try:
@@ -164,7 +164,7 @@ def _on_host(buffers: Buffers) -> Buffers:
     return found
 
 
-def _untold(subject: Subject[Any], buffers: Buffers, name: str, step: Step) -> Iterator[torch.Tensor]:
+def _untold(subject: Subject, buffers: Buffers, name: str, step: Step) -> Iterator[torch.Tensor]:
     """Padded rows of which no rule says what they hold in this step."""
     slot = subject.slots[name]
     if slot.varying and (isinstance(slot, Output) or (slot.rule() is not None and not isinstance(slot.rule(), Pad))):

@@ -65,7 +65,7 @@ class Changes:
         return torch.equal(self.some, self.each) and 2 * int(self.each.sum()) >= self.each.numel()
 
 
-def check_weights(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_weights(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Replay batches twice in a row, and beside the step after weights were changed, which are then put back."""
     subject.state.check_room(COPIES)
     held = weights_of(subject.runner)
@@ -131,7 +131,7 @@ def _owned(weights: Sequence[Weight]) -> Iterator[bool]:
             yield storage.resizable() and not (one.memory.is_cpu and storage.is_shared())
 
 
-def _written(subject: Subject[Any], held: Sequence[Piece]) -> State:
+def _written(subject: Subject, held: Sequence[Piece]) -> State:
     """What the step changes and nobody gave as its state: tensors that it holds, else memory without a name."""
     pieces = dict[int, Piece]()
     for piece in subject.state.pieces:
@@ -141,7 +141,7 @@ def _written(subject: Subject[Any], held: Sequence[Piece]) -> State:
     return State(subject.state.backend, tuple(pieces.values()))
 
 
-def _replay_twice(trial: Trial[Any], written: State, changes: Sequence[Changes]) -> None:
+def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> None:
     """Replay a batch, and again on the state that this has left; note which words change."""
 
     def twice() -> Any:
@@ -160,7 +160,7 @@ def _replay_twice(trial: Trial[Any], written: State, changes: Sequence[Changes])
         change.add(first, second, rows=piece.memory.dim() > 0 and piece.memory.shape[0] in padded)
 
 
-def _changed(trial: Trial[Any], written: State, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
+def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
     """Weights that the step changes, and other tensors that it changes and goes on from."""
     guilty, loose = list[Piece](), list[Piece]()
     for piece, change in zip(written.pieces, changes, strict=True):
@@ -189,7 +189,7 @@ def _changed(trial: Trial[Any], written: State, changes: Sequence[Changes], *, v
         yield Finding(WEIGHTS, None, message)
 
 
-def _reaches_outputs(trial: Trial[Any], loose: State) -> bool:
+def _reaches_outputs(trial: Trial, loose: State) -> bool:
     """Whether a step gives other outputs on what an earlier one left in some tensors."""
     first = trial.run(lambda made: (loose.copy(), seen(trial.view, made).outputs))
     if trial.raised or isinstance(first, Exception):
@@ -206,7 +206,7 @@ def _reaches_outputs(trial: Trial[Any], loose: State) -> bool:
 
 
 def _taken_at_capture(
-    subject: Subject[Any], trial: Trial[Any], captured: Captured, steady: Sequence[Weight]
+    subject: Subject, trial: Trial, captured: Captured, steady: Sequence[Weight]
 ) -> Iterator[Finding]:
     """Weights that operators took in the first run of the step alone, which has kept what it made of them."""
     if not subject.runner.is_whole:  # around a stack a step may go another way on each batch
@@ -218,7 +218,7 @@ def _taken_at_capture(
     known = {holding.storage.cdata for holding in subject.graphs.holdings.found.values() if not holding.is_freed}
     for one in steady:
         key = storage_key(one.memory)
-        if key not in known or one.memory.device != subject.runner.stage.backend.device:
+        if key not in known or one.memory.device != subject.backend.device:
             continue
         known.remove(key)
         again = traffic.found.get(key, set()) | subject.state.taken.get(key, set())
@@ -232,14 +232,14 @@ def _taken_at_capture(
             yield Finding(WEIGHTS, None, message)
 
 
-def _fault_after_change(trial: Trial[Any], weights: Sequence[Weight], seed: int) -> Finding | None:
+def _fault_after_change(trial: Trial, weights: Sequence[Weight], seed: int) -> Finding | None:
     """Change weights, and say how a graph then differs from its step, or None."""
     for weight in weights:
         _change(weight.memory, seed)
     return parity_fault(trial)
 
 
-def _frozen(subject: Subject[Any], trial: Trial[Any], steady: Sequence[Weight]) -> Iterator[Finding]:
+def _frozen(subject: Subject, trial: Trial, steady: Sequence[Weight]) -> Iterator[Finding]:
     """The weight of which a graph keeps something, other than its memory, while the step sees each change."""
     together, parts, found = subject.together, [list(steady)], None
     if together.any(parity_fault(trial)):  # without a change, which is for parity to find
