@@ -254,7 +254,11 @@ def state_on(runner: Runner[Any], view: Any) -> State:
     backend, given = runner.stage.backend, runner.stage.state
     if given is not None:
         return State.of(backend, given)
-    buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
-    slots = [span(one.tensor) for held in buffers for one in held or () if one.nbytes]
     with slots_kept(runner):
-        return State.found(backend, slots, lambda: ran_eagerly(runner, view))
+        return State.found(backend, spans_of_slots(runner), lambda: ran_eagerly(runner, view))
+
+
+def spans_of_slots(runner: Runner[Any]) -> list[tuple[int, int]]:
+    """Where the slots of a runner lie."""
+    buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
+    return [span(one.tensor) for held in buffers for one in held or () if one.nbytes]

@@ -1,5 +1,6 @@
 """Addresses, coverage and races: what graphs read lies where it was, is written and read, and is not written early."""
 
+import collections
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,39 +40,38 @@ def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
     for name in subject.graphs.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
-    faults: dict[str, list[str]] = {}
+    faults = collections.defaultdict[str, list[str]](list)
     for (rows, _), captured in subject.graphs.captured.items():
         try:
             captured.graph.check_addresses()
         except ReplayError as error:
-            faults.setdefault(str(error), []).append(str(rows))
+            faults[str(error)].append(str(rows))
     for fault, buckets in faults.items():
         yield Finding("addresses", None, f"bucket {', '.join(buckets)}: {fault}")
     changes = subject.graphs.holdings.changed()
     for one in batches if subject.together.any(changes) else ():
-        told = readers(subject.trial(one), changes)
-        yield from told.values()
-        changes = [change for change in changes if change[0].name not in told]
+        found = readers(subject.trial(one), changes)
+        yield from found.values()
+        changes = [change for change in changes if change[0].name not in found]
 
 
 def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
     """Tensors that have moved and that the step reads, by their name."""
     by_storage = {storage_key(now): holding for holding, now in changes}
-    told: dict[str, Finding] = {}
+    found: dict[str, Finding] = {}
 
     def note(operator: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
         step = running()
         for tensor in taken if step is None or step.inside is None else ():  # breaks run anew in each step
             holding = by_storage.get(storage_key(tensor))
             if holding is not None:
-                what = (
-                    "the memory of the capture is freed" if holding.is_freed else "it is other memory than at capture"
-                )
+                is_freed = holding.is_freed
+                what = "the memory of the capture is freed" if is_freed else "it is other memory than at capture"
                 message = (
                     f"{operator} reads {holding.name}, and {what} ({holding.text}): graphs read where it was; write "
                     "into the tensor of the capture (copy_), or capture again"
                 )
-                told.setdefault(holding.name, Finding("addresses", None, message))
+                found.setdefault(holding.name, Finding("addresses", None, message))
 
     with trial.together.raising("the look at what a step reads"):
         raised = trial.run(
@@ -80,7 +80,7 @@ def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
         )
         if raised is not None:
             raise raised
-    return told
+    return found
 
 
 def check_coverage(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
@@ -171,7 +171,12 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
 
 def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run batches one behind the other, with sources overwritten after each call, and each by itself, to compare."""
-    wanted = _sequence(subject, list(batches))
+    drawn = list(batches)
+    with subject.state.kept():
+        nbytes = sum(tensor.nbytes for part in _run(subject, drawn[0]) for tensor in part.values())
+    room = int(SHARE * subject.backend.memory().free / max(2 * nbytes, 1))
+    rooms = subject.runner.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
+    wanted = list(itertools.islice(itertools.cycle(drawn), max(2, min(steps for _, steps in rooms))))
     try:
         given = [_copied(subject, one) for one in wanted]
     except RecordingError as error:
@@ -179,29 +184,21 @@ def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
         return
     alone, flight = _steps(subject, wanted, flight=False), _steps(subject, given, flight=True)
     for number, (one, other) in enumerate(zip(alone, flight, strict=True)):
-        told, slot = (
+        output, slot = (
             next(mismatches(*both, names=("alone", "in flight")), None) for both in zip(one, other, strict=True)
         )
-        if told is None:
+        if output is None:
             continue
         name, why = None, "no slot tells why: it came through an upload, an output, or other memory"
-        for late, operator in itertools.islice(subject.graphs.filler.hosts.slots.items(), 1):
-            copies_late = f"{operator} copies from slot {late!r} in host memory when the device gets there"
-            name, why = late, f"{copies_late}, and the next fill came first"
         if slot is not None:
             name = slot.slot
             why = f"{slot}: the fill read its source, or what carries it to the device, after that was overwritten"
-        yield Finding("races", name, f"step {number} of {len(wanted)} in flight: {told}; {why}")
+        elif late := next(iter(subject.graphs.filler.hosts.slots.items()), None):
+            name, operator = late
+            copies_late = f"{operator} copies from slot {name!r} in host memory when the device gets there"
+            why = f"{copies_late}, and the next fill came first"
+        yield Finding("races", name, f"step {number} of {len(wanted)} in flight: {output}; {why}")
         return
-
-
-def _sequence(subject: Subject, batches: Sequence[Sample]) -> list[Sample]:
-    """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
-    with subject.state.kept():
-        nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
-    room = int(SHARE * subject.backend.memory().free / max(2 * nbytes, 1))
-    told = subject.runner.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
-    return list(itertools.islice(itertools.cycle(batches), max(2, min(most for _, most in told))))
 
 
 def _copied(subject: Subject, one: Sample) -> Sample:
@@ -224,11 +221,16 @@ def _steps(subject: Subject, batches: Sequence[Sample], *, flight: bool) -> list
         if flight and backend.device.type != "cpu":
             occupier(backend)(30_000)  # microseconds of work, so that the host runs ahead
         for one in batches:
-            values = subject.sources(one)
+            values = subject.sources(one).values() if flight else ()
             runs.append(_run(subject, one))
-            if flight:
-                _overwrite(values.values())
-            else:
+            for value in values:  # zeros are in the range of each index
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+                elif isinstance(value, np.ndarray):
+                    value[...] = 0
+                elif isinstance(value, list):
+                    value[:] = [[0] * len(row) if isinstance(row, list) else 0 for row in value]
+            if not flight:
                 backend.synchronize()
     return runs
 
@@ -241,14 +243,3 @@ def _run(subject: Subject, one: Sample) -> tuple[Tensors, Tensors]:
         if subject.slots[name].placement != HOST and source is not None:
             held[f"slot {name!r}"] = subject.graphs.buffers[name].view(sizes).clone()
     return outputs, held
-
-
-def _overwrite(values: Iterable[Any]) -> None:
-    """Overwrite sources with zeros, which are in the range of each index."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-        elif isinstance(value, np.ndarray):
-            value[...] = 0
-        elif isinstance(value, list):
-            value[:] = [[0] * len(one) if isinstance(one, list) else 0 for one in value]

@@ -413,7 +413,7 @@ def parity_fault(trial: Trial) -> Finding | None:
     if trial.raised or isinstance(graph, Exception):
         return _raised(graph)
     found = next(mismatches(graph[0], expected, step=trial.step), None)
-    is_left = bool(state.told(graph[1]))
+    is_left = bool(state.labels(graph[1]))
     if not together.any(found is not None or is_left):
         return None
     again = trial.run(look, by=trial.eagerly)
@@ -434,7 +434,7 @@ def parity_fault(trial: Trial) -> Finding | None:
         if is_drawn:
             why = "the step draws random numbers on the host, and the graph keeps those of its capture: draw by torch"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
-    told = next(iter(state.told(graph[1], besides)), None)
+    told = next(iter(state.labels(graph[1], besides)), None)
     message = (
         f"a replay leaves other bytes than the step in {told}, though all slots and outputs agree: the step reads "
         "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
