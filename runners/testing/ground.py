@@ -106,11 +106,6 @@ def lowered(ground: Ground, lowering: Lowering, seed: int = 0) -> Layer[Any]:
     return Layer(ground.stage, spoilt(ground, seed), ground.most, lowering, waits=False)
 
 
-def memory_of(buffers: Buffers) -> Mapping[str, torch.Tensor]:
-    """Each slot's whole buffer."""
-    return {buffer.name: buffer.tensor for buffer in buffers}
-
-
 def spoilt(ground: Ground, seed: int) -> Buffers:
     """Buffers with random bytes wherever no rule promises others."""
     buffers = ground.stage.allocate(ground.most)
