@@ -2,7 +2,6 @@
 
 from typing import Final
 
-import numpy as np
 import torch
 
 from ..dataflow.capabilities import dtype_text
@@ -22,13 +21,15 @@ def text_of(value: object) -> str:
     return f"{dtype_text(value.dtype)} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
+def unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which elements of two tensors of one shape, dtype and device differ by a bit."""
+    return (bits(one) != bits(other)).any(-1).reshape(one.shape)
+
+
 def first_unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:
-    """Where two tensors of one shape, dtype and device first differ by a bit; None where they do not."""
-    differs = bits(one) != bits(other)
-    if not differs.any():
-        return None
-    first = int(differs.any(-1).nonzero()[0])
-    return tuple(int(i) for i in np.unravel_index(first, one.shape))
+    """Where two tensors first differ by a bit, or None."""
+    places = unequal(one, other).nonzero()
+    return tuple(places[0].tolist()) if len(places) else None
 
 
 def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = False) -> torch.Tensor:
@@ -42,7 +43,7 @@ def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = F
 
 def unequal_rows(one: torch.Tensor, other: torch.Tensor) -> str:
     """Rows in which two tensors differ by a bit, as text that names the first few. Empty if they do not."""
-    differs = (bits(one) != bits(other)).any(-1).reshape(one.shape)
+    differs = unequal(one, other)
     if not differs.any():
         return ""
     if not one.dim():

@@ -14,7 +14,7 @@ from ..dataflow.buffers import span
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
-from .bits import bits, text_of
+from .bits import text_of, unequal
 from .graphs import Captured
 from .runner import Runner
 from .running import Running, under_way
@@ -197,17 +197,16 @@ def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bo
 
 def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tuple[tuple[int, ...], int]:
     """The index of the first element that differs, and how many do."""
-    differs = (bits(one) != bits(other)).any(-1)
-    if bool(differs.any()) and (one.dtype.is_floating_point or one.dtype.is_complex):
-        wide = torch.complex128 if one.dtype.is_complex else torch.float64
-        mine, others = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+    differs = unequal(one, other)
+    if differs.any() and (one.is_floating_point() or one.is_complex()):
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        mine, others = one.to(wide), other.to(wide)
         alike, near = mine.isnan() & others.isnan(), tolerance.get(one.dtype.to_real())
         if near is not None:
-            alike |= torch.isclose(mine, others, rtol=near[0], atol=near[1])
+            alike |= torch.isclose(mine, others, *near)
         differs &= ~alike
-    found = differs.nonzero()
-    first = torch.unravel_index(found[0].cpu(), one.shape) if len(found) else ()
-    return tuple(int(at) for at in first), len(found)
+    places = differs.nonzero()
+    return tuple(places[0].tolist()) if len(places) else (), len(places)
 
 
 def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
@@ -233,17 +232,16 @@ def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
 def slots_kept(runner: Runner[Any]) -> Iterator[None]:
     """Run a block, and have all slots hold what they held before it. Their tails are then reset by the next fill."""
     buffers = runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
-    kept = [one.tensor for one in buffers or () if not isinstance(one.slot, Constant)]
     wait = runner.stage.backend.synchronize  # steps may still read slots in host memory
     wait()
     with torch.no_grad():
-        before = [tensor.clone() for tensor in kept]
+        kept = [(one.tensor, one.tensor.clone()) for one in buffers or () if not isinstance(one.slot, Constant)]
     try:
         yield
     finally:
         wait()
         with torch.no_grad():
-            for tensor, held in zip(kept, before, strict=True):
+            for tensor, held in kept:
                 tensor.copy_(held)
         if buffers is not None:
             buffers.distrust()
@@ -254,7 +252,11 @@ def state_on(runner: Runner[Any], view: Any) -> State:
     backend, given = runner.stage.backend, runner.stage.state
     if given is not None:
         return State.of(backend, given)
-    buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
-    slots = [span(one.tensor) for held in buffers for one in held or () if one.nbytes]
     with slots_kept(runner):
-        return State.found(backend, slots, lambda: ran_eagerly(runner, view))
+        return State.found(backend, spans_of_slots(runner), lambda: ran_eagerly(runner, view))
+
+
+def spans_of_slots(runner: Runner[Any]) -> list[tuple[int, int]]:
+    """Where the slots of a runner lie."""
+    buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
+    return [span(one.tensor) for held in buffers for one in held or () if one.nbytes]

@@ -37,7 +37,7 @@ class Prover(Watcher):
     """
 
     mode: str
-    look: Callable[[Any, Trial[Any]], Iterable[Finding]]
+    look: Callable[[Any, Trial], Iterable[Finding]]
     copies: int
     runner: Runner[Any]
     given: State | None = None
@@ -119,7 +119,7 @@ class AddressProver(Prover):
             self.judge(fault)
             super().before_replay(view)
 
-    def read(self, trial: Trial[Any]) -> Iterable[Finding]:
+    def read(self, trial: Trial) -> Iterable[Finding]:
         """Name tensors that have moved, and the operators that read them."""
         changes = self._changes(trial.view)
         told = readers(trial, changes)

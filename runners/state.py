@@ -25,6 +25,7 @@ from ..backends import choose
 from ..backends.base import Backend
 from ..dataflow.buffers import Buffers, overlaps, span
 from ..dataflow.errors import CaptureError, CheckError, place_now
+from ..dataflow.guard import outside_inference
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Output
 from ..dataflow.views import ordinary_alias
@@ -63,12 +64,21 @@ Leads = tuple[Callable[[Any], Any], ...]
 
 @attrs.frozen(eq=False, slots=False)
 class Piece:
-    """Memory that a step changes."""
+    """Memory that a step changes or holds.
+
+    Attributes:
+        memory: The tensor.
+        label: What messages call it.
+        index: The elements that the step changes; all, if it is empty.
+        given: Whether the caller said that the step changes it.
+        kind: "parameter" or "buffer" of a module, or "tensor".
+    """
 
     memory: torch.Tensor
-    told: str  # what messages call it
-    index: Index = ()  # the elements that the step changes; all, if it is empty
-    given: bool = False  # whether the caller said that the step changes it
+    label: str
+    index: Index = ()
+    given: bool = False
+    kind: str = "tensor"
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -90,7 +100,7 @@ class Piece:
         end = self.memory.storage_offset() * self.memory.itemsize + span(self.memory)[1] - self.memory.data_ptr()
         if self.memory.untyped_storage().nbytes() < end:
             raise CheckError(
-                f"{self.told} has been made smaller since it was looked at: it cannot be kept while a check runs"
+                f"{self.label} has been made smaller since it was looked at: it cannot be kept while a check runs"
             )
 
 
@@ -137,7 +147,7 @@ class State:
             if any(start <= low and high <= stop for start, stop in slots):
                 inside(tensor)
                 return
-            with _as_it_is():
+            with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
                 index = _written_index(operator, args) if exact else ()
                 view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                 key = view if exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
@@ -189,7 +199,7 @@ class State:
                 names = {
                     one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)
                 }
-                told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in self.pieces)
+                told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.label for one in self.pieces)
                 named = "; ".join(dict.fromkeys(told))
                 raise CheckError(
                     f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} "
@@ -199,12 +209,12 @@ class State:
 
     def copy(self) -> Copies:
         """What it is now. Raises CheckError if someone has made its memory smaller."""
-        with _as_it_is():
+        with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             return [piece.copy() for piece in self.pieces]
 
     def restore(self, copies: Copies) -> None:
         """Make it what it was. An interrupt comes once all is."""
-        with _as_it_is():
+        with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             try:
                 self._put_back(copies)
             except BaseException:
@@ -219,10 +229,10 @@ class State:
         """In which words of each piece it is not what it was. They take some hundredths of a copy's memory."""
         return [_unlike(piece.memory, was) for piece, was in zip(self.pieces, copies, strict=True)]
 
-    def told(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
+    def labels(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
         """What messages call the pieces with such words. Words in `besides` do not count."""
         found = zip(self.pieces, apart, *besides, strict=True)
-        return [piece.told for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
+        return [piece.label for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -292,20 +302,6 @@ def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     unlike = bits(one) != bits(other)
     spare = -unlike.numel() % WORD
     return torch.nn.functional.pad(unlike.reshape(-1), (0, spare)).view(-1, WORD).any(1)
-
-
-class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves would end it late, inside of others
-    """Make and write ordinary tensors, whatever modes are on. torch's guard in C ends where it should."""
-
-    def __enter__(self) -> None:
-        self._gradients = torch.is_grad_enabled()
-        self._guard: Any = torch._C._InferenceMode(False)  # noqa: FBT003, SLF001
-        self._guard.__enter__()  # type: ignore[no-untyped-call]
-        torch.set_grad_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        self._guard.__exit__(None, None, None)
-        torch.set_grad_enabled(self._gradients)
 
 
 def _free_on(backend: Backend, device: torch.device) -> int:

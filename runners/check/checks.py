@@ -11,7 +11,6 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.errors import CheckError, ConfigError, ReplayError, did_you_mean
 from ...dataflow.plan import Absent
@@ -130,8 +129,8 @@ def check(
     runner.stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
     signed = signed_slots(runner.stage.declaration, values) if batches is None else ()
-    state_of_device = State(runner.stage.backend)
-    subject = Subject(runner, graphs, state_of_device, seed, tuple(read_outside), random=random, signed=signed)
+    nothing = State(runner.stage.backend)  # but random numbers
+    subject = Subject(runner, graphs, nothing, seed, read_outside, random=random, signed=signed)
     with unwatched(runner.watch), subject.state.kept():
         draw_on(runner.stage.backend)  # a step that draws on the host would draw what its capture drew
         report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
@@ -140,43 +139,48 @@ def check(
 
 def _chosen(runner: Runner[Any], only: Collection[str]) -> list[str]:
     """Choose the checks to run, all that the runner can have if none is named. ConfigError for any other name."""
-    left_out = _no_transition(runner)
-    known = [name for name in CHECKS if name != TRANSITION or left_out is None]
+    known, reason = list(CHECKS), ""
+    if not isinstance(runner, DecodeRunner):
+        reason = f"a {runner.name} has no steps() in which slots advance"
+    elif not runner.stage.declaration.rules:
+        reason = "no slot has then="
+    elif runner.coordinator.size > 1:
+        reason = "it has several ranks"
+    if reason:
+        known.remove(TRANSITION)
     for name in only:
         if name not in CHECKS:
             raise ConfigError(f"there is no check {name!r}: checks are {', '.join(known)}{did_you_mean(name, known)}")
         if name not in known:
-            raise ConfigError(f"check {name!r} is not for this runner: {left_out}")
+            raise ConfigError(f"check {name!r} is not for this runner: {reason}")
     return [name for name in known if name in only or not only]
-
-
-def _no_transition(runner: Runner[Any]) -> str | None:
-    """Return why the transitions of a runner cannot be checked, or None."""
-    if not isinstance(runner, DecodeRunner):
-        return f"a {runner.name} has no steps() in which slots advance"
-    if not runner.stage.declaration.rules:
-        return "no slot has then="
-    return "it has several ranks" if runner.coordinator.size > 1 else None
 
 
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
     """Given batches, or some that fill each bucket, leave the longest tail, the shortest, and others."""
-    patterns = [frozenset[str]()]
     if batches is not None and not callable(batches):
         given = [functools.partial(_paired, one) for one in batches]
         if not given:
             raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
         return given
-    if batches is None:
-        patterns = sorted(runner.patterns, key=sorted)
+    stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
+    patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
 
     def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
-        generator = torch.Generator().manual_seed(seed + number)
-        if callable(batches):
+        generator, live = torch.Generator().manual_seed(seed + number), {lead: rows}
+        if batches is not None:
             return _paired(batches(rows, generator))
-        return _drawn(runner, bucket, rows, absent, values, generator)
+        for axis, size in runner.sizes[bucket].items():
+            if axis.fixed:
+                live[axis] = size
+            elif axis != lead and axis not in stage.relations:
+                most = min(size, rows) if lead == TOKENS and axis == BATCH else size
+                live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
+        live.update({axis: size.at(live) for axis, size in stage.relations.items()})
+        over, device = (stage.declaration, stage.backend.capabilities, live, generator), stage.backend.device
+        return sample_batch(*over, absent=absent, values=values, device=device)
 
     generator, below, plans = torch.Generator().manual_seed(seed), 0, list[tuple[int, int, Absent]]()
     for bucket in sorted(runner.sizes):  # with rows that do not fit the one below it
@@ -195,25 +199,8 @@ def _paired(made: Any) -> Sample:
     return Sample(made, {})
 
 
-def _drawn(
-    runner: Runner[Any], bucket: int, rows: int, absent: Absent, values: Values, generator: torch.Generator
-) -> Sample:
-    """A random batch of so many rows, and of one row or more on every other axis."""
-    stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
-    live = {lead: rows}
-    for axis, size in runner.sizes[bucket].items():
-        if axis.fixed:
-            live[axis] = size
-        elif axis != lead and axis not in stage.relations:
-            most = min(size, rows) if lead == TOKENS and axis == BATCH else size
-            live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
-    live.update({axis: size.at(live) for axis, size in stage.relations.items()})
-    capabilities, device = stage.backend.capabilities, stage.backend.device
-    return sample_batch(stage.declaration, capabilities, live, generator, absent=absent, values=values, device=device)
-
-
 def _checked(
-    subject: Subject[Any],
+    subject: Subject,
     wanted: Sequence[str],
     makers: Makers,
     state: Iterable[torch.Tensor] | None,
@@ -236,29 +223,27 @@ def _checked(
         buckets = ", ".join(f"{len([*group])} for {bucket}" for bucket, group in groups)
         found = f"looked for on {len(firsts)} batches" if state is None else "known"
         ranks.gather(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
-    known = subject.state
-    if given is not None:
-        known = State.of(stage.backend, given)
+    known = State(stage.backend) if given is None else State.of(stage.backend, given)
     for make in firsts.values() if given is None else ():
         view = subject.fill(make())
         with subject.together.raising("the look at what a step changes"):
-            known = known.joined(state_on(subject.runner, view))
-    passed = collections.Counter(one.reason for one in decisions if one.bucket is None)
-    told = ((f"{count} batches were" if count > 1 else "a batch was", reason) for reason, count in passed.items())
-    notes = {f"{them} passed over, which no graph takes: {reason}": None for them, reason in told}
-    subject = attrs.evolve(subject, state=known, notes=notes)
+            known = known.joined(state_on(runner, view))
+    subject.state = known
+    for reason, count in collections.Counter(one.reason for one in decisions if one.bucket is None).items():
+        them = f"{count} batches were" if count > 1 else "a batch was"
+        subject.notes[f"{them} passed over, which no graph takes: {reason}"] = None
     if taken:
         findings = _run(subject, wanted, taken, progress=shown)
     else:
         message = f"nothing was checked: {'; '.join(subject.notes)}; give batches that a captured bucket takes"
-        findings = (Finding(wanted[0], None, message),)
+        findings = [Finding(wanted[0], None, message)]
     steps = dict.fromkeys(wanted, len(taken))
-    return CheckReport(runner=subject.runner.name, findings=findings, steps=steps, notes=tuple(subject.notes))
+    return CheckReport(runner=runner.name, findings=tuple(findings), steps=steps, notes=tuple(subject.notes))
 
 
-def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
+def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: bool) -> list[Finding]:
     """One check after the other, until the device answers no more; each tells a slot, or an output, once."""
-    findings: list[Finding] = []
+    findings, slots = list[Finding](), [None, *subject.slots]
     every = [(name, make) for name in wanted for make in makers]  # of one bar, which tells the time left for all
     turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=progress)
     try:
@@ -268,30 +253,21 @@ def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progre
             for one in CHECKS[name](subject, (make() for _, make in left)):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
             collections.deque(left, 0)  # of a check that ended early
-            findings += _with_others(subject, name, list(found.values()))
-            if subject.together.any(not _answers(subject.runner.stage.backend)):
+            findings += found.values()
+            own = next(iter(found.values()), Finding(name, None, ""))
+            first = subject.together.first(own.message, slots.index(own.slot))
+            if first is not None and not found:  # this rank shows what another one has found
+                rank, message, slot = first
+                findings.append(Finding(name, slots[slot], f"rank {rank} found: {message}"))
+            has_stopped = False
+            try:
+                subject.backend.synchronize()
+            except Exception:  # noqa: BLE001 - a fault in a kernel, which each device words otherwise
+                has_stopped = True
+            if subject.together.any(has_stopped):
                 subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
                 break
     finally:
         turns.close()
         subject.graphs.buffers.distrust()
-    return tuple(findings)
-
-
-def _with_others(subject: Subject[Any], name: str, found: list[Finding]) -> list[Finding]:
-    """The findings, or, of a rank that has none, the first one of another rank."""
-    slots = [None, *subject.slots]
-    first = subject.together.first(*((found[0].message, slots.index(found[0].slot)) if found else ("", 0)))
-    if found or first is None:
-        return found
-    rank, message, slot = first
-    return [Finding(name, slots[slot], f"rank {rank} found: {message}")]
-
-
-def _answers(backend: Backend) -> bool:
-    """Whether the device still works: a fault in a kernel may stop it."""
-    try:
-        backend.synchronize()
-    except Exception:  # noqa: BLE001 - each device says it in words of its own
-        return False
-    return True
+    return findings

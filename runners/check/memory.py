@@ -1,5 +1,6 @@
 """Addresses, coverage and races: what graphs read lies where it was, is written and read, and is not written early."""
 
+import collections
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,44 +35,43 @@ SHARE: Final = 0.25
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
-def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Slots whose buffer has moved, and other memory that has moved and that the step reads on one of the batches."""
     for name in subject.graphs.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
-    faults: dict[str, list[str]] = {}
+    faults = collections.defaultdict[str, list[str]](list)
     for (rows, _), captured in subject.graphs.captured.items():
         try:
             captured.graph.check_addresses()
         except ReplayError as error:
-            faults.setdefault(str(error), []).append(str(rows))
+            faults[str(error)].append(str(rows))
     for fault, buckets in faults.items():
         yield Finding("addresses", None, f"bucket {', '.join(buckets)}: {fault}")
     changes = subject.graphs.holdings.changed()
     for one in batches if subject.together.any(changes) else ():
-        told = readers(subject.trial(one), changes)
-        yield from told.values()
-        changes = [change for change in changes if change[0].name not in told]
+        found = readers(subject.trial(one), changes)
+        yield from found.values()
+        changes = [change for change in changes if change[0].name not in found]
 
 
-def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, Finding]:
+def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
     """Tensors that have moved and that the step reads, by their name."""
     by_storage = {storage_key(now): holding for holding, now in changes}
-    told: dict[str, Finding] = {}
+    found: dict[str, Finding] = {}
 
     def note(operator: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
         step = running()
         for tensor in taken if step is None or step.inside is None else ():  # breaks run anew in each step
             holding = by_storage.get(storage_key(tensor))
             if holding is not None:
-                what = (
-                    "the memory of the capture is freed" if holding.is_freed else "it is other memory than at capture"
-                )
+                is_freed = holding.is_freed
+                what = "the memory of the capture is freed" if is_freed else "it is other memory than at capture"
                 message = (
                     f"{operator} reads {holding.name}, and {what} ({holding.text}): graphs read where it was; write "
                     "into the tensor of the capture (copy_), or capture again"
                 )
-                told.setdefault(holding.name, Finding("addresses", None, message))
+                found.setdefault(holding.name, Finding("addresses", None, message))
 
     with trial.together.raising("the look at what a step reads"):
         raised = trial.run(
@@ -80,10 +80,10 @@ def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, Finding]:
         )
         if raised is not None:
             raise raised
-    return told
+    return found
 
 
-def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_coverage(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run each batch over two kinds of garbage, and look at what its operators take."""
     is_found, read, present = False, set(subject.read_outside), set[str]()
     for number, one in enumerate(batches):
@@ -104,7 +104,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
             "it is constant": isinstance(slot, Constant),
             "it is written once": isinstance(slot.rule(), Once),
             "it is on the host, where it may be read before the replay": slot.placement == HOST,
-            "a kernel that is launched by itself may": subject.runner.stage.backend.device.type != "cpu",
+            "a kernel that is launched by itself may": subject.backend.device.type != "cpu",
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is not None:
@@ -118,7 +118,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
         yield Finding("coverage", name, message)
 
 
-def _unwritten(subject: Subject[Any], one: Sample, number: int) -> Iterator[Finding]:
+def _unwritten(subject: Subject, one: Sample, number: int) -> Iterator[Finding]:
     """Outputs, and slots of functions on the device, that a step leaves unwritten over two kinds of garbage."""
     trial, ran = subject.trial(one), list[Tensors]()
     names = [name for name in trial.slots if not subject.is_filled(name)]
@@ -169,9 +169,14 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
     return read
 
 
-def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run batches one behind the other, with sources overwritten after each call, and each by itself, to compare."""
-    wanted = _sequence(subject, list(batches))
+    drawn = list(batches)
+    with subject.state.kept():
+        nbytes = sum(tensor.nbytes for part in _run(subject, drawn[0]) for tensor in part.values())
+    room = int(SHARE * subject.backend.memory().free / max(2 * nbytes, 1))
+    rooms = subject.runner.coordinator.gather("how many steps there is room for", "", min(STEPS, room))
+    wanted = list(itertools.islice(itertools.cycle(drawn), max(2, min(steps for _, steps in rooms))))
     try:
         given = [_copied(subject, one) for one in wanted]
     except RecordingError as error:
@@ -179,32 +184,24 @@ def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Fi
         return
     alone, flight = _steps(subject, wanted, flight=False), _steps(subject, given, flight=True)
     for number, (one, other) in enumerate(zip(alone, flight, strict=True)):
-        told, slot = (
+        output, slot = (
             next(mismatches(*both, names=("alone", "in flight")), None) for both in zip(one, other, strict=True)
         )
-        if told is None:
+        if output is None:
             continue
         name, why = None, "no slot tells why: it came through an upload, an output, or other memory"
-        for late, operator in itertools.islice(subject.graphs.filler.hosts.slots.items(), 1):
-            copies_late = f"{operator} copies from slot {late!r} in host memory when the device gets there"
-            name, why = late, f"{copies_late}, and the next fill came first"
         if slot is not None:
             name = slot.slot
             why = f"{slot}: the fill read its source, or what carries it to the device, after that was overwritten"
-        yield Finding("races", name, f"step {number} of {len(wanted)} in flight: {told}; {why}")
+        elif late := next(iter(subject.graphs.filler.hosts.slots.items()), None):
+            name, operator = late
+            copies_late = f"{operator} copies from slot {name!r} in host memory when the device gets there"
+            why = f"{copies_late}, and the next fill came first"
+        yield Finding("races", name, f"step {number} of {len(wanted)} in flight: {output}; {why}")
         return
 
 
-def _sequence(subject: Subject[Any], batches: Sequence[Sample]) -> list[Sample]:
-    """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
-    with subject.state.kept():
-        nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
-    room = int(SHARE * subject.runner.stage.backend.memory().free / max(2 * nbytes, 1))
-    told = subject.runner.coordinator.gather("how many steps there is room for", "", min(STEPS, room))
-    return list(itertools.islice(itertools.cycle(batches), max(2, min(most for _, most in told))))
-
-
-def _copied(subject: Subject[Any], one: Sample) -> Sample:
+def _copied(subject: Subject, one: Sample) -> Sample:
     """A batch that brings the same in memory of its own."""
     values = subject.sources(one)
     for name, value in values.items():
@@ -213,27 +210,32 @@ def _copied(subject: Subject[Any], one: Sample) -> Sample:
             values[name] = made.pin_memory() if value.is_pinned() else made
         else:
             values[name] = copy.deepcopy(value)
-    declaration = subject.runner.stage.declaration
+    declaration = subject.declaration
     return rebuilt(declaration, values, {name: look_up(one.batch, name) for name in declaration.fields})
 
 
-def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
+def _steps(subject: Subject, batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
     """What each step gives, and its slots: alone, or in flight, where sources are overwritten right after the call."""
-    backend, runs = subject.runner.stage.backend, []
+    backend, runs = subject.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
         if flight and backend.device.type != "cpu":
             occupier(backend)(30_000)  # microseconds of work, so that the host runs ahead
         for one in batches:
-            values = subject.sources(one)
+            values = subject.sources(one).values() if flight else ()
             runs.append(_run(subject, one))
-            if flight:
-                _overwrite(values.values())
-            else:
+            for value in values:  # zeros are in the range of each index
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+                elif isinstance(value, np.ndarray):
+                    value[...] = 0
+                elif isinstance(value, list):
+                    value[:] = [[0] * len(row) if isinstance(row, list) else 0 for row in value]
+            if not flight:
                 backend.synchronize()
     return runs
 
 
-def _run(subject: Subject[Any], one: Sample) -> tuple[Tensors, Tensors]:
+def _run(subject: Subject, one: Sample) -> tuple[Tensors, Tensors]:
     """Copies of what a step gave, and of what it leaves in copied slots on the device."""
     sizes, held = subject.step_of(one).live_sizes, dict[str, torch.Tensor]()
     outputs = copies(subject.runner(one.batch, **one.side), "output")
@@ -241,14 +243,3 @@ def _run(subject: Subject[Any], one: Sample) -> tuple[Tensors, Tensors]:
         if subject.slots[name].placement != HOST and source is not None:
             held[f"slot {name!r}"] = subject.graphs.buffers[name].view(sizes).clone()
     return outputs, held
-
-
-def _overwrite(values: Iterable[Any]) -> None:
-    """Overwrite sources with zeros, which are in the range of each index."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-        elif isinstance(value, np.ndarray):
-            value[...] = 0
-        elif isinstance(value, list):
-            value[:] = [[0] * len(one) if isinstance(one, list) else 0 for one in value]

@@ -1,7 +1,6 @@
 """Poison, parity: live rows are the same whatever lies in tails, and graphs do what steps do."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
@@ -58,7 +57,7 @@ Poison = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values for a tail, to be drawn from, in one run and in another."""
 
 
-def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_poison(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Fill and replay each batch with poison in its tails, but in those of slots that were found guilty before."""
     guilty, drawn = set[str | None](), list[Finding]()
     for number, one in enumerate(batches):
@@ -81,7 +80,7 @@ def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
             break
 
 
-def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Finding]:
+def _unlike_oracle(subject: Subject, one: Sample, number: int) -> list[Finding]:
     """Slots that a fill leaves otherwise, after a step on the same batch (it may write into tails) or over garbage."""
     buffers, seed = subject.graphs.buffers, subject.seed + number
     with subject.state.kept():
@@ -107,36 +106,31 @@ def cloned(buffers: Buffers) -> Buffers:
     return Buffers(copied, buffers.capacity, SharedMemory())
 
 
-def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> Iterator[Finding]:
+def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Finding]:
     """Fill, and compare with the oracle over the same bytes. seed: of garbage, over whose opposite it fills, too."""
-    stage, buffers, step = subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
-
-    def oracle(opposite: int | None) -> Buffers:
-        other = cloned(buffers)
-        if opposite is not None:
-            with torch.no_grad():
-                spoil(other, step.padded_sizes, opposite, flipped=True)
-        fill_slot_by_slot(stage.declaration, other, stage.backend.capabilities, step, one.batch, one.side)
-        return other
-
-    rights = [oracle(opposite) for opposite in ((None,) if seed is None else (None, seed))]
+    declaration, buffers, step = subject.declaration, subject.graphs.buffers, subject.step_of(one)
+    oracles = [cloned(buffers)]
+    if seed is not None:
+        oracles.append(cloned(buffers))
+        spoil(oracles[1], step.padded_sizes, seed, flipped=True)
+    for filled in oracles:
+        fill_slot_by_slot(declaration, filled, subject.backend.capabilities, step, one.batch, one.side)
     view = subject.fill(one)
     sizes = info_of(view).step
     for name in subject.slots:
-        held, rows = vars(view)[name], ""
+        held = vars(view)[name]
         if held is None or not subject.is_filled(name):
             continue
-        right, other = (buffers[name].view(sizes.padded_sizes) for buffers in (rights[0], rights[-1]))
-        if name in {**stage.declaration.functions, **stage.declaration.sources}:
-            rows = unequal_rows(right, other)
-        if rows:
+        expected, other = (filled[name].view(sizes.padded_sizes) for filled in (oracles[0], oracles[-1]))
+        is_written = name in declaration.functions or name in declaration.sources
+        if is_written and (rows := unequal_rows(expected, other)):
             message = (
                 f"slot {name!r} is not written by a fill: {rows} still hold what lay there before; a kind of slot that "
                 "a fill copies or resets must say so, by reads() and rule()"
             )
             yield Finding(POISON, name, message)
             continue
-        for fault in fill_faults({name: held}, {name: right}, subject.slots, sizes.live_sizes):
+        for fault in fill_faults({name: held}, {name: expected}, subject.slots, sizes.live_sizes):
             declared = "what the step or someone else writes there must be declared, by rewritten=True or restored=True"
             yield Finding(POISON, name, f"{fault}; {declared}")
 
@@ -164,12 +158,12 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
     return (values, values[::-1]) if values else None
 
 
-def _poison_in(trial: Trial[Any], name: str) -> Poison | None:
+def _poison_in(trial: Trial, name: str) -> Poison | None:
     """What the tail of a filled slot may hold."""
-    return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.runner.stage.backend.capabilities)
+    return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.backend.capabilities)
 
 
-def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:
+def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:
     """What slots hold with poison in their tails, in all of an output, if that differs from what they hold without."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
@@ -188,21 +182,30 @@ def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared
     return made
 
 
+@attrs.define(eq=False, slots=False)
 class Poisoning:
-    """Poisons tails of one filled step on all ranks, and looks for the slot at fault. spared: left alone."""
+    """Poisons tails of one filled step on all ranks, and looks for the slot at fault.
 
-    def __init__(self, trial: Trial[Any], seed: int = 0, spared: Collection[str] = ()) -> None:
-        self._trial, self._together, self._spared = trial, trial.together, spared
-        self._generator, self._usual = torch.Generator().manual_seed(seed), NOTHING
+    Attributes:
+        trial: The step.
+        seed: Of the poison that is drawn.
+        spared: Slots that are left alone.
+        usual: The live rows of its outputs without poison.
+    """
+
+    trial: Trial
+    seed: int = 0
+    spared: Collection[str] = ()
+    usual: Tensors = NOTHING
 
     def findings(self) -> list[Finding]:
         """What is wrong with the step. Nothing if its live rows depend on no tail."""
-        usual = self._trial.run(self._live)
+        usual = self.trial.run(self._live)
         if isinstance(usual, Exception):
             return [Finding(POISON, None, f"the step raised {error_text(usual)} on a batch that was filled as ever")]
-        if self._trial.raised:
+        if self.trial.raised:
             return []
-        self._usual = usual
+        self.usual = usual
         for poison in (NOTHING, *self._rounds()):
             effect = self._try(poison)
             if effect is not None:
@@ -211,36 +214,33 @@ class Poisoning:
 
     def _rounds(self) -> Iterator[Tensors]:
         """What to poison at once: all slots, twice; last, one by one, indices out of tables: they may stop a device."""
-        first, second = (other_tails(self._trial, turn, self._generator, self._spared) for turn in (0, 1))
+        generator = torch.Generator().manual_seed(self.seed)
+        first, second = (other_tails(self.trial, turn, generator, self.spared) for turn in (0, 1))
         yield first
-        apart = []
-        for name, slot in self._trial.declared.items():
-            if isinstance(slot.rule(), Keep) and slot.poison is None:
-                dtype = second[name].dtype if name in second else torch.bool
-                if self._together.any(not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)):
-                    apart.append(name)
+        apart = list[str]()
+        for name, slot in self.trial.declared.items():
+            is_unread = isinstance(slot.rule(), Keep) and slot.poison is None
+            if is_unread and self.trial.together.any(name in second and _is_index(second[name])):
+                apart.append(name)
         yield {name: tensor for name, tensor in second.items() if name not in apart}
-        for name in apart:
-            yield _of(second, [name])
+        yield from (_of(second, [name]) for name in apart)
 
     def _live(self, outputs: Any) -> Tensors:
         """The live rows of outputs. Their sizes tell whether they were handed out with padded ones."""
-        found, step = copies(outputs, "output"), self._trial.step
-        is_padded = self._trial.runner.graphs is not None and not self._trial.runner.cuts
-        for name, tensor in found.items() if is_padded else ():
-            for axis in (TOKENS, BATCH):
+        found, step, runner = copies(outputs, "output"), self.trial.step, self.trial.runner
+        for name, tensor in found.items() if runner.graphs is not None and not runner.cuts else ():
+            for axis in (BATCH, TOKENS):  # the last one that fits counts
                 if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
                     found[name] = tensor[: step.live_sizes[axis]]
-                    break
         return found
 
     def drawn(self) -> list[Finding]:
         """Random numbers that the step draws, if other ones change a live row."""
-        trial, effect = self._trial, self._try(NOTHING, self._trial.redrawn)
+        trial, effect = self.trial, self._try(NOTHING, self.trial.redrawn)
         operators = operators_of(trial, torch.Tag.nondeterministic_seeded, drawing=True)
-        for times in range(2, DRAWS if self._together.any(operators) else 0):  # a mask of few rows may come twice
+        for times in range(2, DRAWS if trial.together.any(operators) else 0):  # a mask of few rows may come twice
             effect = effect or self._try(NOTHING, functools.partial(trial.redrawn, times=times))
-        if effect is None:
+        if effect is None or not effect[1]:
             return []
         by = next(iter(operators), "Python's or NumPy's random")
         message = (
@@ -248,56 +248,54 @@ class Poisoning:
             "call eval() on a model whose dropout is still on; if the step draws on purpose, as a sampler, say "
             "random=True"
         )
-        return [Finding(POISON, None, message)] if effect[1] else []
+        return [Finding(POISON, None, message)]
 
     def _try(self, poison: Tensors, by: Callable[[], Any] | None = None) -> tuple[str, bool] | None:
         """What poison changes on this rank, else on another one; whether on this one. None, on all, if nothing."""
-        found, told = self._trial.run(self._live, poison, by), ""
+        found, change = self.trial.run(self._live, poison, by), ""
         if isinstance(found, Exception):
-            told = f"the step raised {error_text(found)}"
-        else:
-            for apart in itertools.islice(mismatches(self._usual, found), 1):
-                where = f"the {apart.where}" if apart.row is None else f"live row {apart.row} of the {apart.where}"
-                told = f"{where} changed, from {apart.values[0]} to {apart.values[1]},"
-        first = self._together.first(told)
-        if told or first is None:
-            return (told, True) if told else None
+            change = f"the step raised {error_text(found)}"
+        elif apart := next(mismatches(self.usual, found), None):
+            where = f"the {apart.where}" if apart.row is None else f"live row {apart.row} of the {apart.where}"
+            change = f"{where} changed, from {apart.values[0]} to {apart.values[1]},"
+        first = self.trial.together.first(change)
+        if change or first is None:
+            return (change, True) if change else None
         return f"on rank {first[0]} {first[1]}", False
 
-    def _blamed(self, poison: Tensors, told: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
+    def _blamed(self, poison: Tensors, change: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
         """The slots that make a difference alone, else the fewest together; those of this rank."""
-        found = list[Finding]()
-        names = [name for name in self._trial.declared if self._together.any(name in poison)]
+        found, together = list[Finding](), self.trial.together
+        names = [name for name in self.trial.declared if together.any(name in poison)]
         if not names:
             message = (
-                f"the step gives other outputs for the same inputs ({told.rstrip(',')}): its kernels are not "
+                f"the step gives other outputs for the same inputs ({change.rstrip(',')}): its kernels are not "
                 "deterministic, or it has state that no operator's schema tells; pass that as state=[...]"
             )
             return [Finding(POISON, None, message)] if is_own else []
-        if self._together.any(self._trial.lost):
-            one = next(iter(poison)) if len(poison) == 1 else None
-            tails = f"tails of slots {', '.join(map(repr, poison))}" if one is None else f"tail of slot {one!r}"
+        if together.any(self.trial.lost):
+            only = next(iter(poison)) if len(poison) == 1 else None
+            tails = f"tails of slots {', '.join(map(repr, poison))}" if only is None else f"tail of slot {only!r}"
             lost = "nothing could be replayed after that, on which slots are told apart"
-            return [Finding(POISON, one, f"{told} when the {tails} held poison; {lost}")] if poison else []
+            return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
         alone = {name: self._try(_of(poison, [name])) for name in names}
         for name, effect in alone.items():
             if effect is not None:  # ranks that see a change of their own tell of it; if none does, all with poison do
-                is_seen = self._together.any(effect[1] and name in poison)
+                is_seen = together.any(effect[1] and name in poison)
                 if name in poison and (effect[1] or not is_seen):
                     found.append(Finding(POISON, name, f"{effect[0]} when {self._place(name, poison[name])}"))
         if any(alone.values()):
             return found
         for name in names:
-            rest = [one for one in names if one != name]
+            rest = [other for other in names if other != name]
             if rest and self._try(_of(poison, rest)) is not None:
                 names = rest
-        slots = ", ".join(map(repr, names))
-        message = f"{told} when the tails of slots {slots} held other values together"
+        message = f"{change} when the tails of slots {', '.join(map(repr, names))} held other values together"
         return [Finding(POISON, None, message)] if _of(poison, names) else []
 
     def _place(self, name: str, now: torch.Tensor) -> str:
         """What the tail of a slot held, and what to do."""
-        slot, before = self._trial.declared[name], self._trial.filled[name]
+        slot, before = self.trial.declared[name], self.trial.filled[name]
         rule, place = slot.rule(), f"the tail of slot {name!r}"
         if isinstance(slot, Output):
             place = f"output slot {name!r}"
@@ -313,13 +311,13 @@ class Poisoning:
         return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
 
 
-def operators_of(trial: Trial[Any], tag: torch.Tag, *, drawing: bool = False) -> list[str]:
+def operators_of(trial: Trial, tag: torch.Tag, *, drawing: bool = False) -> list[str]:
     """The operators of a step that have one of torch's tags, each with the line that calls it.
 
     drawing: only those that draw random numbers, as attention with a dropout of 0 does not.
     """
     found: list[str] = []
-    device = trial.runner.stage.backend.device
+    device = trial.backend.device
 
     def drawn() -> list[bytes]:
         states = [torch.get_rng_state()]
@@ -343,17 +341,21 @@ def operators_of(trial: Trial[Any], tag: torch.Tag, *, drawing: bool = False) ->
     return found
 
 
+def _is_index(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def _of(poison: Tensors, names: Collection[str]) -> Tensors:
     return {name: poison[name] for name in names if name in poison}
 
 
-def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_parity(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Hold graphs to their step: on the padded view, or else beside the batch alone, since that follows from it."""
     subject.state.check_room(COPIES)
     yield from filter(None, (apart_from_step(subject, one) for one in batches))
 
 
-def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
+def apart_from_step(subject: Subject, one: Sample) -> Finding | None:
     """What the graph of a batch does otherwise than the step, padded or not."""
     runner = subject.runner
     if runner.stage.declaration.ranks is not None:
@@ -390,13 +392,13 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     return Finding(PARITY, apart[0].slot if apart else None, message)
 
 
-def redraws(trial: Trial[Any], outputs: Leaves, by: Callable[[], Any] | None = None) -> bool:
+def redraws(trial: Trial, outputs: Leaves, by: Callable[[], Any] | None = None) -> bool:
     """Whether a replay, or another run, gives other outputs with other random numbers."""
     other = trial.run(lambda made: seen(trial.view, made).outputs, by=lambda: trial.redrawn(by))
     return not isinstance(other, Exception) and any(mismatches(outputs, other, USUAL, step=trial.step))
 
 
-def parity_fault(trial: Trial[Any]) -> Finding | None:
+def parity_fault(trial: Trial) -> Finding | None:
     """What a graph does otherwise than its step, compared within usual tolerances if it does not do the same twice."""
     state, together = trial.state, trial.together
     eager = trial.run(lambda outputs: (seen(trial.view, outputs).outputs, state.copy()), by=trial.eagerly)
@@ -411,7 +413,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     if trial.raised or isinstance(graph, Exception):
         return _raised(graph)
     found = next(mismatches(graph[0], expected, step=trial.step), None)
-    is_left = bool(state.told(graph[1]))
+    is_left = bool(state.labels(graph[1]))
     if not together.any(found is not None or is_left):
         return None
     again = trial.run(look, by=trial.eagerly)
@@ -432,7 +434,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
         if is_drawn:
             why = "the step draws random numbers on the host, and the graph keeps those of its capture: draw by torch"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
-    told = next(iter(state.told(graph[1], besides)), None)
+    told = next(iter(state.labels(graph[1], besides)), None)
     message = (
         f"a replay leaves other bytes than the step in {told}, though all slots and outputs agree: the step reads "
         "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
@@ -440,7 +442,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     return None if told is None else Finding(PARITY, None, message)
 
 
-def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
+def _bearable_tails(trial: Trial, turn: int) -> Tensors:
     """Slots with other values that tails may hold: padded rows write one reserved row, and any may come last."""
     spared = set[str]()
     for name, filled in trial.filled.items():

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import torch
@@ -17,7 +17,7 @@ from ...dataflow.plan import Absent
 from ...dataflow.slots import Output
 from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests
-from ..comparison import live_part, slots_kept, tails_of
+from ..comparison import live_part, mismatches, slots_kept, tails_of
 from ..sampling import Sample
 from ..testing.ground import differences as fill_faults
 from .replays import OTHER_SHAPES, cloned
@@ -30,19 +30,20 @@ without."""
 ALONE: Final = "have its then= make live rows of live ones alone, or of tails that change nothing"
 
 
-def check_transition(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_transition(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Let slots advance from each batch, in steps without news and in one with an edit, and run their rules beside."""
     with subject.state.kept(), slots_kept(subject.runner):
         for one in batches:
             yield from itertools.islice(_faults(subject, one), 1)  # which makes others
 
 
-def _faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
+def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
     """What is wrong with rules on one batch, or with what carries them out."""
     runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
     declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
     right, told = cloned(buffers), "on initial values, as captures run it"
-    compared = [name for name, slot in subject.slots.items() if not (name in absent or slot.rewritten)]
+    written = {name for name, slot in subject.slots.items() if slot.rewritten or isinstance(slot, Output)}
+    compared = [name for name in subject.slots if name not in absent | written]
     try:
         with at_rest(right, record):
             rows = advance_slot_by_slot(declaration, right, record, step)
@@ -50,11 +51,10 @@ def _faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
         _leave_stale_rows(subject, step)
         for last in runner.steps(one.batch):  # type: ignore[attr-defined] # a DecodeRunner's
             stage.backend.synchronize()
-            for name in dict.fromkeys([*rows, *compared]) if last.number else ():
-                if name in compared and not isinstance(subject.slots[name], Output):
-                    mine, other = ({name: held[name].view(step.padded_sizes)} for held in (buffers, right))
-                    faults = fill_faults(mine, other, subject.slots, step.live_sizes)
-                    yield from (Finding(TRANSITION, name, f"{fault}, {told}") for fault in faults)
+            for name in [one for one in (*rows, *compared) if one in compared] if last.number else ():
+                mine, other = ({name: held[name].view(step.padded_sizes)} for held in (buffers, right))
+                for fault in fill_faults(mine, other, subject.slots, step.live_sizes):
+                    yield Finding(TRANSITION, name, f"{fault}, {told}")
             if last.number == LAST:
                 return
             if not last.number:
@@ -64,7 +64,7 @@ def _faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
             told = "in a step without news"
             if last.number == 1:
                 told, requests = "in a step with an edit", len(last.keys)
-                stay = _staying(requests)
+                stay = [max(requests - 2, 0), *range(1, requests - 2)]  # the first and the last of several leave
                 bucket = runner.buckets.fit(len(stay))  # type: ignore[attr-defined] # as above
                 if subject.graphs.has(bucket, absent):
                     last.leave({*last.keys} - {last.keys[row] for row in stay})
@@ -79,12 +79,7 @@ def _faults(subject: Subject[Any], one: Sample) -> Iterator[Finding]:
         yield Finding(TRANSITION, None, f"{error}, {told}")
 
 
-def _staying(requests: int) -> list[int]:
-    """The rows of requests that stay where the first and the last one leave, in their new order; of two, the first."""
-    return [requests - 2, *range(1, requests - 2)] if requests > 2 else [0]  # noqa: PLR2004 - else only one leaves
-
-
-def _of_requests(subject: Subject[Any], rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
+def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
     """The rows of some requests, in slots that have rows of requests."""
     found = dict(rows)
     for name, tensor in rows.items():
@@ -96,9 +91,9 @@ def _of_requests(subject: Subject[Any], rows: Mapping[str, torch.Tensor], stay: 
     return found
 
 
-def _leave_stale_rows(subject: Subject[Any], step: Step) -> None:
+def _leave_stale_rows(subject: Subject, step: Step) -> None:
     """Have copied slots hold live rows wherever a fill does not write, as after a fuller batch."""
-    for name in subject.runner.stage.declaration.sources:
+    for name in subject.declaration.sources:
         slot, tensor = subject.slots[name], subject.graphs.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
             live = slot.shape[dim].at(step.live_sizes)
@@ -107,52 +102,45 @@ def _leave_stale_rows(subject: Subject[Any], step: Step) -> None:
     subject.graphs.buffers.distrust()
 
 
-def _bucket_faults(subject: Subject[Any], step: Step, absent: Absent) -> Iterator[Finding]:
+def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Finding]:
     """Rules whose live rows depend on the bucket, or on padded rows of which no rule says what they hold."""
-    runner, held = subject.runner, cloned(subject.graphs.buffers)
+    runner, stage, held = subject.runner, subject.runner.stage, cloned(subject.graphs.buffers)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **runner.sizes[max(runner.sizes)]})
     on_host, extreme, negative = _on_host(held), _on_host(held), _on_host(held)
     with torch.no_grad():
         for name, slot in subject.slots.items():
-            for tail in _untold(subject, extreme, name, step):
-                tail.fill_(_most(tail.dtype))
+            rule = slot.rule()
+            is_free = isinstance(slot, Output) or not (rule is None or isinstance(rule, Pad))
+            for tail in tails_of(slot, extreme[name].view(step.padded_sizes), step) if is_free else ():
+                is_float = tail.is_floating_point() or tail.is_complex()
+                tail.fill_(math.nan if is_float else tail.dtype == torch.bool or torch.iinfo(tail.dtype).max)
             if name in subject.signed:
                 live = live_part(slot, negative[name].tensor, step)
                 live.copy_(-live.abs() - 1)
+
+    def advanced(buffers: Buffers, sizes: Step) -> Tensors | None:
+        """The live rows that rules make, or None where one cannot be run on such values."""
+        try:
+            rows = advance_slot_by_slot(stage.declaration, cloned(buffers), stage.backend.capabilities, sizes)
+        except SlotGraphError:
+            return None
+        return {name: rows[name] for name in stage.declaration.rules if name not in absent}
+
     others = "where padded rows that no rule tells hold other values"
-    for right, other, sizes, told in (
+    for right, other, sizes, where in (
         (held, held, exact, "where the bucket has no padded rows"),
         (held, held, largest, "in the largest bucket"),
         (on_host, extreme, step, others),
         (negative, negative, exact, "where the bucket has no padded rows"),
         (negative, negative, largest, "in the largest bucket"),
     ):
-        usual, found = _advanced(subject, right, step), _advanced(subject, other, sizes)
+        usual, found = advanced(right, step), advanced(other, sizes)
         if usual is None or found is None:
             continue
-        for name in usual:
-            if name not in absent and not _alike(found[name], usual[name]):
-                fault = next(fill_faults(found, {name: usual[name]}, subject.slots, step.live_sizes))
-                yield Finding(TRANSITION, name, f"{fault}, {told}: {ALONE}")
-
-
-def _advanced(subject: Subject[Any], buffers: Buffers, step: Step) -> Tensors | None:
-    """The live rows that rules make; None where one cannot be run on such values."""
-    stage, held = subject.runner.stage, cloned(buffers)
-    try:
-        rows = advance_slot_by_slot(stage.declaration, held, stage.backend.capabilities, step)
-    except SlotGraphError:
-        return None
-    return {name: rows[name] for name in stage.declaration.rules}
-
-
-def _alike(mine: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors are the same, floats as far as sums of more numbers may be."""
-    if mine.dtype not in OTHER_SHAPES:
-        return torch.equal(mine, right)
-    near, far = OTHER_SHAPES[mine.dtype]
-    return torch.allclose(mine, right, near, far, equal_nan=True)
+        for name in [apart.where for apart in mismatches(found, usual, OTHER_SHAPES)]:
+            fault = next(fill_faults(found, {name: usual[name]}, subject.slots, step.live_sizes))
+            yield Finding(TRANSITION, name, f"{fault}, {where}: {ALONE}")
 
 
 def _on_host(buffers: Buffers) -> Buffers:
@@ -162,17 +150,3 @@ def _on_host(buffers: Buffers) -> Buffers:
         for buffer in found:
             buffer.tensor = buffer.tensor.cpu()
     return found
-
-
-def _untold(subject: Subject[Any], buffers: Buffers, name: str, step: Step) -> Iterator[torch.Tensor]:
-    """Padded rows of which no rule says what they hold in this step."""
-    slot = subject.slots[name]
-    if slot.varying and (isinstance(slot, Output) or (slot.rule() is not None and not isinstance(slot.rule(), Pad))):
-        yield from tails_of(slot, buffers[name].view(step.padded_sizes), step)
-
-
-def _most(dtype: torch.dtype) -> Any:
-    """A value that shows wherever it goes."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return math.nan
-    return True if dtype == torch.bool else torch.iinfo(dtype).max

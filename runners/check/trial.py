@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
@@ -10,13 +10,12 @@ import torch
 from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import RankError, ReplayError
-from ...dataflow.slots import Constant, Output, Slot
+from ...dataflow.slots import Constant, Output
 from ..comparison import info_of, ran_eagerly
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
 from ..runner import Runner
 from ..sampling import Sample
-from ..stage import V
 from ..state import State, draw_on
 
 T = TypeVar("T")
@@ -72,36 +71,46 @@ def unwatched(watch: Watch) -> Iterator[None]:
         watch.watchers = (*watchers, *watch.watchers)
 
 
-class Trial(Generic[V]):
-    """The step filled last, run again and again from the same slots and state; watchers are to be told of nothing.
+@attrs.define(eq=False, slots=False)
+class Trial:
+    """The step filled last, run again and again from the same slots and state. Watchers must not see it.
 
-    one: its batch, to fill it anew after a step raised. filled: what slots that are not constant held after the fill.
-    raised: whether the last run raised on some rank. lost: whether a step raised and nothing can be replayed since.
+    Attributes:
+        runner: Whose step it is.
+        view: What was filled.
+        state: What the step changes beside its slots.
+        one: Its batch, to fill it anew after a step raised.
+        raised: Whether the last run raised on some rank.
+        lost: Whether a step raised and nothing can be replayed since.
+        filled: What slots that are not constant held after the fill.
     """
 
-    def __init__(self, runner: Runner[V], view: V, state: State, one: Sample | None = None) -> None:
-        self.runner, self.view, self.state, self.one = runner, view, state, one
-        self.together = Together(runner.coordinator)
-        self.step, self.declared = info_of(view).step, runner.stage.declaration.slots
-        self.raised = self.lost = False
-        self._wait = self.runner.stage.backend.synchronize
-        self._wait()
+    runner: Runner[Any]
+    view: Any
+    state: State
+    one: Sample | None = None
+    raised: bool = False
+    lost: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        """Keep what was filled."""
+        stage = self.runner.stage
+        self.together, self.backend = Together(self.runner.coordinator), stage.backend
+        self.declared, self.step = stage.declaration.slots, info_of(self.view).step
+        self.backend.synchronize()
         self.filled = {name: tensor.clone() for name, tensor in self.slots.items()}
 
     @property
     def slots(self) -> dict[str, torch.Tensor]:
         """What the view has of slots that are not constant."""
+        names = [name for name, slot in self.declared.items() if not isinstance(slot, Constant)]
         values = vars(self.view)
-        return {
-            name: values[name]
-            for name, slot in self.declared.items()
-            if not isinstance(slot, Constant) and values[name] is not None
-        }
+        return {name: values[name] for name in names if values[name] is not None}
 
     def redrawn(self, by: Callable[[], Any] | None = None, times: int = 1) -> Any:
         """Run the step, or its graph, with other random numbers, which follow after others were drawn so many times."""
         for _ in range(times):
-            draw_on(self.runner.stage.backend)
+            draw_on(self.backend)
         return self.runner.replay(self.view) if by is None else by()
 
     def eagerly(self) -> Any:
@@ -111,16 +120,19 @@ class Trial(Generic[V]):
     def run(
         self, look: Callable[[Any], T], put: Tensors = NOTHING, by: Callable[[], Any] | None = None
     ) -> T | Exception:
-        """Run the step once more: what `look` makes of the outputs, before all is put back, or what it raised here.
+        """Run the step once more, and return what `look` makes of its outputs, or what it raised on this rank.
 
-        put: what slots hold instead of what was filled. by: runs the step; by default its graph is replayed.
+        Args:
+            look: Takes the outputs, before slots and state are put back.
+            put: What slots hold instead of what was filled.
+            by: Runs the step; by default its graph is replayed.
         """
         self.write(put)
         found: T | Exception
         try:
             with self.state.kept(), self.together.ranks.reporting():
-                found = look(self.runner.replay(self.view) if by is None else by())
-                self._wait()
+                found = look(self.redrawn(by, 0))
+                self.backend.synchronize()
         except Exception as error:  # noqa: BLE001 - whatever a step makes of its slots is a result
             found = error
         self.raised = self.together.any(isinstance(found, Exception))
@@ -130,7 +142,7 @@ class Trial(Generic[V]):
                 if self.one is not None:
                     self.view = self.runner.fill(self.one.batch, **self.one.side)
             self.write(self.filled)
-        except Exception:  # a device that a fault has stopped says so in words of its own
+        except Exception:  # a device that a fault has stopped raises errors of its own
             if not self.raised:
                 raise
             self.lost = True
@@ -138,7 +150,7 @@ class Trial(Generic[V]):
 
     def write(self, values: Tensors) -> None:
         """Have slots hold these values."""
-        self._wait()  # a replay may still read slots in host memory
+        self.backend.synchronize()  # a replay may still read slots in host memory
         slots = self.slots
         with torch.no_grad():
             for name, value in values.items():
@@ -147,10 +159,16 @@ class Trial(Generic[V]):
 
 @attrs.frozen
 class Finding:
-    """Something wrong."""
+    """Something wrong.
 
-    check: str  # the check that found it
-    slot: str | None  # the slot through which it came, if one is to blame
+    Attributes:
+        check: The check that found it.
+        slot: The slot through which it came, if one is to blame.
+        message: What is wrong, and what to do.
+    """
+
+    check: str
+    slot: str | None
     message: str
 
     def __str__(self) -> str:
@@ -158,57 +176,60 @@ class Finding:
         return f"{self.check}: {self.message}"
 
 
-@attrs.frozen(eq=False)
-class Subject(Generic[V]):
+@attrs.define(eq=False, slots=False)
+class Subject:
     """A captured runner that is checked.
 
-    produce: writes what producers write. random: whether the step draws random numbers on purpose. signed: slots that
-    may hold any number below 0, too. notes: what was left out, and why.
+    Attributes:
+        runner: The runner.
+        graphs: Its graphs.
+        state: What its step changes beside its slots.
+        seed: Where random values begin.
+        read_outside: Slots that are read between fill and replay.
+        random: Whether the step draws random numbers on purpose.
+        produce: Writes what producers write.
+        signed: Slots that may hold any number below 0, too.
+        notes: What was left out, and why.
+        slots: The slots of its declaration.
+        together: Its ranks.
     """
 
-    runner: Runner[V]
-    graphs: GraphSet[V]
+    runner: Runner[Any]
+    graphs: GraphSet[Any]
     state: State
     seed: int = 0
-    read_outside: tuple[str, ...] = ()
+    read_outside: Collection[str] = ()
     random: bool = False
-    produce: Callable[[V], object] = id
+    produce: Callable[[Any], object] = id
     signed: Collection[str] = ()
     notes: dict[str, None] = attrs.field(factory=dict)
 
-    @property
-    def slots(self) -> Mapping[str, Slot]:
-        """The slots that its declaration has."""
-        return self.runner.stage.declaration.slots
-
-    @property
-    def together(self) -> Together:
-        """The runner's ranks."""
-        return Together(self.runner.coordinator)
+    def __attrs_post_init__(self) -> None:
+        """Have at hand what checks ask for most."""
+        self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
+        self.slots, self.together = self.declaration.slots, Together(self.runner.coordinator)
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """What a batch brings for slots."""
-        sources = self.runner.stage.declaration.sources
-        return {name: source.read(one.batch, one.side) for name, source in sources.items()}
+        return {name: source.read(one.batch, one.side) for name, source in self.declaration.sources.items()}
 
     def step_of(self, one: Sample) -> Step:
-        """The sizes of a batch in the bucket that takes it."""
-        runner, bucket = self.runner, self.runner.decide(one.batch, **one.side).bucket
-        if bucket is None:
-            raise ValueError("no bucket takes this batch")
-        return runner.stage.declaration.step(runner.size(one.batch, one.side)[:-1], runner.sizes[bucket])
+        """The sizes of a batch in the bucket that takes it: only batches that a graph takes are checked."""
+        runner = self.runner
+        bucket = runner.decide(one.batch, **one.side).bucket or 0
+        return self.declaration.step(runner.size(one.batch, one.side)[:-1], runner.sizes[bucket])
 
-    def fill(self, one: Sample) -> V:
+    def fill(self, one: Sample) -> Any:
         """The view of a fill."""
         view = self.runner.fill(one.batch, **one.side)
         self.produce(view)
         return view
 
-    def trial(self, one: Sample) -> Trial[V]:
+    def trial(self, one: Sample) -> Trial:
         """Fill, to run that step again and again."""
         return Trial(self.runner, self.fill(one), self.state, one)
 
     def is_filled(self, name: str) -> bool:
         """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
-        late = self.runner.stage.declaration.side(name) == DEVICE and self.runner.is_whole
+        late = self.declaration.side(name) == DEVICE and self.runner.is_whole
         return not (late or isinstance(self.slots[name], Output))

@@ -14,7 +14,7 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CheckError, place_now
 from ...dataflow.views import ordinary_alias
 from ..capture import with_own_casts
-from ..comparison import USUAL, graph_of, mismatches, seen
+from ..comparison import USUAL, graph_of, mismatches, seen, spans_of_slots
 from ..graphs import Captured
 from ..runner import Runner
 from ..sampling import Sample
@@ -28,21 +28,15 @@ CHUNK: Final = 1 << 24
 """Elements that are changed at once, so that what this takes for a moment is small."""
 
 
-@attrs.frozen(eq=False)
-class Weight(Piece):
-    """A tensor that a step holds, by the name that its author gave it.
-
-    kind: "parameter" or "buffer" of a module, or "tensor".
-    """
-
-    kind: str = "tensor"
-
-
 @attrs.define(eq=False)
 class Changes:
-    """Which words of one tensor second replays of a batch change: in some batch, and in each.
+    """Which words of one tensor second replays of a batch change.
 
-    first: whether some first replay changed it. rows: whether its rows were the bucket's in each batch.
+    Attributes:
+        some: Those that change in some batch.
+        each: Those that change in each batch.
+        first: Whether some first replay changed it.
+        rows: Whether its rows were the bucket's in each batch.
     """
 
     some: torch.Tensor | None = None
@@ -52,8 +46,8 @@ class Changes:
 
     def add(self, first: torch.Tensor, second: torch.Tensor, *, rows: bool) -> None:
         """Add what two replays of one batch, one behind the other, changed."""
-        self.first = self.first or bool(first.any())
-        self.rows = self.rows and rows
+        self.first |= bool(first.any())
+        self.rows &= rows
         self.some = second if self.some is None else self.some | second
         self.each = second if self.each is None else self.each & second
 
@@ -65,7 +59,7 @@ class Changes:
         return torch.equal(self.some, self.each) and 2 * int(self.each.sum()) >= self.each.numel()
 
 
-def check_weights(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_weights(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Replay batches twice in a row, and beside the step after weights were changed, which are then put back."""
     subject.state.check_room(COPIES)
     held = weights_of(subject.runner)
@@ -75,7 +69,7 @@ def check_weights(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[
     steady = [one for one, is_own in zip(floats, _owned(floats), strict=True) if is_own]
     for left in floats[:1] if len(steady) < len(floats) else ():
         subject.notes[
-            f"{len(floats) - len(steady)} of {len(floats)} tensors that the step holds, such as {left.told}, were not "
+            f"{len(floats) - len(steady)} of {len(floats)} tensors that the step holds, such as {left.label}, were not "
             "changed: others share their memory, or it cannot be written"
         ] = None
     changes = [Changes() for _ in written.pieces]
@@ -94,11 +88,9 @@ def check_weights(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[
         yield from _changed(trial, written, changes, varied=len(sizes) > 1)
 
 
-def weights_of(runner: Runner[Any]) -> list[Weight]:
+def weights_of(runner: Runner[Any]) -> list[Piece]:
     """The tensors that a step reaches without its view, each once, but for slots and for other runners."""
-    step, known, found = runner.stage.step, set[object](), list[Weight]()
-    buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
-    slots = [span(one.tensor) for held in buffers for one in held or () if one.nbytes]
+    step, found, slots = runner.stage.step, dict[object, Piece](), spans_of_slots(runner)
     for name, leads, tensor in reached(step, (*CLOSED, Runner)):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or not tensor.numel() or overlaps(tensor, slots):
@@ -107,14 +99,12 @@ def weights_of(runner: Runner[Any]) -> list[Weight]:
         holder = functools.reduce(lambda one, lead: lead(one), leads[:-1], step)
         is_buffer = isinstance(holder, nn.Module) and any(one is tensor for one in holder.buffers(recurse=False))
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if is_buffer else "tensor"
-        if key not in known:
-            known.add(key)
-            once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # of rows that are expanded
-            found.append(Weight(ordinary_alias(tensor)[once], f"{kind} {name!r}", kind=kind))
-    return found
+        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # of rows that are expanded
+        found.setdefault(key, Piece(ordinary_alias(tensor)[once], f"{kind} {name!r}", kind=kind))
+    return list(found.values())
 
 
-def _owned(weights: Sequence[Weight]) -> Iterator[bool]:
+def _owned(weights: Sequence[Piece]) -> Iterator[bool]:
     """For each, whether its memory can be written and is this process's alone: it may be that of a file."""
     maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
@@ -131,7 +121,7 @@ def _owned(weights: Sequence[Weight]) -> Iterator[bool]:
             yield storage.resizable() and not (one.memory.is_cpu and storage.is_shared())
 
 
-def _written(subject: Subject[Any], held: Sequence[Piece]) -> State:
+def _written(subject: Subject, held: Sequence[Piece]) -> State:
     """What the step changes and nobody gave as its state: tensors that it holds, else memory without a name."""
     pieces = dict[int, Piece]()
     for piece in subject.state.pieces:
@@ -141,7 +131,7 @@ def _written(subject: Subject[Any], held: Sequence[Piece]) -> State:
     return State(subject.state.backend, tuple(pieces.values()))
 
 
-def _replay_twice(trial: Trial[Any], written: State, changes: Sequence[Changes]) -> None:
+def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> None:
     """Replay a batch, and again on the state that this has left; note which words change."""
 
     def twice() -> Any:
@@ -160,15 +150,14 @@ def _replay_twice(trial: Trial[Any], written: State, changes: Sequence[Changes])
         change.add(first, second, rows=piece.memory.dim() > 0 and piece.memory.shape[0] in padded)
 
 
-def _changed(trial: Trial[Any], written: State, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
+def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
     """Weights that the step changes, and other tensors that it changes and goes on from."""
     guilty, loose = list[Piece](), list[Piece]()
     for piece, change in zip(written.pieces, changes, strict=True):
-        kind = piece.kind if isinstance(piece, Weight) else "tensor"
-        if kind == "parameter" and change.first:
+        if piece.kind == "parameter" and change.first:
             guilty.append(piece)
         elif varied and change.drifts:  # batches of one size do not tell a row of a request
-            (guilty if kind == "buffer" else loose).append(piece)
+            (guilty if piece.kind == "buffer" else loose).append(piece)
     if trial.together.any(loose) and _reaches_outputs(trial, State(written.backend, tuple(loose))):
         guilty += loose
     writers = dict[int, str]()
@@ -182,14 +171,14 @@ def _changed(trial: Trial[Any], written: State, changes: Sequence[Changes], *, v
         trial.run(id, by=lambda: run_seen(Traffic(writes=note), trial.eagerly))
     for piece in guilty:
         message = (
-            f"the step changes {piece.told} itself{writers.get(id(piece), '')}, and later steps go on with what it "
+            f"the step changes {piece.label} itself{writers.get(id(piece), '')}, and later steps go on with what it "
             "left: write into a tensor of the step's own; if that is what it is for, declare it: state=[...] names all "
             "that the step changes"
         )
         yield Finding(WEIGHTS, None, message)
 
 
-def _reaches_outputs(trial: Trial[Any], loose: State) -> bool:
+def _reaches_outputs(trial: Trial, loose: State) -> bool:
     """Whether a step gives other outputs on what an earlier one left in some tensors."""
     first = trial.run(lambda made: (loose.copy(), seen(trial.view, made).outputs))
     if trial.raised or isinstance(first, Exception):
@@ -205,9 +194,7 @@ def _reaches_outputs(trial: Trial[Any], loose: State) -> bool:
     return trial.together.any(apart)
 
 
-def _taken_at_capture(
-    subject: Subject[Any], trial: Trial[Any], captured: Captured, steady: Sequence[Weight]
-) -> Iterator[Finding]:
+def _taken_at_capture(subject: Subject, trial: Trial, captured: Captured, steady: Sequence[Piece]) -> Iterator[Finding]:
     """Weights that operators took in the first run of the step alone, which has kept what it made of them."""
     if not subject.runner.is_whole:  # around a stack a step may go another way on each batch
         return
@@ -218,28 +205,21 @@ def _taken_at_capture(
     known = {holding.storage.cdata for holding in subject.graphs.holdings.found.values() if not holding.is_freed}
     for one in steady:
         key = storage_key(one.memory)
-        if key not in known or one.memory.device != subject.runner.stage.backend.device:
+        if key not in known or one.memory.device != subject.backend.device:
             continue
         known.remove(key)
         again = traffic.found.get(key, set()) | subject.state.taken.get(key, set())
         operators = ", ".join(sorted(captured.taken.get(key, set()) - again))
         if operators:
             message = (
-                f"{one.told} was taken by {operators} in the first run of the step alone: graphs keep what was made of "
-                "it then, whatever it holds later; make that by operators in each step, or before the runner is made, "
-                "and capture anew where it changes"
+                f"{one.label} was taken by {operators} in the first run of the step alone: graphs keep what was made "
+                "of it then, whatever it holds later; make that by operators in each step, or before the runner is "
+                "made, and capture anew where it changes"
             )
             yield Finding(WEIGHTS, None, message)
 
 
-def _fault_after_change(trial: Trial[Any], weights: Sequence[Weight], seed: int) -> Finding | None:
-    """Change weights, and say how a graph then differs from its step, or None."""
-    for weight in weights:
-        _change(weight.memory, seed)
-    return parity_fault(trial)
-
-
-def _frozen(subject: Subject[Any], trial: Trial[Any], steady: Sequence[Weight]) -> Iterator[Finding]:
+def _frozen(subject: Subject, trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
     """The weight of which a graph keeps something, other than its memory, while the step sees each change."""
     together, parts, found = subject.together, [list(steady)], None
     if together.any(parity_fault(trial)):  # without a change, which is for parity to find
@@ -248,14 +228,20 @@ def _frozen(subject: Subject[Any], trial: Trial[Any], steady: Sequence[Weight]) 
         part = parts.pop()
         halves = [part[: len(part) // 2], part[len(part) // 2 :]]
         state = State(subject.state.backend, tuple(part))
-        is_several = together.any(len(part) > 1)
-        if together.any(not _has_room(state)):
+        is_several, is_full = together.any(len(part) > 1), False
+        try:
+            state.check_room()
+        except CheckError:
+            is_full = True
+        if together.any(is_full):
             parts += halves if is_several else ()
             for one in () if is_several else part:
-                subject.notes[f"{one.told} was not changed: there is no room for a copy"] = None
+                subject.notes[f"{one.label} was not changed: there is no room for a copy"] = None
             continue
         with state.kept():
-            fault = with_own_casts(functools.partial(_fault_after_change, trial, part, subject.seed))
+            for one in part:
+                _change(one.memory, subject.seed)
+            fault = with_own_casts(lambda: parity_fault(trial))
         if trial.raised or not together.any(fault):
             continue
         found = part, fault
@@ -263,23 +249,16 @@ def _frozen(subject: Subject[Any], trial: Trial[Any], steady: Sequence[Weight]) 
     if found is None:
         return
     reads = operators_of(trial, torch.Tag.data_dependent_output)
-    if found[1] is not None:
-        names = ", ".join(one.told for one in found[0])
+    guilty, fault = found
+    if fault is not None:
+        names = ", ".join(one.label for one in guilty)
         message = (
-            f"{found[1].message.partition('; ')[0]}, after a change of {names}: the graph goes on with what the step "
+            f"{fault.message.partition('; ')[0]}, after a change of {names}: the graph goes on with what the step "
             f"made of it at capture, such as a number on the host{''.join(f' ({one})' for one in reads[:1])} or a "
             "tensor that no operator of the graph makes; make it by operators in the step, or capture anew where it "
             "changes"
         )
         yield Finding(WEIGHTS, None, message)
-
-
-def _has_room(state: State) -> bool:
-    try:
-        state.check_room()
-    except CheckError:
-        return False
-    return True
 
 
 def _change(tensor: torch.Tensor, seed: int) -> None:

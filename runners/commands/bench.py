@@ -18,7 +18,6 @@ from ..decode import DecodeRunner
 from ..explained.pages import Table
 from ..sampling import sample_batch
 from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
-from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
 
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
@@ -92,18 +91,18 @@ def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str
     found, declaration = dict[str, Contestant](), inputs.slotgraph
     runners = {name: captured_runner(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
     graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying
-    memory = memory_of(runners[ORACLE].graphs.buffers)
+    buffers = runners[ORACLE].graphs.buffers
     for name in (PER_SLOT, REGROUPED):
-        fill = fill_by_hand(declaration, backend, dict.fromkeys(axes, padded), memory, grouped=name == REGROUPED)
+        fill = fill_by_hand(declaration, backend, dict.fromkeys(axes, padded), buffers, grouped=name == REGROUPED)
 
         def step(batch: Any, fill: ByHand = fill) -> Any:
             fill(batch, (batch.rows,) * len(axes))
             graph.replay()
             return graph.outputs[: batch.rows]
 
-        found[name] = Contestant(step, memory)
-    found |= {name: Contestant(runner, memory_of(runner.graphs.buffers)) for name, runner in runners.items()}
-    return {**found, "bare": Contestant(lambda _: graph.replay(), memory)}
+        found[name] = Contestant(step, buffers)
+    found |= {name: Contestant(runner, runner.graphs.buffers) for name, runner in runners.items()}
+    return {**found, "bare": Contestant(lambda _: graph.replay(), buffers)}
 
 
 def captured_runner(

@@ -11,8 +11,8 @@ import attrs
 
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, Lowering, dtype_text
-from ...dataflow.plan import Absent, FillPlan, plan_fill, slot_bytes
-from ...dataflow.slots import Output, Slot
+from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
+from ...dataflow.slots import Output
 from ..decode import GraphRunner
 from ..outputs import nbytes_of
 from ..recording.records import RanksRecord
@@ -323,30 +323,23 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
 
 
 def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
-    found = tuple(_graph(runner, rows, absent) for absent in sorted(runner.patterns, key=sorted))
-    parts, whole = max(one.parts for one in found) or 1, runner.tally.path == "graph"
-    return BucketFacts(rows, _fill(runner.plan(rows), runner.stage, parts=parts, whole=whole), found)
-
-
-def _graph(runner: GraphRunner[Any], rows: int, absent: Absent) -> GraphFacts:
-    """A bucket's graph for one pattern, or why there is none."""
-    names, captured = tuple(sorted(absent)), runner.graphs.captured.get((rows, absent))
-    if captured is not None:
-        graph = captured.graph
-        outputs = nbytes_of([graph.outputs], but=runner.graphs.buffers.storages)
-        return GraphFacts(absent=names, parts=graph.parts, nbytes=graph.nbytes, outputs=outputs)
+    """A bucket's fill, and its graph for each pattern, or why there is none."""
     if not runner.config.graphs:
         why = "graphs are switched off, by graphs=False"
     elif runner.report is None:
         why = "nothing is captured yet: call capture()"
     else:
         why = runner.report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
-    return GraphFacts(absent=names, why=why)
-
-
-def is_direct(slot: Slot, plan: FillPlan) -> bool:
-    """Say whether a slot is written by its address in host memory, without torch."""
-    return (slot.placement == HOST or plan.lowering == "direct") and plan.lowering != "slot_by_slot"
+    found = list[GraphFacts]()
+    for absent in sorted(runner.patterns, key=sorted):
+        facts, captured = dict[str, Any]({"why": why}), runner.graphs.captured.get((rows, absent))
+        if captured is not None:
+            graph = captured.graph
+            outputs = nbytes_of([graph.outputs], but=runner.graphs.buffers.storages)
+            facts = {"parts": graph.parts, "nbytes": graph.nbytes, "outputs": outputs}
+        found.append(GraphFacts(absent=tuple(sorted(absent)), **facts))
+    parts, whole = max(one.parts for one in found) or 1, runner.tally.path == "graph"
+    return BucketFacts(rows, _fill(runner.plan(rows), runner.stage, parts=parts, whole=whole), tuple(found))
 
 
 def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill:  # noqa: C901 - one kind of step after the other
@@ -387,8 +380,8 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
 
     for label, always in (("reset tails", True), ("reset dirty tails", False)):
         tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
-        sliced = [tail for tail in tails if not is_direct(declaration.slots[tail.slot], plan)]
-        is_plain = plan.lowering == "slot_by_slot"
+        is_plain, is_direct = plan.lowering == "slot_by_slot", plan.lowering == "direct"  # without torch, by address
+        sliced = [one for one in tails if is_plain or not (is_direct or declaration.slots[one.slot].placement == HOST)]
         zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in sliced if not is_plain)
         if tails:  # zeros are set in one call
             add("reset", label, (tail.slot for tail in tails), len(sliced) - max(zeros - 1, 0), maybe=not always)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any, Final, Self, final
 
+import attrs
 import torch
 
 from ...dataflow.capabilities import HOST
@@ -25,11 +26,12 @@ from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need
 _LONGEST: Final = 4000  # letters of an error that are kept
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
 @final
+@attrs.define(eq=False, slots=False)
 class Recording(Watcher):
     """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`.
 
@@ -37,17 +39,19 @@ class Recording(Watcher):
     is what the step found, and copies that were made before a device failed can be read after it did.
     """
 
-    def __init__(self, runner: Runner[Any], path: pathlib.Path, last: int, *, outputs: bool) -> None:
-        self.path = path
-        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
-        self._runner, self._outputs = runner, outputs
-        self._backend, self._declaration = runner.stage.backend, runner.stage.declaration
-        self._staged = {n: slot for n, slot in self._declaration.slots.items() if isinstance(slot, Staged)}
-        self._agreed = runner.agreed
-        self._count = 0
+    _runner: Runner[Any]
+    path: pathlib.Path
+    steps: collections.deque[StepRecord]
+    _outputs: bool
+    _count: int = 0
+    _fault: str = ""  # why the device makes no more copies
+
+    def __attrs_post_init__(self) -> None:
+        """Begin with the next step."""
+        stage = self._runner.stage
+        self._backend, self._declaration, self._agreed = stage.backend, stage.declaration, self._runner.agreed
         self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
-        self._fault = ""  # why the device makes no more copies
-        runner.watch.add(self)
+        self._runner.watch.add(self)
 
     @property
     def _step(self) -> StepRecord | None:
@@ -67,12 +71,12 @@ class Recording(Watcher):
             step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # the leading axis comes last again
             step.decision = runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            step.notes += (f"nothing was decided: {_told(error)}",)
+            step.notes += (f"nothing was decided: {_text_of(error)}",)
         try:
             slots = [(name, source.read(batch, side)) for name, source in self._declaration.sources.items()]
             fields = [(name, look_up(batch, name)) for name in self._declaration.fields]
         except Exception as error:  # noqa: BLE001 - as above
-            step.notes += (f"the batch could not be read: {_told(error)}",)
+            step.notes += (f"the batch could not be read: {_text_of(error)}",)
             return
         step.absent = tuple(name for name, value in slots if value is None)
         step.slots, step.fields = self._take(slots), self._take(fields)
@@ -88,9 +92,9 @@ class Recording(Watcher):
     def before_replay(self, view: Inputs) -> None:
         """Copy what producers have written."""
         info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
-        if self._staged and info is not None and (step := self._step) is not None:
-            rows = ((name, live_part(slot, vars(view)[name], info.step)) for name, slot in self._staged.items())
-            step.staged = self._take(rows)
+        staged = [(name, slot) for name, slot in self._declaration.slots.items() if isinstance(slot, Staged)]
+        if staged and info is not None and (step := self._step) is not None:
+            step.staged = self._take((name, live_part(slot, vars(view)[name], info.step)) for name, slot in staged)
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
         """Count the run, and copy what it returned if that was asked for."""
@@ -125,11 +129,20 @@ class Recording(Watcher):
         Raises:
             RecordingError: The file cannot be written, or would hold too much.
         """
-        self._settle()
+        waiting = [value for step in self.steps for _, value in step.values() if value.arrived is not None]
+        if waiting:
+            try:
+                self._backend.synchronize()
+            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+                self._fault = _text_of(error)
+        for value in waiting:
+            if not value.arrived:  # copies that the device did not make before it failed
+                value.lose(f"the device failed before it was copied: {self._fault}")
+            value.arrived = None
         notes = (f"the device failed: {self._fault}",) if self._fault else ()
         runner = RunnerRecord.of(self._runner)
         RecordedFile(versions=versions(), runner=runner, steps=tuple(self.steps), notes=notes).write(self.path)
-        if self._fault:  # the file is the last that there is to say
+        if self._fault:  # there will be no other file
             self.close()
         return self.path
 
@@ -171,23 +184,10 @@ class Recording(Watcher):
                 if flag is not None:
                     flag.copy_(self._one, non_blocking=True)
         except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-            self._fault = _told(error)
+            self._fault = _text_of(error)
             for value in values:
                 value.lose(f"the device failed: {self._fault}")
         return values
-
-    def _settle(self) -> None:
-        """Wait for the device. If it has failed, give up the copies that it did not make before."""
-        waiting = [value for step in self.steps for _, value in step.values() if value.arrived is not None]
-        if waiting:
-            try:
-                self._backend.synchronize()
-            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-                self._fault = _told(error)
-        for value in waiting:
-            if not value.arrived:
-                value.lose(f"the device failed before it was copied: {self._fault}")
-            value.arrived = None
 
 
 def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, outputs: bool = False) -> Recording:
@@ -206,16 +206,11 @@ def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, 
         ConfigError: An argument makes no sense, or the path cannot be written.
     """
     checked("last", "a whole number, at least 1", last, int, 1)
-    return Recording(runner, _checked_place(path), last, outputs=outputs)
-
-
-def _checked_place(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The path of a file that can be written, as far as can be known now. ConfigError says why it cannot."""
     try:
         file = pathlib.Path(path)
         need(file.suffix == ".safetensors" and not file.is_dir(), "it is not a .safetensors file")
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
-            return file
+            return Recording(runner, file, collections.deque(maxlen=last), outputs)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path!r:.300} cannot be recorded to: {getattr(error, 'strerror', None) or error}: name a .safetensors "

@@ -14,7 +14,7 @@ from ...backends.operators import storage_key
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.inputs import Inputs
 from ..bits import text_of
-from ..running import RUNNING, Running, Source, running
+from ..running import Running, Source, running
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 """What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
@@ -74,7 +74,7 @@ def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
         step = running()
         if step is None:
             return body(*args, **kwargs)
-        one = Break(name, body, args, kwargs, step.sources)
+        one = Break(name, body, (args, kwargs), step.sources)
         if step.backend is None or step.inside:
             result: R = one(EAGER)
         else:
@@ -88,12 +88,13 @@ def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
 class Alias:
     """A result that lies in the memory of an argument.
 
-    argument: in which one. offset: bytes behind its first element. geometry: that of a part; None for all of it.
+    Attributes:
+        argument: Which one.
+        part: Which part of it; None for all of it.
     """
 
     argument: int
-    offset: int
-    geometry: Any
+    part: Any
 
     @classmethod
     def of(cls, result: torch.Tensor, arguments: Sequence[Any]) -> "Alias | None":
@@ -103,21 +104,17 @@ class Alias:
         if not shared:
             return None
         nearest = max(shared, key=lambda place: tensors[place].data_ptr() == result.data_ptr())
-        offset, geometry = result.data_ptr() - tensors[nearest].data_ptr(), _geometry(result)
-        is_whole = offset == 0 and geometry == _geometry(tensors[nearest])
-        return cls(nearest, offset, None if is_whole else geometry)
+        part, whole = (_part_of(one, tensors[nearest]) for one in (result, tensors[nearest]))
+        return cls(nearest, None if part == whole else part)
 
     def is_kept(self, result: Any, argument: torch.Tensor) -> bool:
         """Whether a later result lies in the same part of the argument."""
-        return (
-            isinstance(result, torch.Tensor)
-            and result.data_ptr() - argument.data_ptr() == self.offset
-            and _geometry(result) == (self.geometry or _geometry(argument))
-        )
+        part = self.part or _part_of(argument, argument)
+        return isinstance(result, torch.Tensor) and _part_of(result, argument) == part
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()
+def _part_of(part: torch.Tensor, whole: torch.Tensor) -> tuple[Any, ...]:
+    return part.data_ptr() - whole.data_ptr(), part.shape, part.dtype, part.stride()
 
 
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -126,33 +123,31 @@ def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_plain and storage_key(one) == storage_key(other)
 
 
+@attrs.define(eq=False, slots=False)
 class Break:
     """One call of a function between two graphs, which each replay repeats.
 
-    leaves: its arguments at capture, flat. aliases: results that lie in arguments, until `result` has handed them out.
+    Attributes:
+        name: What errors call it.
+        leaves: Its arguments at capture, flat.
+        sources: Of arguments that are each step's own, by place.
+        aliases: Results that lie in arguments, until `result` has handed them out.
     """
 
-    def __init__(
-        self,
-        name: str,
-        body: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        sources: Mapping[int, Source],
-    ) -> None:
-        self.name = name
-        self.leaves, self._arguments = pytree.tree_flatten((args, dict(kwargs)))
-        self.aliases = list[torch.Tensor]()
-        self._body = body
-        self._fixed: tuple[Any, Any] = (args, kwargs)
-        self._sources = [(place, sources[id(leaf)]) for place, leaf in enumerate(self.leaves) if id(leaf) in sources]
-        self._results = list[Any]()  # of each a value, an `Alias`, or `_COPIED`
-        self._structure: Any = None
-        self._is_one_tensor = False
+    name: str
+    _body: Callable[..., Any]
+    _fixed: Any  # the arguments of the capture
+    _given: Mapping[int, Source]
+    aliases: list[torch.Tensor] = attrs.field(factory=list)
+    _results: list[Any] = attrs.field(factory=list)  # of each a value, an `Alias`, or `_COPIED`
+    _structure: Any = None
+    _is_one_tensor: bool = False
 
-    def is_own(self, place: int) -> bool:
-        """Whether an argument is the step's own, and not the one of the capture."""
-        return any(place == own for own, _ in self._sources)
+    def __attrs_post_init__(self) -> None:
+        """Find the arguments that are each step's own."""
+        self.leaves, self._arguments = pytree.tree_flatten(self._fixed)
+        own = {place: self._given.get(id(leaf)) for place, leaf in enumerate(self.leaves)}
+        self.sources = {place: source for place, source in own.items() if source is not None}
 
     def replace(self, leaves: list[Any]) -> None:
         """Take other tensors in the same memory for the arguments of the capture."""
@@ -165,8 +160,7 @@ class Break:
         places: None at capture, where they are not known yet, and `EAGER` outside of graphs. Returns the tensors that
         need a place at capture, and the answer elsewhere.
         """
-        reference = RUNNING.get()
-        step = None if reference is None else reference()
+        step = running()
         if step is None:
             raise ReplayError(f"break {self.name!r} needs a step: replay through the runner, not the graph")
         if step.inside is not None:
@@ -176,9 +170,9 @@ class Break:
             )
         leaves = self.leaves
         args, kwargs = self._fixed
-        if self._sources:
+        if self.sources:
             leaves = list(leaves)
-            for place, source in self._sources:
+            for place, source in self.sources.items():
                 leaves[place] = source(step)
             args, kwargs = pytree.tree_unflatten(leaves, self._arguments)
         step.inside = self.name

@@ -21,7 +21,7 @@ from ...dataflow.fill.bucket import Bucket
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
-from ...dataflow.views import Aliases, Viewer, ViewInfo, Views, alias, carried
+from ...dataflow.views import Aliases, Viewer, ViewInfo, alias, carried
 from ..capture import told_as_capture_error
 from ..config import is_collection, refuse
 from ..graphs import Around, Filling, Look
@@ -67,27 +67,20 @@ def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
     slots, varying = stage.declaration.slots, stage.declaration.varying
     requests = varying.index(BATCH) if BATCH in varying else None
     over_requests = [name for name, slot in slots.items() if BATCH in slot.axes and bucket.views[name] is not None]
-    last: tuple[Live, Aliases] | None = None
 
     def sizes_of(live: Live) -> Sizes:
         return bucket.sizes if requests is None else {**bucket.sizes, BATCH: live[requests]}
 
-    def shown(live: Live) -> Views:
-        nonlocal last
-        if last is None or last[0] != live:
-            sizes = sizes_of(live)
-            views = {**bucket.views, **{name: bucket.buffers[name].view(sizes) for name in over_requests}}
-            last = live, Aliases(views)
-        return last[1]()
+    @functools.lru_cache(1)
+    def aliases(live: Live) -> Aliases:
+        sizes = sizes_of(live)
+        return Aliases({**bucket.views, **{name: bucket.buffers[name].view(sizes) for name in over_requests}})
 
     def info_of(live: Live) -> ViewInfo:
-        known = bucket.step(live)
-        sizes = sizes_of(live)
-        return ViewInfo(
-            Step(known.live_sizes, {axis: sizes[axis] for axis in known.live_sizes}), stage.relations, stage.declaration
-        )
+        known, sizes = bucket.step(live).live_sizes, sizes_of(live)
+        return ViewInfo(Step(known, {axis: sizes[axis] for axis in known}), stage.relations, stage.declaration)
 
-    return Viewer(stage.views, shown, stage.declaration.fields, info_of)
+    return Viewer(stage.views, lambda live: aliases(live)(), stage.declaration.fields, info_of)
 
 
 def seal(view: Any, stage: Stage[Any]) -> None:

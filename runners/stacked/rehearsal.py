@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+import attrs
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -36,6 +37,7 @@ _SIZES: Final = _FIXED | {"shape", "size", "numel"}
 """What may be asked in a graph of a tensor that each step makes anew: a bucket decides it."""
 
 
+@attrs.define(eq=False, slots=False)
 class Rehearsal:
     """One run of a step under watch. The stack has arguments of its own, and its breaks run as between graphs.
 
@@ -43,38 +45,39 @@ class Rehearsal:
     (`stored`, if anything else finds it). A replay runs the first and the breaks, but not the stack: a graph or a break
     that finds a tensor past the boundary between them would have that of the capture in all later steps.
 
-    breaks: operators that are breaks, by name. make: makes a call of the stack's arguments. read, written: places of
-    arguments whose memory graphs read, and that graphs or breaks write.
+    Attributes:
+        stage: Whose step it is.
+        stack: What of it is captured.
+        buffers: The memory of its slots.
+        breaks: Operators that are breaks, by name.
+        make: Makes a call of the stack's arguments.
+        read: Places of arguments whose memory graphs read.
+        written: Places of arguments whose memory graphs or breaks write.
     """
 
-    def __init__(
-        self,
-        stage: Stage[Any],
-        stack: Stack,
-        buffers: Buffers,
-        breaks: frozenset[str],
-        make: Callable[[Any], StackCall],
-    ) -> None:
+    stage: Stage[Any]
+    stack: Stack
+    buffers: Buffers
+    breaks: frozenset[str]
+    make: Callable[[Any], StackCall]
+
+    def __attrs_post_init__(self) -> None:
+        """Nothing is known yet."""
         self.read, self.written = set[int](), set[int]()
-        self._make = make
         self._calls = list[StackCall]()
         self._origins: Sequence[Any] = ()  # what the step has handed over as arguments
         self._outputs: Any = None  # what the stack has returned
-        self._stage = stage
-        self._stack = stack
-        self._requests = [
-            (*span(buffers[name].tensor), name)
-            for name, slot in stage.declaration.slots.items()
-            if BATCH in slot.axes and buffers[name].nbytes
-        ]
-        self._anew, self._stored, self._handed = _Tensors(), _Tensors(), _Tensors()
+        slots = self.stage.declaration.slots
+        over_requests = [one for one in self.buffers if BATCH in slots[one.name].axes and one.nbytes]
+        self._requests = [(*span(one.tensor), one.name) for one in over_requests]
+        self._anew, self._stored, self._handed = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._slots: Mapping[int, str] = {}
         self._arguments, self._originals = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by place
         self._met, self._overwritten = set[int](), set[int]()  # places of arguments that are reached otherwise
         self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory
         self._alive = list[torch.Tensor]()  # so that no other tensor gets the memory of those
-        self._functions, self._operators = _Functions(self, breaks), _Operators(self)
+        self._functions, self._operators = _Functions(self), _Operators(self)
         self._is_paused = False
 
     def run(self, view: Any, first: Any) -> StackCall:
@@ -82,7 +85,7 @@ class Rehearsal:
 
         first: the arguments of the stack in an earlier run.
         """
-        run = functools.partial(self._stack.run, self._stage, view, self._answer)
+        run = functools.partial(self.stack.run, self.stage, view, self._answer)
         run_uncompiled(lambda: under_way(Running(view, "capture"), self.watched, run))
         [call] = self._calls
         self._conclude(call, pytree.tree_leaves(first))
@@ -108,22 +111,22 @@ class Rehearsal:
 
         try:
             with torch.no_grad():
-                under_way(Running(view, "capture"), self._stack.run, self._stage, view, answer)
+                under_way(Running(view, "capture"), self.stack.run, self.stage, view, answer)
         except Exception:
             if not failed:
                 raise
         if failed:
             raise failed[0]
         if len(made) != 1:
-            raise CaptureError(self._stack.wrong_calls(len(made)))
+            raise CaptureError(self.stack.wrong_calls(len(made)))
         return made[0]
 
     def _answer(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stack in the place of its code."""
         if self._calls:
-            raise CaptureError(self._stack.wrong_calls(2))
+            raise CaptureError(self.stack.wrong_calls(2))
         with self._paused():
-            call = self._make((args, kwargs))
+            call = self.make((args, kwargs))
             self._calls.append(call)
             self._origins = pytree.tree_leaves((args, kwargs))
             step = self._begin(call)
@@ -166,13 +169,13 @@ class Rehearsal:
                 self._arguments.append((*span(leaf), place))
                 if place not in call.inside:
                     self._originals.append((*span(self._origins[place]), place))
-                    self._stored.add(leaf)
+                    self._stored[leaf] = True
                     given[place] = alias(leaf)
             elif leaf is not call.view and not isinstance(leaf, (*VALUES, *_CLOSED)):
                 self._objects[place] = leaf
                 self._arguments += [(*span(one), place) for one in _tensors_of(leaf) if id(one) not in named]
         for name in slots_of(call.view).values():
-            self._stored.add(vars(call.view)[name])
+            self._stored[vars(call.view)[name]] = True
         step.arguments = given
         return step
 
@@ -184,7 +187,7 @@ class Rehearsal:
 
         def hand(leaf: Any) -> Any:
             for tensor in _tensors_of(leaf):
-                self._handed.add(tensor)
+                self._handed[tensor] = True
             return leaf
 
         with self._paused():
@@ -200,7 +203,7 @@ class Rehearsal:
         one: Break = run
         with self._paused():
             for place, leaf in enumerate(one.leaves):
-                if not one.is_own(place):
+                if place not in one.sources:
                     self._check_given(f"break {one.name!r}", leaf)
             one.replace([alias(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in one.leaves])
         answer: list[torch.Tensor] = one(None)
@@ -212,7 +215,7 @@ class Rehearsal:
                     self._shared.append((*span(places[number]), one.name))
                     self._alive.append(places[number])
         for made in (*places, *one.aliases):
-            self._stored.add(made)
+            self._stored[made] = True
         return places
 
     def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
@@ -227,7 +230,7 @@ class Rehearsal:
             self.read.update(_at([tensor], self._arguments))
             if tensor is not leaf and tensor in self._stored:
                 self._check_stored(what, [tensor], only_named=True)
-                self._handed.add(tensor)
+                self._handed[tensor] = True
 
     def _check_stored(self, what: str, tensors: Iterable[torch.Tensor], *, only_named: bool = False) -> None:
         """Raise CaptureError for a tensor that the code of the stack has made, and left where something else finds it.
@@ -237,7 +240,7 @@ class Rehearsal:
         for tensor in tensors:
             if tensor not in self._stored or tensor in self._handed:
                 continue
-            holder = [self._objects, self._stack.module, self._stage.step]  # the last one is looked into first
+            holder = [self._objects, self.stack.module, self.stage.step]  # the last one is looked into first
             names = [name for name, _, found in reached(holder, (*CLOSED, Rehearsal)) if found is tensor]
             if names or not only_named:
                 where = f", as {names[0].removeprefix('[2].')!r}" if names else ""
@@ -275,7 +278,7 @@ class Rehearsal:
         for tensor in tensors_in(result):
             origins = [one for one in given if share_storage(one, tensor)]
             if not origins or any(one in known for one in origins):
-                known.add(tensor)
+                known[tensor] = True
 
     def see_operator(self, name: str, taken: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
         """Look at an operator of a graph or a break before it runs. CaptureError if no graph may read or write that."""
@@ -317,20 +320,6 @@ class Rehearsal:
         call.settle(self.read, self.written, apart)
 
 
-class _Tensors:
-    """Tensors by identity, none of which is kept alive."""
-
-    def __init__(self) -> None:
-        self._known = WeakIdKeyDictionary()
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Know one more."""
-        self._known[tensor] = True
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor in self._known
-
-
 class _Operators(OperatorWatch):
     """Looks at every operator of the stack, and at those in operators that breaks call."""
 
@@ -361,10 +350,9 @@ class _Operators(OperatorWatch):
 class _Functions(TorchFunctionMode):
     """Looks at every function of torch that a step calls, and runs those that `breaks` names as breaks."""
 
-    def __init__(self, rehearsal: Rehearsal, breaks: frozenset[str]) -> None:
+    def __init__(self, rehearsal: Rehearsal) -> None:
         super().__init__()
         self._rehearsal = rehearsal
-        self._breaks = breaks
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -376,7 +364,7 @@ class _Functions(TorchFunctionMode):
             return func(*args, **given)
         # of the getter of an attribute, the attribute's name
         name = operator_name(getattr(func, "__self__", func) if func.__name__ == "__get__" else func)
-        if part == "graph" and name in self._breaks:
+        if part == "graph" and name in rehearsal.breaks:
             return broken(name, func)(*args, **given)
         taken = tensors_in((args, given))
         rehearsal.see_function(name, taken)

@@ -58,9 +58,16 @@ class Stack:
 class StackCall:
     """What is captured of one bucket: a function and its arguments; tensors that are no slots have memory of their own.
 
-    own: the step's view. view: what the captured part sees in its place. leaves: the arguments of the capture, flat.
-    sources: by identity of what the captured part was given, what each step has in its place. written:
-    arguments that graphs or breaks write, and that graphs read. hands_out: whether outputs are each step's own.
+    Attributes:
+        backend: What captures it.
+        run: The function.
+        own: The step's view.
+        view: What the captured part sees in its place.
+        hands_out: Whether outputs are each step's own.
+        leaves: The arguments of the capture, flat.
+        inside: Places of those in the slots' memory.
+        sources: By identity of what the captured part was given, what each step has in its place.
+        written: Arguments that graphs or breaks write, and that graphs read.
     """
 
     def __init__(
@@ -72,31 +79,32 @@ class StackCall:
         view: Inputs,
         holds: Callable[[torch.Tensor], bool],
     ) -> None:
+        self.backend = backend
         self.run = run
-        self.view = view
         self.own = own
-        self._backend = backend
+        self.view = view
+        self.hands_out = False
         args, kwargs = arguments
         leaves, self._structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         given = (*args, *kwargs.values())
         is_flat = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
         self._kinds = (*map(type, given), *kwargs) if is_flat else None
-        self.inside = {place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and holds(leaf)}
-        self.leaves = [view if leaf is own else self._kept(place, leaf) for place, leaf in enumerate(leaves)]
-        self.sources: dict[int, Source] = {id(view): _VIEW, id(own): _VIEW}
+        self.inside, self.leaves = set[int](), list[Any]()
+        for place, leaf in enumerate(leaves):
+            kept = view if leaf is own else leaf
+            if isinstance(leaf, torch.Tensor) and holds(leaf):
+                self.inside.add(place)
+            elif isinstance(leaf, torch.Tensor):
+                with outside_inference():  # a step outside of it will write there
+                    kept = leaf.detach().clone()
+            self.leaves.append(kept)
+        self.sources: dict[int, Source] = {}
         for one in (view, own):
-            self.sources |= {key: _slot(name) for key, name in slots_of(one).items()}
-        self.sources |= {
-            id(leaf): _argument(place) for place, leaf in enumerate(self.leaves) if not isinstance(leaf, VALUES)
-        }
-        self.hands_out = False
+            self.sources |= {id(one): _VIEW, **{key: _slot(name) for key, name in slots_of(one).items()}}
+        for place, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, VALUES):
+                self.sources[id(leaf)] = _argument(place)
         self.settle(frozenset(), frozenset(), ())
-
-    def _kept(self, place: int, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or place in self.inside:
-            return leaf
-        with outside_inference():  # a step outside of it will write there
-            return leaf.detach().clone()
 
     def settle(self, read: Collection[int], written: Collection[int], apart: Sequence[tuple[int, int]]) -> None:
         """Decide how each argument is handed over, given what graphs read, and what graphs and breaks write.
@@ -141,7 +149,7 @@ class StackCall:
             outputs = self.run(*args, **kwargs)
             return self.named(outputs) if self.hands_out else outputs
         with torch.no_grad():
-            return under_way(self.at_capture(self._backend), lambda: self.named(self.run(*args, **kwargs)))
+            return under_way(self.at_capture(self.backend), lambda: self.named(self.run(*args, **kwargs)))
 
     def take(  # noqa: C901 - in one piece, for each step's sake
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
@@ -302,18 +310,13 @@ def slots_of(view: Inputs) -> dict[int, str]:
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
+@attrs.frozen(eq=False)
 class StackReplay:
-    """Runs a step whose stack replays graphs in the place of its code.
+    """Runs a step whose stack replays graphs in the place of its code."""
 
-    Attributes:
-        rows: Rows that outputs must have where they follow a bucket's tokens; None otherwise.
-    """
-
-    def __init__(self, graphs: GraphSet[Any], stack: Stack, captured: Captured) -> None:
-        self._graphs = graphs
-        self._stack = stack
-        self._captured = captured
-        self._call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
+    _graphs: GraphSet[Any]
+    _stack: Stack
+    _captured: Captured
 
     def run(self, view: Inputs, rows: int | None, live: int | None) -> Any:
         """Run a step on its view, and return outputs for live rows.
@@ -345,7 +348,8 @@ class StackReplay:
     @untraced  # the step around it may be compiled
     def _answer(self, step: Running, *args: Any, **kwargs: Any) -> Any:
         """Do what the stack does in a step: take its arguments, and replay its graphs."""
-        graphs, captured, call = self._graphs, self._captured, self._call
+        graphs, captured = self._graphs, self._captured
+        call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
         step.calls += 1
         call.take(args, kwargs, step)
         clock = graphs.clock

@@ -12,6 +12,7 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import Live, Sizes, Step, extent
+from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Lowering
 from ...dataflow.computation import Computation
 from ...dataflow.declaration import Declaration
@@ -22,9 +23,10 @@ from ...dataflow.slots import Output, Staged
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
 from ..bits import first_unequal
+from ..input_buffers import BucketBuffers
 from ..sampling import NO_VALUES, Sample, Values
 from ..stage import NO_SIZES
-from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, memory_of
+from .ground import NO_RELATIONS, Ground, Relations, differences, lowered
 from .timing import Run, Spread, measure
 
 SETS: Final = 4
@@ -55,7 +57,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     declaration: Declaration,
     backend: Backend,
     padded: Sizes,
-    slots: Mapping[str, torch.Tensor],
+    buffers: Buffers,
     *,
     grouped: bool = False,
 ) -> ByHand:
@@ -64,7 +66,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
         if live not in plans:
-            plans[live] = _planned(declaration, backend, declaration.step(live, padded), slots)
+            plans[live] = _planned(declaration, backend, declaration.step(live, padded), buffers)
         copied, computed = plans[live]
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
         zeros, copies = list[torch.Tensor](), dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]()  # of foreach
@@ -104,11 +106,11 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     return fill
 
 
-def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapping[str, torch.Tensor]) -> _Plan:
+def _planned(declaration: Declaration, backend: Backend, step: Step, buffers: Buffers) -> _Plan:
     """Slices and functions for a step of given sizes: made once, as constants of code by hand are."""
     copied, computed, known = list[Any](), list[Any](), dict[str, Any]()
     for name, slot in declaration.slots.items():
-        source, buffer, rule, tails, pad = slot.reads(name), slots[name], slot.rule(), list[Box](), None
+        source, buffer, rule, tails, pad = slot.reads(name), buffers[name].tensor, slot.rule(), list[Box](), None
         sizes, padded = (extent(slot.shape, one) for one in (step.live_sizes, step.padded_sizes))
         dims = max(slot.varying, default=0) + 1
         rows, box = (_box(*map(slice, one[:dims])) for one in (sizes, padded))
@@ -132,10 +134,10 @@ def _box(*ranges: slice) -> Box:
 
 @attrs.frozen(eq=False)
 class Contestant:
-    """One way to fill, or to run a whole step: a call that takes a batch, and every padded row of what it fills."""
+    """One way to fill, or to run a whole step: a call that takes a batch, and the memory of the slots that it fills."""
 
     call: TakesBatch
-    slots: Mapping[str, torch.Tensor]
+    buffers: Buffers
 
 
 def verify(
@@ -159,7 +161,7 @@ def verify(
         with torch.no_grad():
             returned = contestant.call(batch)
         backend.synchronize()
-        return returned, {name: contestant.slots[name].clone() for name in slots if name not in loose | absent}
+        return returned, {name: contestant.buffers[name].tensor.clone() for name in slots if name not in loose | absent}
 
     for live, batch in batches:
         given = (batch.batch, batch.side) if isinstance(batch, Sample) else (batch, NO_SIDE)
@@ -198,33 +200,29 @@ def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
     """The fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
-    stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
-    had = ground.backend.capabilities.lowerings
-    timed = tuple(lowerings) or tuple(one for one in had if one not in _UNTIMED) or had
-    right = stage.allocate(padded)
+    declaration, backend, padded, rows = ground.declaration, ground.backend, ground.most, ground.live(live)
+    had = backend.capabilities.lowerings
+    timed = lowerings or [one for one in had if one not in _UNTIMED] or had
+    right = ground.stage.allocate(padded)
+    sources = [declaration.slots[name].axes for name in declaration.sources if name not in absent]
+    untold = {axis: live[axis] for axis in set(declaration.varying).difference(*sources)} or NO_SIZES
 
     def by_hand(name: str) -> Contestant:
-        slots = memory_of(stage.allocate(padded))
-        fill = fill_by_hand(ground.declaration, ground.backend, padded, slots, grouped=name == REGROUPED)
-        return Contestant(lambda one: fill(one.batch, rows, one.side), slots)
+        buffers = ground.stage.allocate(padded)
+        fill = fill_by_hand(declaration, backend, padded, buffers, grouped=name == REGROUPED)
+        return Contestant(lambda one: fill(one.batch, rows, one.side), buffers)
 
-    def lowered(lowering: Lowering) -> Contestant:
-        made = Lowered(ground, lowering, [padded])
-        fill, show = made.filling(padded, gone), made.viewer(padded, gone)
-
-        def call(one: Sample) -> Any:
-            fill(one.batch, one.side, rows)
-            return show(one.batch, rows)
-
-        return Contestant(call, memory_of(made.buffers))
+    def by(lowering: Lowering) -> Contestant:
+        layer = lowered(ground, lowering)
+        fill = BucketBuffers(layer, ground.live(padded)).fill
+        return Contestant(lambda one: fill(one.batch, live=untold, **one.side), layer.buffers)
 
     ways = {PER_SLOT: by_hand(PER_SLOT)}
-    ways |= {name: lowered(name) for name in timed}
+    ways |= {name: by(name) for name in timed}
     ways[REGROUPED] = by_hand(REGROUPED)
-    oracle = Contestant(lambda one: ground.oracle(right, one.batch, one.side, live, padded), memory_of(right))
+    oracle = Contestant(lambda one: ground.oracle(right, one.batch, one.side, live, padded), right)
     samples = [ground.sample(live, seed, absent, values) for seed in range(SETS)]
-    sized = ((live, one) for one in samples)
-    verify(f"{ground.declaration.name} filled", ground.declaration, ground.backend, oracle, ways, sized)
+    verify(f"{declaration.name} filled", declaration, backend, oracle, ways, [(live, one) for one in samples])
     return {name: way.call for name, way in ways.items()}, samples
 
 

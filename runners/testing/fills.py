@@ -1,5 +1,6 @@
 """Fills against the oracle, on random steps that Hypothesis draws: its strategies, and the assertion."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,9 +21,10 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
+from ..input_buffers import BucketBuffers
 from ..sampling import NO_VALUES, Sample, Values, path_of, put
 from ..stage import NO_SIZES
-from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
+from .ground import NO_RELATIONS, Ground, Relations, differences, lowered, scribble, spoilt, untouched
 
 _SPREAD: Final = 100
 _SEEDS: Final = st.integers(0, (1 << 32) - 1)
@@ -184,16 +186,16 @@ def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
 
 def _play(ground: Ground, lowering: Lowering, schedule: list[Turn], seed: int) -> None:
     """Fill buffers by a lowering, others by the oracle; after each step slots that it may write hold anything."""
-    mine, right = Lowered(ground, lowering, [turn.padded for turn in schedule], seed), spoilt(ground, seed)
-    declaration = ground.declaration
+    layer, right, declaration = lowered(ground, lowering, seed), spoilt(ground, seed), ground.declaration
+    bucket = functools.cache(functools.partial(BucketBuffers[Any], layer))
     for number, turn in enumerate(schedule, 1):
         batch, side = turn.sample.batch, turn.sample.side
         with torch.no_grad():
-            ready = mine.filling(turn.padded, turn.absent)(batch, side, ground.live(turn.live))
+            view = bucket(ground.live(turn.padded)).fill(batch, live=turn.live, absent=turn.absent, **side)
             wanted = ground.oracle(right, batch, side, turn.live, turn.padded)
             ground.backend.synchronize()
-            faults = [*differences(ready.views, wanted, declaration.slots, turn.live), *untouched(mine.buffers, right)]
-            for buffers in (mine.buffers, right):
+            faults = [*differences(vars(view), wanted, declaration.slots, turn.live), *untouched(layer.buffers, right)]
+            for buffers in (layer.buffers, right):
                 scribble(buffers, turn.padded, torch.Generator().manual_seed(seed))
         if faults:
             step = f"step {number} of {len(schedule)}, {turn!r}"

@@ -1,7 +1,7 @@
 """Ground: a declaration on a backend, with the largest size of each axis, and its fills by any lowering."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn, final
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final, NoReturn
 
 import attrs
 import torch
@@ -12,23 +12,20 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
-from ...dataflow.fill.bucket import FilledBucket, table_for
 from ...dataflow.inputs import Inputs
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.plan import Absent
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
-from ...dataflow.views import Viewer, Views
+from ...dataflow.views import Views
 from ..bits import first_unequal, garbage, text_of
-from ..graphs import Filler, Filling, ReadBatch
+from ..input_buffers import Layer
 from ..sampling import Sample, Values, sample_batch
 from ..stage import NO_SIZES, Stage
 
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
-FillCall = Callable[[Any, Side, Live], FilledBucket]
 
 
 def no_step(view: Any) -> NoReturn:
@@ -104,45 +101,9 @@ class Ground:
         return fill_slot_by_slot(self.declaration, buffers, self.backend.capabilities, step, batch, side)
 
 
-@final
-class Lowered:
+def lowered(ground: Ground, lowering: Lowering, seed: int = 0) -> Layer[Any]:
     """Fills by one lowering, over buffers of their own that begin with random bytes."""
-
-    def __init__(self, ground: Ground, lowering: Lowering, buckets: Sequence[Sizes], seed: int = 0) -> None:
-        self.buffers = spoilt(ground, seed)
-        self._table = table_for(ground.declaration, ground.most)
-        self._filler = Filler(ground.stage, self.buffers, lowering, list(buckets), self._table)
-        self._fills: dict[Any, tuple[FillCall, Filling]] = {}
-
-    def filling(self, padded: Sizes, absent: Absent) -> FillCall:
-        """What fills a bucket from a batch, its side arguments and its live sizes; with the kernel captured."""
-        key, filler = (tuple(padded.items()), absent), self._filler
-        if key not in self._fills:
-            filling = filler.make(padded, absent)
-            if filling.kernel is not None:
-                filler.rest()
-                filler.capture_alone(filling, warm=True)
-
-            def fill(batch: Any, side: Side, live: Live) -> FilledBucket:
-                call = ReadBatch(batch, side, self._table.gather(batch, side), None, live, absent)
-                filling.fill(call, whole=False)
-                filled = filling.bucket.filled(live)
-                if filler.lowering != "slot_by_slot":  # which has done it all
-                    filled.compute_on_device(batch)
-                return filled
-
-            self._fills[key] = fill, filling
-        return self._fills[key][0]
-
-    def viewer(self, padded: Sizes, absent: Absent) -> Viewer[Any]:
-        """What makes the views of a bucket that was asked for."""
-        _, filling = self._fills[tuple(padded.items()), absent]
-        return filling.filler.stage.viewer(filling.bucket)
-
-
-def memory_of(buffers: Buffers) -> Mapping[str, torch.Tensor]:
-    """Each slot's whole buffer."""
-    return {buffer.name: buffer.tensor for buffer in buffers}
+    return Layer(ground.stage, spoilt(ground, seed), ground.most, lowering, waits=False)
 
 
 def spoilt(ground: Ground, seed: int) -> Buffers:

@@ -23,7 +23,6 @@ from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
 from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw
 from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch, verify
-from slotgraph.runners.testing.ground import memory_of
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 
@@ -71,7 +70,7 @@ def test_no_habit_leaves_its_lowering(backend: Backend, pytestconfig: pytest.Con
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [captured_runner(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
         ways: dict[str, Contestant] = {
-            one: Contestant(habit.call(it), memory_of(it.graphs.buffers)) for one, it in zip(names, made, strict=True)
+            one: Contestant(habit.call(it), it.graphs.buffers) for one, it in zip(names, made, strict=True)
         }
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]
         with habit.around():

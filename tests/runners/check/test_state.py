@@ -69,7 +69,7 @@ def test_every_way_to_write(backend: "Backend", way: str, mode: str) -> None:
                     kept.zero_()
             assert torch.equal(kept, before)
         assert exact or [piece.nbytes for piece in found.pieces] == [kept.untyped_storage().nbytes()]
-        assert "[" in found.pieces[0].told.partition("that ")[0]
+        assert "[" in found.pieces[0].label.partition("that ")[0]
 
 
 def test_what_is_made_within_the_run_is_no_state() -> None:
@@ -153,7 +153,7 @@ def test_state_of_a_runner(cpu: str) -> None:
     found = state_on(runner, runner.fill({"places": torch.tensor([5, 9, 33])}))
     assert torch.equal(cache, before)
     (piece,) = found.pieces
-    assert piece.told == "the float32 tensor of shape [64, 2] that aten::index_put_ writes"
+    assert piece.label == "the float32 tensor of shape [64, 2] that aten::index_put_ writes"
 
 
 _name = st.sampled_from(["add", "part", "copy", "zero", "read", "swap"])
