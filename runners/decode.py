@@ -14,8 +14,9 @@ from torch import nn
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
-from ..dataflow.capabilities import Lowering, chosen_lowering
+from ..dataflow.capabilities import LoweringName, chosen_lowering
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
+from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
@@ -171,7 +172,7 @@ class GraphRunner(Runner[V]):
         """The captured buckets, and the buffers that they read."""
         config, stage, buffers = self.config, self.stage, self._buffers
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
-        if lowering == "in_graph" and not self.is_whole:
+        if LOWERINGS[lowering].is_in_graph and not self.is_whole:
             lowering = "fused"  # what runs before the graphs reads the slots, too
         filler = Filler(stage, buffers, lowering, [*self.sizes.values()], self._table, config.error_mode)
         return GraphSet(
@@ -216,9 +217,9 @@ class GraphRunner(Runner[V]):
         return self.graphs.report
 
     @property
-    def lowering(self) -> Lowering:
+    def lowering(self) -> LoweringName:
         """How fills are run."""
-        return self.graphs.filler.lowering
+        return self.graphs.filler.lowering.name
 
     def plan(
         self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = (), hosted: Collection[str] = ()
@@ -458,6 +459,6 @@ class DecodeRunner(RequestRunner[V]):
 
     def _why_by_calls(self) -> str:
         """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
-        if self.lowering not in {"in_graph", "foreach", "direct"}:
+        if not self.graphs.filler.lowering.runs_ahead:
             return f"the lowering is {self.lowering}"
         return "each step is watched" if self.watch.watchers or self.config.modes else ""

@@ -8,7 +8,7 @@ import attrs
 from ..backends.base import Backend
 from ..dataflow.axes import Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
-from ..dataflow.capabilities import AUTO, Lowering
+from ..dataflow.capabilities import AUTO, LoweringName
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
 from ..dataflow.fill.bucket import Bucket, run_all, table_for
 from ..dataflow.plan import Absent, FillPlan
@@ -74,9 +74,9 @@ class InputBuffers(Generic[V]):
         return f"<InputBuffers of {on}: {sizes}, {self.lowering}, {human_bytes(self.nbytes)}>"
 
     @property
-    def lowering(self) -> Lowering:
+    def lowering(self) -> LoweringName:
         """How fills are run."""
-        return self._layer.filler.lowering
+        return self._layer.filler.lowering.name
 
     @property
     def nbytes(self) -> int:
@@ -339,7 +339,7 @@ class BucketBuffers(Generic[V]):
         except BatchError as error:
             layer.sizer(frozenset(live)).explain(error, batch, side)
             raise
-        if not is_in_graph and filler.lowering != "slot_by_slot":
+        if not is_in_graph and not filler.lowering.is_reference:
             run_all(filling.bucket.functions(call.live).on_device, batch)
         if filling.bucket.left:
             layer.behind = filling.bucket, behind

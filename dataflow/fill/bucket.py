@@ -15,21 +15,20 @@ import torch
 from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Live, Sizes, Step
 from ..buffers import Buffers
-from ..capabilities import DEVICE, HOST, Capabilities, Lowering, Placement
+from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
+from ..lowering import LOWERINGS, How
 from ..oracle import fill_slot_by_slot
 from ..packet import Feed, Lane, table_of
 from ..plan import (
-    FUSED,
     NONE,
     Absent,
     ComputeStep,
     CopyGroup,
     FillPlan,
-    How,
     Pattern,
     TailReset,
     packed_bytes,
@@ -152,7 +151,7 @@ class Bucket:
         buffers: Buffers,
         *,
         absent: Absent = NONE,
-        lowering: Lowering = "foreach",
+        lowering: LoweringName = "foreach",
         feed: Feed = NO_FEED,
         table: KindTable | None = None,
         exact: bool = False,
@@ -163,7 +162,7 @@ class Bucket:
         self.padded: Live = tuple([sizes[axis] for axis in declaration.varying])
         self.absent = absent
         self.buffers = buffers
-        self.lowering: Lowering = lowering
+        self.lowering = LOWERINGS[lowering]
         self.exact = exact
         self.partial = partial
         self.left: frozenset[str] = frozenset()
@@ -171,11 +170,11 @@ class Bucket:
         self.table = table_for(declaration, sizes) if table is None else table
         self.rows = self.table.rows
         self._capabilities = capabilities
-        self._packs = lowering in FUSED or (capabilities.packed_uploads and lowering != "direct")
+        self._packs = self.lowering.has_kernel or (capabilities.packed_uploads and self.lowering.copies != "direct")
         self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
         self._plans = dict[Pattern, FillPlan]()
         self.plan = self._planned(Pattern(absent))
-        self.owner = feed.number() if lowering in FUSED else 0
+        self.owner = feed.number() if self.lowering.has_kernel else 0
         self.views = self._views(sizes)
         self._last: ShownSlots | None = None
         self._asked = False
@@ -394,7 +393,7 @@ class Bucket:
         found: dict[Placement, Transition] = {}
         for side in (DEVICE, HOST):
             rules = [one for one in self.plan.advances if slots[one.slot].placement == side]
-            lanes = self.fused if self.lowering == "in_graph" and side == DEVICE else None
+            lanes = self.fused if self.lowering.is_in_graph and side == DEVICE else None
             found[side] = Transition(rules, written, lanes, self.declaration, self.buffers, self.views, self.sizes)
         return found
 
@@ -436,7 +435,7 @@ class Bucket:
         for to, source, tensor in self._admitted(sources, live):
             name = to.name
             is_lane = name in self.fused
-            is_packed = name in self._room and (is_lane or self.lowering not in FUSED)
+            is_packed = name in self._room and (is_lane or not self.lowering.has_kernel)
             move = self.feed.move if self._packs and to.slot.placement == DEVICE else None
             direct = self._is_direct(name)
             chooser = Chooser(
@@ -447,11 +446,11 @@ class Bucket:
 
     def _is_direct(self, name: str) -> bool:
         """Say whether a slot is written by its address in host memory."""
-        return self.lowering == "direct" or self.declaration.slots[name].placement == HOST
+        return self.lowering.copies == "direct" or self.declaration.slots[name].placement == HOST
 
     def _pattern(self, ways: Sequence[Way]) -> Pattern:
         """Tell which plan sources need: the kernel takes them all by one."""
-        if self.lowering in FUSED:
+        if self.lowering.has_kernel:
             return Pattern(self.absent)
         in_place = [way.slot for way in ways if way.in_place]
         hosted = [way.slot for way in ways if way.is_bytes and way.slot in self._room]
@@ -462,14 +461,14 @@ class Bucket:
         known = self._plans.get(pattern)
         if known is None:
             given = self.declaration, self.sizes, self._capabilities, pattern
-            known = plan_fill(*given, lowering=self.lowering, foreign=self.buffers.foreign)
+            known = plan_fill(*given, lowering=self.lowering.name, foreign=self.buffers.foreign)
             keep_newest(self._plans, PATTERNS)[pattern] = known
         return known
 
     def _writers(self, plan: FillPlan, ways: Sequence[Way]) -> Writers:
         """Make what a plan writes with."""
         order, packing = order_of(ways), None
-        if plan.lowering in FUSED or plan.packed:
+        if self.lowering.has_kernel or plan.packed:
             packing = self._packing(plan, ways, order)
         early, late = list[Copies](), list[Copies]()
         for group in _merged(plan):
@@ -489,7 +488,7 @@ class Bucket:
             late=late,
             packing=packing,
             computes=not self.partial and any(one.on == HOST for one in self._computed),
-            distrusts=in_place and plan.lowering in FUSED,  # of which no plan of these says so
+            distrusts=in_place and self.lowering.has_kernel,  # of which no plan of these says so
         )
 
     def _packing(self, plan: FillPlan, ways: Sequence[Way], order: Mapping[int, int]) -> Packing:
@@ -505,7 +504,7 @@ class Bucket:
                 carried.append(Carried(one.slot, target, target.dtype, self.rows[one.slot], padded))
         fixed = {axis: size for axis, size in self.sizes.items() if axis.fixed}
         counted = [reach_of(size, self.declaration.varying, fixed) for size in self.declaration.counted]
-        lanes = self.lanes if plan.lowering in FUSED else ()
+        lanes = self.lanes if self.lowering.has_kernel else ()
         left = self.left
         if self.partial:
             left = self.fused.difference([way.slot for way in ways if not way.in_place])

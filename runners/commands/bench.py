@@ -10,7 +10,7 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
-from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
+from ...dataflow.capabilities import CACHE_LOC, LoweringName, Role
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
@@ -26,7 +26,7 @@ ANY: Final = "any"
 """Stands for live rows that are other ones in each step: each size up to the bucket's once, in no order."""
 ANY_OF: Final = 256
 """The bucket of these steps."""
-ORACLE: Final[Lowering] = "slot_by_slot"
+ORACLE: Final[LoweringName] = "slot_by_slot"
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("input_ids", TOKENS, torch.int64, 0),
     ("seq_lens", BATCH, torch.int32, 1),
@@ -106,7 +106,7 @@ def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str
 
 
 def captured_runner(
-    inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any
+    inputs: type[Inputs], backend: Backend, padded: int, lowering: LoweringName, **options: Any
 ) -> DecodeRunner[Any]:
     """A captured runner: the public path, with sizing, routing and checks."""
     options |= {"buckets": [padded], "lowering": lowering, "progress": False}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 
 from ...dataflow.buffers import Buffer
-from ...dataflow.capabilities import DEVICE, HOST, Lowering, dtype_text
+from ...dataflow.capabilities import DEVICE, HOST, LoweringName, dtype_text
 from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import Output
 from ..decode import GraphRunner
@@ -289,7 +289,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     """
     stage, phase, buffers = runner.stage, runner.phase, runner.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
-    lowering: Lowering = "foreach"
+    lowering: LoweringName = "foreach"
     path, buckets = "eager", tuple[BucketFacts, ...]()
     if isinstance(runner, GraphRunner):
         path, lowering = runner.tally.path, runner.lowering
