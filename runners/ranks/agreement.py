@@ -85,15 +85,6 @@ class Agreement(Coordinator):
         self._progress = _SENT
         return self._agreed(own, self._receive(self._sent_ahead(own, live) or self._send(own, live), site))
 
-    def agree_in_loop(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
-        """Return what all ranks do in a step of a loop, as `agree`; None where all are idle."""
-        with self.within(loop):
-            if self.quiet:
-                return self.agree(own, live, lambda: None)
-            site, self._progress = self._site(), _SENT
-            messages = self._receive(self._send(own, live, idle=idle), site)
-            return None if all(one.idle for one in messages) else self._agreed(own, messages)
-
     def agree_ahead(self, own: Decision, live: Live) -> None:
         """Send the other ranks now what `agree` will be called with next; it then only waits for their messages."""
         if self.quiet:
