@@ -120,7 +120,7 @@ class Neighbour:
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
-        """A block that sends or receives. If it is broken off, messages stay that nobody reads: RankError from then on."""
+        """A block that sends or receives. If it is broken off, messages are left unread: RankError from then on."""
         if self.broken is not None:
             raise RankError(self.broken)
         try:
@@ -271,7 +271,8 @@ class PipelineStage(Unique):
         backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
         if device.type != "cpu" and backends.get(device.type, "gloo") == "gloo":  # which sends from host memory alone
             raise ConfigError(
-                f"the group moves tensors by {backends}, not those on {device.type} between two ranks: make one that does"
+                f"the group moves tensors by {backends}, not those on {device.type} between two ranks: make one that "
+                "does"
             )
         each = _HEADSTART if ranks.quiet else GRACE + 2 * _HEADSTART
         timeout = timeout if ranks.quiet else max(timeout, ranks.timeout)
