@@ -42,7 +42,7 @@ CHECK_INTERVAL: Final = 0.5
 _ABORT_SECONDS: Final = 20.0
 """Seconds in which collectives end that were aborted."""
 FITS, EAGER, REFUSED, FAILED, STOPPED, LEFT = range(6)
-"""The kinds of messages: a bucket takes the rank's batch, none does, or the rank refuses it.
+"""The kinds of messages: a bucket takes the rank's batch, none does, or the rank refuses it. The highest decides.
 
 Or, in place of these: the rank failed in the step before, which the others ran; it was interrupted before it could send
 a message of this one; it left a loop of steps.
