@@ -201,8 +201,8 @@ class Coordinator:
 
         idle: Whether this rank has no request.
         """
-        del live, loop
-        return None if idle else own
+        with self.within(loop):
+            return None if idle and self.idle(own, live) else self.agree(own, live, lambda: None)
 
     def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:
         """Wait until a device is past an event. read: the end of a step, whose outputs only this rank may read."""

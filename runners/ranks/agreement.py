@@ -85,15 +85,6 @@ class Agreement(Coordinator):
         self._progress = _SENT
         return self._agreed(own, self._receive(self._sent_ahead(own, live) or self._send(own, live), site))
 
-    def agree_in_loop(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
-        """Return what all ranks do in a step of a loop, as `agree`; None where all are idle."""
-        with self.within(loop):
-            if self.quiet:
-                return self.agree(own, live, lambda: None)
-            site, self._progress = self._site(), _SENT
-            messages = self._receive(self._send(own, live, idle=idle), site)
-            return None if all(one.idle for one in messages) else self._agreed(own, messages)
-
     def agree_ahead(self, own: Decision, live: Live) -> None:
         """Send the other ranks now what `agree` will be called with next; it then only waits for their messages."""
         if self.quiet:
@@ -156,15 +147,14 @@ class Agreement(Coordinator):
 
     def _agreed(self, own: Decision, messages: Sequence[Message]) -> Decision:
         """Return what all ranks do, from their messages, and keep it. RankError if a rank refused its batch."""
-        if (refused := _first(messages, REFUSED)) is not None:
-            raise RankError(
-                f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
-            )
+        rank = _decisive(messages)
+        if messages[rank].answer == REFUSED:
+            raise RankError(f"rank {rank} refused its batch, so that no rank runs the step: {messages[rank].text}")
         self._check_shared(messages)
         self.ranks.live_sizes = {axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)}
         self.ranks.messages = tuple(messages)
         self._progress = _JOINED
-        self.agreed, rank = agree(own, messages, len(self.axes) - 1)
+        self.agreed = agree(own, messages, len(self.axes) - 1)
         self.forced[rank][self.agreed.why] += 1
         return self.agreed
 
@@ -332,20 +322,19 @@ class Agreement(Coordinator):
         return {**super().as_data(), "over": self.ranks.over, "exchanges": self.ranks.exchanges, "forced": forced}
 
 
-def agree(own: Decision, messages: Sequence[Message], leading: int) -> tuple[Decision, int]:
-    """The path of all ranks, and who forced it: the first that must run eagerly, else that needs the largest bucket."""
-    if (rank := _first(messages, EAGER)) is not None:
-        one = messages[rank]
-        return Decision("eager", None, _WHYS[one.why], f"rank {rank}: {one.text}", rank), rank
-    bucket = max(one.bucket for one in messages)
-    rank = next(rank for rank, one in enumerate(messages) if one.bucket == bucket)
-    reason = f"bucket {bucket} fits the {messages[rank].live[leading]} rows of rank {rank}, the most of all"
-    return Decision(own.path, bucket, "fits", reason, rank), rank
+def _decisive(messages: Sequence[Message]) -> int:
+    """Return the rank that decides: the first that refuses, else runs eagerly, else needs the largest bucket."""
+    return max(range(len(messages)), key=lambda rank: (messages[rank].answer, messages[rank].bucket))
 
 
-def _first(messages: Sequence[Message], answer: int) -> int | None:
-    """Return the first rank that has a kind of message."""
-    return next((rank for rank, one in enumerate(messages) if one.answer == answer), None)
+def agree(own: Decision, messages: Sequence[Message], leading: int) -> Decision:
+    """Return what all ranks do, and which of them forced it. leading: the place of the buckets' axis in live sizes."""
+    rank = _decisive(messages)
+    one = messages[rank]
+    if one.answer == EAGER:
+        return Decision("eager", None, _WHYS[one.why], f"rank {rank}: {one.text}", rank)
+    reason = f"bucket {one.bucket} fits the {one.live[leading]} rows of rank {rank}, the most of all"
+    return Decision(own.path, one.bucket, "fits", reason, rank)
 
 
 def _failure(what: str, error: BaseException) -> str:

@@ -42,7 +42,7 @@ CHECK_INTERVAL: Final = 0.5
 _ABORT_SECONDS: Final = 20.0
 """Seconds in which collectives end that were aborted."""
 FITS, EAGER, REFUSED, FAILED, STOPPED, LEFT = range(6)
-"""The kinds of messages: a bucket takes the rank's batch, none does, or the rank refuses it.
+"""The kinds of messages: a bucket takes the rank's batch, none does, or the rank refuses it. The highest decides.
 
 Or, in place of these: the rank failed in the step before, which the others ran; it was interrupted before it could send
 a message of this one; it left a loop of steps.
@@ -111,7 +111,7 @@ class Message:
 
 
 def _unpacked(memory: Any) -> list[Message]:
-    """The messages in a buffer of bytes."""
+    """Read the messages in a buffer of bytes."""
     return [
         Message(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
         for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
@@ -145,7 +145,7 @@ class HostWire:
         return True
 
     def messages(self) -> list[Message]:
-        """Every rank's message, once they have arrived."""
+        """Return every rank's message, once they have arrived."""
         return _unpacked(self._all.numpy())
 
 
@@ -187,10 +187,10 @@ class SharedWire:
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, for so many seconds at most. RuntimeError if a process has ended."""
-        return _poll(functools.partial(self._memory.came, self._number), seconds)
+        return _poll(functools.partial(self._memory.has_arrived, self._number), seconds)
 
     def messages(self) -> list[Message]:
-        """Every rank's message, once they have arrived."""
+        """Return every rank's message, once they have arrived."""
         return _unpacked(self._memory.take(self._number))
 
 
@@ -346,7 +346,7 @@ class Ranks(Unique):
 
     @property
     def batches(self) -> int:
-        """How many batches there are where each `shards` ranks in a row share one; 0 where ranks do not divide so."""
+        """The number of batches where each `shards` ranks in a row share one; 0 where ranks do not divide so."""
         return 0 if self.size % self.shards else self.size // self.shards
 
     @property
@@ -403,7 +403,7 @@ class Ranks(Unique):
                 self.begin(Message(0), site, timeout)(timeout)  # which raises
 
     def begin_loop(self) -> int:
-        """Open a loop of steps, as all ranks do now; its bit."""
+        """Open a loop of steps, as all ranks do now, and return its bit."""
         self._loops += 1
         bit = 1 << self._loops % _LOOPS
         self.open_loops |= bit
@@ -475,7 +475,7 @@ class Ranks(Unique):
         return functools.partial(self._receive, self._send(message), site)
 
     def loop_error(self, site: str) -> RankError:
-        """The error of a step in a loop that has ended."""
+        """Make the error of a step in a loop that has ended."""
         return RankError(f"{site}: {self.last_stop}: begin again with all live requests")
 
     def _end_stopped(self, site: str, timeout: float) -> None:
@@ -498,7 +498,7 @@ class Ranks(Unique):
                 raise RankError(self.last_stop)
 
     def _send(self, message: Message) -> int:
-        """Send a message; the number of its exchange."""
+        """Send a message, and return the number of its exchange."""
         wire = self._free.pop() if self._free else self._new_wire()
         wire.send(message)
         self.exchanges += 1
@@ -545,7 +545,7 @@ class Ranks(Unique):
         self._late.add(number)
 
     def mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
-        """The error of ranks at different call sites: where each is, or what differs there."""
+        """Make the error of ranks at different call sites: where each is, or what differs there."""
         digests = [one.place for one in messages]
         try:
             sites = self._share_sites("place", own.digest, own, digests, GRACE)
@@ -614,7 +614,7 @@ class Ranks(Unique):
 
 
 def _differences(sites: Sequence[CallSite]) -> str:
-    """What is not the same on all ranks, and which of them have which."""
+    """Say what is not the same on all ranks, and which of them have which."""
     found = list[str]()
     for part in dict.fromkeys(name for one in sites for name in one.parts):
         ranks = dict[str, list[str]]()
@@ -627,7 +627,7 @@ def _differences(sites: Sequence[CallSite]) -> str:
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":
-    """The group, or the default one. ConfigError where this process is not in it."""
+    """Return the group, or the default one. ConfigError where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
             "ranks need a process group: call torch.distributed.init_process_group first, as under torchrun"
