@@ -655,9 +655,9 @@ def test_every_contestant_leaves_the_oracles_bytes(backend: Backend) -> None:
     verify("twelve", inputs.slotgraph, backend, found["slot_by_slot"], found, batches)
     assert set(found) == {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
     bare = found["bare"]
-    before = {name: slot.clone() for name, slot in bare.slots.items()}
+    before = {one.name: one.tensor.clone() for one in bare.buffers}
     bare.call(draw(inputs, backend, 3))
-    assert all(torch.equal(slot, before[name]) for name, slot in bare.slots.items())
+    assert all(torch.equal(one.tensor, before[one.name]) for one in bare.buffers)
 
 
 @pytest.mark.parametrize("changed", ["slots", "outputs"])
@@ -670,7 +670,7 @@ def test_wrong_bytes_end_the_benchmark(changed: str, monkeypatch: pytest.MonkeyP
 
         def call(batch: Any) -> Any:
             returned = right.call(batch)
-            right.slots["seq_lens"][batch.rows :] += int(changed == "slots")
+            right.buffers["seq_lens"].tensor[batch.rows :] += int(changed == "slots")
             return returned + int(changed == "outputs")
 
         return {**found, "per_slot": attrs.evolve(right, call=call)}
