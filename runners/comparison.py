@@ -23,7 +23,7 @@ from .state import State
 DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""
 Leaves = Mapping[str, Any]
-"""Tensors and values by where they stand in what a step returns, or by slot."""
+"""Tensors and values by their place in what a step returns, or by slot."""
 Tolerances = Mapping[torch.dtype, tuple[float, float]]
 """By dtype how far numbers may lie apart: by a share of the second one, and by so much. Others must be equal.
 
@@ -124,14 +124,14 @@ def seen(view: Inputs, outputs: Any) -> Seen:
 
 
 def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of what a step returned, in memory of their own, each by where it stands."""
+    """The tensors of what a step returned, in memory of their own, each by its place."""
     return {f"{name}{place}": tensor.detach().clone() for place, tensor in named(outputs)}
 
 
 def named(
     value: Any, place: str = "", depth: int = DEPTH, known: set[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of what a step returned, each with where it stands in it. known: objects that were looked into."""
+    """The tensors of what a step returned, each with its place in it. known: objects that were looked into."""
     known = set() if known is None else known
     if isinstance(value, torch.Tensor):
         yield place, value
@@ -167,7 +167,6 @@ def mismatches(
     """The first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may at all."""
     for where in dict.fromkeys((*one, *other)):
         mine, others = one.get(where), other.get(where)
-        are = isinstance(mine, torch.Tensor), isinstance(others, torch.Tensor)
         if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor) and _comparable(mine, others, step):
             for dim in range(mine.dim()):
                 size = min(mine.shape[dim], others.shape[dim])
@@ -175,7 +174,7 @@ def mismatches(
             index, count = _first(mine, others.to(mine.device), tolerance)
             if count:
                 yield Mismatch(where, index, (mine[index].item(), others[index].item()), names, count)
-        elif any(are) or not _same(mine, others):
+        elif isinstance(mine, torch.Tensor) or not _same(mine, others):
             yield Mismatch(where, None, (text_of(mine), text_of(others)), names)
 
 
@@ -183,7 +182,7 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two values that are not tensors are equal, if their type can tell. NaN equals itself."""
     if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
         return type(one) is type(other)
-    return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
+    return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - a test for NaN
 
 
 def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
@@ -214,8 +213,8 @@ def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
     info, graphs, declaration = view._slotgraph_view, runner.graphs, runner.stage.declaration  # noqa: SLF001 - for runners
     if info is None or info.exact or graphs is None:
         return None
-    told = [axis for axis in declaration.varying if axis != BATCH or runner.tally.path == "graph"]
-    fitting = (rows for rows, sizes in runner.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
+    axes = [axis for axis in declaration.varying if axis != BATCH or runner.tally.path == "graph"]
+    fitting = (rows for rows, sizes in runner.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in axes))
     return graphs.captured.get((next(fitting, 0), runner.stage.absent_in(view)))
 
 

@@ -1,4 +1,4 @@
-"""State: what a step changes beside its slots, such as a KV cache, and the tensors that it holds, such as weights.
+"""State: what a step changes outside of its slots, such as a KV cache, and the tensors that it holds, such as weights.
 
 Warm-ups, captures, checks and debug modes run a step that the user did not ask for, and put its state back. The state
 is found by running the step once and looking at what its operators write. A kernel that is launched without torch's
@@ -70,7 +70,7 @@ class Piece:
         memory: The tensor.
         label: What messages call it.
         index: The elements that the step changes; all, if it is empty.
-        given: Whether the caller said that the step changes it.
+        given: Whether the caller named it.
         kind: "parameter" or "buffer" of a module, or "tensor".
     """
 
@@ -189,7 +189,7 @@ class State:
     ) -> None:
         """Raise CheckError if so many copies at once would take more than a share of the memory that is free.
 
-        free: tells how much that is. holder: for names in errors.
+        free: reads how much that is. holder: for names in errors.
         """
         for device in {piece.memory.device for piece in self.pieces}:
             nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
@@ -199,8 +199,8 @@ class State:
                 names = {
                     one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)
                 }
-                told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.label for one in self.pieces)
-                named = "; ".join(dict.fromkeys(told))
+                labels = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.label for one in self.pieces)
+                named = "; ".join(dict.fromkeys(labels))
                 raise CheckError(
                     f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} "
                     f"would take more than {SHARE:.0%} of the {human_bytes(room)} that are free: give state= with "
@@ -226,8 +226,13 @@ class State:
             piece.restore(before)
 
     def apart(self, copies: Copies) -> Copies:
-        """In which words of each piece it is not what it was. They take some hundredths of a copy's memory."""
-        return [_unlike(piece.memory, was) for piece, was in zip(self.pieces, copies, strict=True)]
+        """In which words, as long as any element, each piece is not what it was: some hundredths of a copy's memory."""
+        found = list[torch.Tensor]()
+        for piece, was in zip(self.pieces, copies, strict=True):
+            unlike = (bits(piece.memory) != bits(was)).reshape(-1)
+            words = torch.nn.functional.pad(unlike, (0, -len(unlike) % WORD)).view(-1, WORD)
+            found.append(words.any(1))
+        return found
 
     def labels(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
         """What messages call the pieces with such words. Words in `besides` do not count."""
@@ -295,13 +300,6 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
             at = high
     pieces.append(whole[min(at, end) - begin :])
     return [piece for piece in pieces if piece.numel()]
-
-
-def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which words of two pieces of memory differ. A word is as long as any element."""
-    unlike = bits(one) != bits(other)
-    spare = -unlike.numel() % WORD
-    return torch.nn.functional.pad(unlike.reshape(-1), (0, spare)).view(-1, WORD).any(1)
 
 
 def _free_on(backend: Backend, device: torch.device) -> int:
@@ -415,10 +413,10 @@ def reached(
         if isinstance(one, torch.Tensor):
             yield name.removeprefix("."), leads, one
         elif len(leads) < depth:
-            for said, lead in _leads(one):
+            for part, lead in _leads(one):
                 with contextlib.suppress(*_LOST):  # such as a closure's variable that is not bound yet
                     if not isinstance(inner := lead(one), closed):
-                        todo.append((inner, name + said, (*leads, lead)))
+                        todo.append((inner, name + part, (*leads, lead)))
 
 
 def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:

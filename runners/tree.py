@@ -1,6 +1,6 @@
 """Trees of drafted tokens: how they grow, which of their nodes are verified, and which path the target accepts.
 
-Functions of tensors that read nothing on the host, so that any of them may stand in a captured step.
+Functions of tensors that read nothing on the host, so that any of them may be part of a captured step.
 """
 
 import attrs
@@ -45,7 +45,7 @@ class Accepted:
 
     counts [requests] int64: drafted tokens that it would have chosen too. nodes, tokens [requests, steps + 1] int64:
     the path from the root, and what the target chose after each of its nodes: the drafted tokens that are right, and
-    one more. Behind a path's end stand its last node and token again, so that every number is one to index with.
+    one more. Behind a path's end its last node and token come again, so that every number is one to index with.
     """
 
     counts: torch.Tensor

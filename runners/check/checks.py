@@ -95,7 +95,7 @@ def check(
 ) -> CheckReport:
     """Hold a captured runner to what its declaration promises. The report names what was found by slot.
 
-    Each bucket is replayed with poison in its tails, beside the step as it is written, and over garbage. Weights that
+    Each bucket is replayed with poison in its tails, against the step as it is written, and over garbage. Weights that
     the step reaches are changed for a moment, and put back. If no batch reaches a graph, that is a finding: nothing was
     checked. Of several ranks all call this at once, with batches for the same buckets. What one finds is in the report
     of each.
@@ -242,9 +242,9 @@ def _checked(
 
 
 def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: bool) -> list[Finding]:
-    """One check after the other, until the device answers no more; each tells a slot, or an output, once."""
+    """One check after the other, until the device answers no more; each names a slot, or an output, once."""
     findings, slots = list[Finding](), [None, *subject.slots]
-    every = [(name, make) for name in wanted for make in makers]  # of one bar, which tells the time left for all
+    every = [(name, make) for name in wanted for make in makers]  # of one bar, which shows the time left for all
     turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=progress)
     try:
         for name in wanted:

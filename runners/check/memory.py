@@ -126,7 +126,7 @@ def _unwritten(subject: Subject, one: Sample, number: int) -> Iterator[Finding]:
         slots, generator = trial.slots, torch.Generator().manual_seed(subject.seed + number)
         put = {name: garbage(slots[name], generator, flipped=flipped) for name in names}
         held = trial.run(lambda _: {name: trial.slots[name].clone() for name in names}, put)
-        if isinstance(held, Exception):  # for other checks to tell of
+        if isinstance(held, Exception):  # which other checks report
             return
         ran.append(held)
     for name in names:

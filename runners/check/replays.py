@@ -137,16 +137,16 @@ def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Findi
 
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
     """What a slot's tail must bear: live rows' whole numbers, any floats. None if it must hold its rule's value."""
-    rule, said, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
+    rule, poison, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
-    if isinstance(said, tuple) and not unread:
-        values = tuple(resolve_value(value, capabilities, sizes) for value in said)
+    if isinstance(poison, tuple) and not unread:
+        values = tuple(resolve_value(value, capabilities, sizes) for value in poison)
     elif not unread:
-        if said is None and (rule is None or is_location(slot)):  # which says where the step writes
+        if poison is None and (rule is None or is_location(slot)):  # which says where the step writes
             return None
         usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
         values = tuple(dict.fromkeys([*live_part(slot, filled, step).reshape(-1)[:MOST].tolist(), *usual]))
-    if unread or (said is None and not isinstance(rule, Once)):
+    if unread or (poison is None and not isinstance(rule, Once)):
         if dtype.is_floating_point or dtype.is_complex:
             most = torch.finfo(dtype).max
             return (math.nan,), (most, -most, math.inf)
@@ -280,7 +280,9 @@ class Poisoning:
             return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
         alone = {name: self._try(_of(poison, [name])) for name in names}
         for name, effect in alone.items():
-            if effect is not None:  # ranks that see a change of their own tell of it; if none does, all with poison do
+            if (
+                effect is not None
+            ):  # a rank reports a change of its own; where none sees one, all ranks with poison report
                 is_seen = together.any(effect[1] and name in poison)
                 if name in poison and (effect[1] or not is_seen):
                     found.append(Finding(POISON, name, f"{effect[0]} when {self._place(name, poison[name])}"))
@@ -384,9 +386,9 @@ def apart_from_step(subject: Subject, one: Sample) -> Finding | None:
     if found is None or is_drawn:  # other numbers are drawn for another shape
         return None
     apart = list(mismatches(graph.computed, exact.computed, step=graph.step))
-    told = "; ".join(map(str, apart)) or "all slots agree in their live rows"
+    slots = "; ".join(map(str, apart)) or "all slots agree in their live rows"
     message = (
-        f"{found}; {told}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
+        f"{found}; {slots}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
         "for the bucket, reach live ones"
     )
     return Finding(PARITY, apart[0].slot if apart else None, message)
@@ -425,7 +427,7 @@ def parity_fault(trial: Trial) -> Finding | None:
         besides += [] if isinstance(other, Exception) else [other[1]]
     differs = any(mismatches(expected, again[0], step=trial.step))  # no more can be asked than of the step
     every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
-    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot tells more than what was returned
+    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot says more than what was returned
     is_drawn = together.any(found is not None and not differs) and redraws(trial, expected, trial.eagerly)
     if found is not None:
         captured = graph_of(trial.runner, trial.view)
@@ -434,12 +436,12 @@ def parity_fault(trial: Trial) -> Finding | None:
         if is_drawn:
             why = "the step draws random numbers on the host, and the graph keeps those of its capture: draw by torch"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
-    told = next(iter(state.labels(graph[1], besides)), None)
+    changed = next(iter(state.labels(graph[1], besides)), None)
     message = (
-        f"a replay leaves other bytes than the step in {told}, though all slots and outputs agree: the step reads "
+        f"a replay leaves other bytes than the step in {changed}, though all slots and outputs agree: the step reads "
         "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
     )
-    return None if told is None else Finding(PARITY, None, message)
+    return None if changed is None else Finding(PARITY, None, message)
 
 
 def _bearable_tails(trial: Trial, turn: int) -> Tensors:

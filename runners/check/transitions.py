@@ -41,7 +41,7 @@ def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
     """What is wrong with rules on one batch, or with what carries them out."""
     runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
     declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
-    right, told = cloned(buffers), "on initial values, as captures run it"
+    right, when = cloned(buffers), "on initial values, as captures run it"
     written = {name for name, slot in subject.slots.items() if slot.rewritten or isinstance(slot, Output)}
     compared = [name for name in subject.slots if name not in absent | written]
     try:
@@ -54,16 +54,16 @@ def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
             for name in [one for one in (*rows, *compared) if one in compared] if last.number else ():
                 mine, other = ({name: held[name].view(step.padded_sizes)} for held in (buffers, right))
                 for fault in fill_faults(mine, other, subject.slots, step.live_sizes):
-                    yield Finding(TRANSITION, name, f"{fault}, {told}")
+                    yield Finding(TRANSITION, name, f"{fault}, {when}")
             if last.number == LAST:
                 return
             if not last.number:
                 yield from _bucket_faults(subject, step, absent)
             right = cloned(buffers)
             rows = advance_slot_by_slot(declaration, right, record, step)
-            told = "in a step without news"
+            when = "in a step without news"
             if last.number == 1:
-                told, requests = "in a step with an edit", len(last.keys)
+                when, requests = "in a step with an edit", len(last.keys)
                 stay = [max(requests - 2, 0), *range(1, requests - 2)]  # the first and the last of several leave
                 bucket = runner.buckets.fit(len(stay))  # type: ignore[attr-defined] # as above
                 if subject.graphs.has(bucket, absent):
@@ -76,7 +76,7 @@ def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
     except (BatchError, ConfigError) as error:
         subject.notes[f"no transition was checked: {error}"] = None
     except SlotGraphError as error:
-        yield Finding(TRANSITION, None, f"{error}, {told}")
+        yield Finding(TRANSITION, None, f"{error}, {when}")
 
 
 def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:

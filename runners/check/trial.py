@@ -25,7 +25,7 @@ NOTHING: Final[Tensors] = {}
 
 @attrs.frozen
 class Together:
-    """What ranks tell each other, so that all run the same. RankError names ranks that do something else."""
+    """What ranks exchange, so that all run the same. RankError names ranks that do something else."""
 
     ranks: Coordinator
 
@@ -35,16 +35,16 @@ class Together:
 
     def first(self, text: str, number: int = 0) -> tuple[int, str, int] | None:
         """The first rank that has something to say, what, and its number. None if none has."""
-        told = self.ranks.gather("a look at a step, of a check or a debug mode", text, number)
-        return next(((rank, *one) for rank, one in enumerate(told) if one[0]), None)
+        texts = self.ranks.gather("a look at a step, of a check or a debug mode", text, number)
+        return next(((rank, *one) for rank, one in enumerate(texts) if one[0]), None)
 
     @contextlib.contextmanager
     def raising(self, what: str) -> Iterator[None]:
-        """A block that all ranks run. An error of one of them is raised on it, and told to the others as RankError."""
+        """A block that all ranks run. An error of one of them is raised on it, and on the others as RankError."""
         raised: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - raised below, once it is told
+        except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
             raised = error
         first = self.first("" if raised is None else error_text(raised))
         if raised is not None:
@@ -63,7 +63,7 @@ def error_text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def unwatched(watch: Watch) -> Iterator[None]:
-    """A block whose steps no watcher is told of."""
+    """A block whose steps no watcher sees."""
     watchers, watch.watchers = watch.watchers, ()
     try:
         yield

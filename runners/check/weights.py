@@ -39,8 +39,8 @@ class Changes:
         rows: Whether its rows were the bucket's in each batch.
     """
 
-    some: torch.Tensor | None = None
-    each: torch.Tensor | None = None
+    some: Any = False
+    each: Any = True
     first: bool = False
     rows: bool = True
 
@@ -48,13 +48,13 @@ class Changes:
         """Add what two replays of one batch, one behind the other, changed."""
         self.first |= bool(first.any())
         self.rows &= rows
-        self.some = second if self.some is None else self.some | second
-        self.each = second if self.each is None else self.each & second
+        self.some = second | self.some
+        self.each = second & self.each
 
     @property
     def drifts(self) -> bool:
         """Whether each replay changes most of it, and the same words whatever the batch: it has no row of a request."""
-        if self.some is None or self.each is None or self.rows:
+        if self.some is False or self.rows:
             return False
         return torch.equal(self.some, self.each) and 2 * int(self.each.sum()) >= self.each.numel()
 
@@ -156,7 +156,7 @@ def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied
     for piece, change in zip(written.pieces, changes, strict=True):
         if piece.kind == "parameter" and change.first:
             guilty.append(piece)
-        elif varied and change.drifts:  # batches of one size do not tell a row of a request
+        elif varied and change.drifts:  # in batches of one size rows of requests look alike
             (guilty if piece.kind == "buffer" else loose).append(piece)
     if trial.together.any(loose) and _reaches_outputs(trial, State(written.backend, tuple(loose))):
         guilty += loose

@@ -102,8 +102,8 @@ class Explanation(Shown):
         yield self.slot_table()
         if self.plan:
             axes = (f"{a.name}={a.padded}" if a.fixed else f"{a.name}={a.live}/{a.padded}" for a in self.axes)
-            told = f"{self.plan}\n{size:,} bytes of buffers for this bucket; this step copies {copied:,}"
-            yield Table(f"plan for {', '.join(axes)}", text=told)
+            text = f"{self.plan}\n{size:,} bytes of buffers for this bucket; this step copies {copied:,}"
+            yield Table(f"plan for {', '.join(axes)}", text=text)
 
     def slot_table(self) -> Table:
         """All slots, what else there is, and what is not known."""
@@ -229,7 +229,7 @@ def _named(value: object | Callable[..., object]) -> str:
 def mermaid(explanation: Explanation) -> str:
     """What follows from what, as text for mermaid in a Markdown block; the same for equal explanations.
 
-    One arrow leads from all of the view into the step, since a declaration does not tell which slots the step reads.
+    One arrow leads from all of the view into the step, since a declaration does not say which slots the step reads.
     """
     names, lines, view = (
         {slot.name for slot in explanation.slots},
@@ -237,23 +237,23 @@ def mermaid(explanation: Explanation) -> str:
         ['subgraph view["the view, of which the step reads some or all"]'],
     )
     for slot in explanation.slots:
-        here = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
+        node = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
         kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
-        label = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", kind)
-        lines.append(f"{here}[{label}]")
+        text = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", kind)
+        lines.append(f"{node}[{text}]")
         if slot.source is not None:
-            told = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
-            lines.append(f"batch {'-.->' if slot.optional else '-->'}{told} {here}")
+            label = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
+            lines.append(f"batch {'-.->' if slot.optional else '-->'}{label} {node}")
         if slot.kind == "staged":
-            lines.append(f"producer --> {here}")
-        lines += [f"{'slot' if need in names else 'given'}_{need} --> {here}" for need in slot.needs]
+            lines.append(f"producer --> {node}")
+        lines += [f"{'slot' if need in names else 'given'}_{need} --> {node}" for need in slot.needs]
         if slot.then is not None:
-            told = _quoted(f"then {slot.then.value}")
-            lines += [f"{'slot' if need in names else 'given'}_{need} -.->|{told}| {here}" for need in slot.then.needs]
+            label = _quoted(f"then {slot.then.value}")
+            lines += [f"{'slot' if need in names else 'given'}_{need} -.->|{label}| {node}" for need in slot.then.needs]
         if slot.kind == "output":
-            lines.append(f"captured --> {here}")
+            lines.append(f"captured --> {node}")
         else:
-            view.append(here)
+            view.append(node)
     return "\n    ".join([*lines, *view, "end", "view --> captured"]) + "\n"
 
 

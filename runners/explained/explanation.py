@@ -176,13 +176,13 @@ class RunnerExplanation(Shown):
     def tables(self) -> Iterator[Table]:
         """Figures, slots, steps, buckets, graphs, memory and counts."""
         on = f"{self.kind} of {self.declaration.declaration} on {self.backend} ({self.device})"
-        told = f"path {self.path}, lowering {self.lowering}\n{cell(self.configuration)}"
-        yield Table(on, pairs(_on_top(self.statistics)), told)
+        text = f"path {self.path}, lowering {self.lowering}\n{cell(self.configuration)}"
+        yield Table(on, pairs(_on_top(self.statistics)), text)
         yield self.declaration.slot_table()
         for name, fill in self.fills:
             steps = [{"step": number, **row} for number, row in enumerate(rows_of(fill.steps), 1)]
-            told = f"{fill.plan}\nNo bytes stand beside what moves no slot, and resets, of which the batch decides."
-            yield Table(f"steps of a fill, {name}", steps, told)
+            text = f"{fill.plan}\nNo bytes stand beside what moves no slot, and resets, of which the batch decides."
+            yield Table(f"steps of a fill, {name}", steps, text)
         buckets: list[Row] = [
             {"bucket": one.rows, "sizes": dict(one.fill.plan.sizes), "copied": one.fill.plan.nbytes, **one.fill.calls}
             for one in self.buckets
@@ -196,7 +196,7 @@ class RunnerExplanation(Shown):
         yield Table("shared memory", text=self.pool or "none: in no pool, or later than its layout")
         counts = {**self.statistics}
         fills = counts.pop("fills")
-        for kind, told in (("buckets", "steps by bucket"), ("eager", "steps without a graph")):
+        for kind, title in (("buckets", "steps by bucket"), ("eager", "steps without a graph")):
             found = counts.pop(kind).items()
             steps = [{kind: name, **one, "fill us": fills[kind][name]["mean"]} for name, one in found]
             timed = (
@@ -204,7 +204,7 @@ class RunnerExplanation(Shown):
                 if steps
                 else "none so far"
             )
-            yield Table(told, steps, timed)
+            yield Table(title, steps, timed)
         yield Table("statistics", pairs(counts))
         yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
 
@@ -282,7 +282,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     """What a runner declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
 
     Nothing is run or captured. The memory of a pool that is not laid out yet is laid out now.
-    `runner.decide(batch)` tells what it would do with a batch.
+    `runner.decide(batch)` says what it would do with a batch.
 
     Args:
         runner: Any runner, captured or not.
@@ -332,7 +332,8 @@ def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
         why = runner.report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
     found = list[GraphFacts]()
     for absent in sorted(runner.patterns, key=sorted):
-        facts, captured = dict[str, Any]({"why": why}), runner.graphs.captured.get((rows, absent))
+        facts: dict[str, Any] = {"why": why}
+        captured = runner.graphs.captured.get((rows, absent))
         if captured is not None:
             graph = captured.graph
             outputs = nbytes_of([graph.outputs], but=runner.graphs.buffers.storages)
@@ -351,11 +352,10 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
     def add(
         kind: Kind, label: str, slots: Iterable[str], calls: int, moved: Iterable[str] | None = None, **more: bool
     ) -> None:
-        names = tuple(slots)
-        counted = names if moved is None else moved
-        nbytes = None
+        names, nbytes = tuple(slots), None
         if kind not in ("reset", "graph", "step"):
-            nbytes = sum(slot_bytes(declaration.slots[name], sizes, stage.backend.capabilities) for name in counted)
+            known = [declaration.slots[name] for name in (names if moved is None else moved)]
+            nbytes = sum(slot_bytes(slot, sizes, stage.backend.capabilities) for slot in known)
         steps.append(FillStep(kind=kind, label=label, calls=calls, nbytes=nbytes, slots=names, **more))
 
     def compute(place: str, *, inside: bool) -> None:
@@ -364,17 +364,17 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
                 rides = inside or one.packed
                 add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
 
-    calls = {"direct": 0, "foreach": 1, "single": 1}  # into torch; what is direct needs none
-
     def copy(*, late: bool) -> None:  # behind an upload, or the others; one call takes all that are mixed
         together = list[str]()
         for group in plan.copies:
-            if (group.placement != HOST and bool(plan.packed)) == late and group.how in calls:
-                if group.how == "foreach" and plan.mixed:
-                    together += group.slots
-                    continue
+            calls = {"direct": 0, "foreach": 1, "single": len(group.slots)}.get(group.how)  # into torch
+            if calls is None or late != (group.placement != HOST and bool(plan.packed)):
+                continue
+            if group.how == "foreach" and plan.mixed:
+                together += group.slots
+            else:
                 label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
-                add("copy", label, group.slots, calls[group.how] * (1 if group.how == "foreach" else len(group.slots)))
+                add("copy", label, group.slots, calls)
         if together:
             add("copy", "foreach of all dtypes", together, 1)
 

@@ -19,7 +19,7 @@ _LARGE: Final = 1000
 _BARS: Final = "The second longest bar of each group has the full width, and the longest is cut."
 _fold: Final = functools.partial(textwrap.wrap, break_on_hyphens=False)
 Row = Mapping[str, Any]
-"""Cells by their column. A number stands as one, None for what is not there."""
+"""Cells by their column. A number is shown as one, None as a dash."""
 STYLE: Final = """<style>
 .slotgraph{font:15px/1.45 system-ui,sans-serif;padding:0 8px;overflow-wrap:anywhere}
 .slotgraph dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:10px;margin:0 0 1em}
@@ -87,7 +87,7 @@ STYLE: Final = """<style>
 class Table:
     """Rows of the same columns under a title, and text below them, such as a plan.
 
-    why: what stands in for no rows. drawn: whether a page draws bars for the numbers of each row, too.
+    why: the text where there are no rows. drawn: whether a page draws bars for the numbers of each row, too.
     """
 
     title: str
@@ -112,13 +112,13 @@ class Table:
 
         style: of the title.
         """
-        shown, beside = [*map(style, _fold(printable(self.title), width))], list[list[str]]()
+        shown, columns = [*map(style, _fold(printable(self.title), width))], list[list[str]]()
         for column in self.columns:
-            if beside[1:] and _width([*beside, column], _SENTENCE) > width:
-                shown += _side_by_side(beside, width)
-                beside = beside[:1]
-            beside.append(column)
-        shown += _side_by_side(beside, width)
+            if columns[1:] and _width([*columns, column], _SENTENCE) > width:
+                shown += _side_by_side(columns, width)
+                columns = columns[:1]
+            columns.append(column)
+        shown += _side_by_side(columns, width)
         for line in self.below.splitlines():
             shown += _fold(line, width, subsequent_indent="        ")
         return "\n".join(shown).rstrip() + "\n"
@@ -136,7 +136,7 @@ class Table:
         return f"<section><{heading}>{safe(self.title)}</{heading}>{table}</section>"
 
     def bars(self) -> Iterator[str]:
-        """A box for each row, with a bar for each time, as long as its part of the second longest beside it."""
+        """A box for each row, with a bar for each time, as long as its share of the second longest."""
         for row in self.rows:
             (what, of), *others = row.items()
             times = {name: value for name, value in others if isinstance(value, float)}
@@ -173,7 +173,7 @@ def _side_by_side(columns: Sequence[Sequence[str]], width: int) -> Iterator[str]
 
 
 class Shown(abc.ABC):
-    """What explanations are beside data: a line for `repr`, tables for `str`, and a page that a notebook shows."""
+    """Shows an explanation: a line for `repr`, tables for `str`, and a page that a notebook shows."""
 
     __slots__ = ()
 
@@ -228,12 +228,12 @@ def rows_of(records: Sequence[Any], **first: Any) -> list[Row]:
 
 
 def printable(text: str) -> str:
-    """Text without what would command a terminal, or cannot stand in a page."""
+    """Text without what would command a terminal, or is not allowed in a page."""
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
 def cell(value: Any) -> str:
-    """What stands in a cell: text, numbers, names, or names with values."""
+    """The text of a cell: text, numbers, names, or names with values."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

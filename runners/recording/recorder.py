@@ -59,7 +59,7 @@ class Recording(Watcher):
         return self.steps[-1] if self.steps and not self._fault else None
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Keep what the batch brings, and the runner's decision. The step itself says what is wrong with a batch."""
+        """Keep what the batch brings, and the runner's decision. The step itself raises what is wrong with a batch."""
         if self._fault:
             return
         step, runner = StepRecord(number=self._count), self._runner
@@ -82,7 +82,7 @@ class Recording(Watcher):
         step.slots, step.fields = self._take(slots), self._take(fields)
 
     def filled(self, view: Inputs | None) -> None:
-        """Keep what the ranks told each other, and what they agreed on as the step's decision."""
+        """Keep what the ranks sent each other, and what they agreed on as the step's decision."""
         del view
         ranks, step = self._declaration.ranks, self._step
         if ranks is not None and step is not None and not (ranks.quiet or step.messages):
@@ -106,7 +106,7 @@ class Recording(Watcher):
         return outputs
 
     def failed(self, error: BaseException) -> None:
-        """Write the file, and say so in a note of the error."""
+        """Write the file, and name it in a note of the error."""
         if not self.steps:
             return
         step = self.steps[-1]
@@ -133,7 +133,7 @@ class Recording(Watcher):
         if waiting:
             try:
                 self._backend.synchronize()
-            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+            except Exception as error:  # noqa: BLE001 - devices fail in many ways
                 self._fault = _text_of(error)
         for value in waiting:
             if not value.arrived:  # copies that the device did not make before it failed
@@ -183,7 +183,7 @@ class Recording(Watcher):
                     value.elements, value.arrived = copied.copy_(source, non_blocking=True), flag
                 if flag is not None:
                     flag.copy_(self._one, non_blocking=True)
-        except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+        except Exception as error:  # noqa: BLE001 - devices fail in many ways
             self._fault = _text_of(error)
             for value in values:
                 value.lose(f"the device failed: {self._fault}")

@@ -28,7 +28,7 @@ FORMAT: Final = 5
 """The number of this format. A file of another number is refused."""
 MOST, MOST_HEADER = 1 << 22, 1 << 25
 """The letters that one piece of plain data may have, and a file's header."""
-MOST_RANKS: Final = 1 << 20  # that a file may tell of
+MOST_RANKS: Final = 1 << 20  # that a file may name
 _WHY, _LONGEST = 300, 2000
 """The letters of why a value is not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
@@ -139,7 +139,7 @@ class StepRecord:
     replays: int = 0
     raised: Raised | None = None
     notes: tuple[str, ...] = ()  # what is missing from the file, and why
-    messages: tuple[Message, ...] = ()  # what each rank said, if they agreed on the step
+    messages: tuple[Message, ...] = ()  # what each rank sent, if they agreed on the step
     alone: str = ""  # what this rank would have done by itself then
 
     def values(self) -> Iterator[tuple[str, Value]]:
@@ -179,9 +179,9 @@ class RunnerRecord:
         }
         needed = {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
         for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
-            held = facts if slot.source is None else needed
+            group = facts if slot.source is None else needed
             what = f"{slot.kind} {slot.role or slot.dtype} [{', '.join(slot.shape)}]"
-            held[f"slot {slot.name!r}"] = f"{what} on {slot.placement}"
+            group[f"slot {slot.name!r}"] = f"{what} on {slot.placement}"
             facts[f"filling of slot {slot.name!r}"] = ", ".join(filter(None, (slot.tail, slot.source, slot.function)))
         record, ranks = None, declaration.ranks
         if ranks is not None:
@@ -198,7 +198,7 @@ class RecordedFile:
         runner: The runner that was recorded.
         steps: Its last steps; their values have their elements.
         versions: What the process ran on, by name.
-        notes: What went wrong beside the steps.
+        notes: What went wrong outside of the steps.
         name: The file's name, once it was read.
     """
 
@@ -240,8 +240,8 @@ class RecordedFile:
             known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
             need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
         for step in found.steps:
-            told = f"step {step.number}: its ranks are not the {size} that its runner had"
-            need(not step.messages or len(step.messages) == size, told)
+            fault = f"step {step.number}: its ranks are not the {size} that its runner had"
+            need(not step.messages or len(step.messages) == size, fault)
         values = [row for step in found.steps for row in step.values()]
         need(len(dict(values)) == len(values), "two of its steps, or two values of a step, have the same name")
         unlike = {key for key, value in values if value.has_elements} ^ set(opened.keys())
@@ -274,8 +274,8 @@ class RecordedFile:
                 save_file(tensors, part, metadata={_KEY: text})
                 part.replace(path)
         except (OSError, SafetensorError) as error:
-            told = getattr(error, "strerror", None) or error
-            raise RecordingError(f"{path.name} cannot be written: {told}") from error
+            why = getattr(error, "strerror", None) or error
+            raise RecordingError(f"{path.name} cannot be written: {why}") from error
 
     def only(self, number: int | None = None) -> tuple[StepRecord, ...]:
         """All steps, or the one of a number. RecordingError if there is none."""

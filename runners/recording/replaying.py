@@ -1,6 +1,5 @@
 """Replaying: recorded steps run again, by the graph and eagerly, and the first places where their results differ."""
 
-import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +79,7 @@ class Replayed:
     number: int
     outcome: Literal["equal", "different", "raised", "left out"]
     decision: Decision | None = None  # of this runner, or of all ranks
-    lines: tuple[str, ...] = ()  # all that there is to say: what differs comes last
+    lines: tuple[str, ...] = ()  # notes first, and what differs last
 
 
 @attrs.frozen(kw_only=True)
@@ -178,7 +177,17 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
     """What its graph does otherwise than the step, and what it returns otherwise than recorded. Raises as the step."""
-    found, produce = list[str](), functools.partial(_produce, step)
+    found, slots = list[str](), runner.stage.declaration.slots
+
+    def produce(view: Inputs) -> None:
+        """Write the recorded contents of staged slots, as producers did."""
+        for one in step.staged:
+            known = slots.get(one.name)
+            place = None if known is None else live_part(known, vars(view)[one.name], info_of(view).step)
+            if place is None or one.elements is None or place.shape != one.elements.shape:
+                raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
+            with torch.no_grad():
+                place.copy_(one.elements)
 
     def filled() -> Any:
         one = batch_of(step, runner.stage)  # each time anew: a step may write what it is given
@@ -200,26 +209,14 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
             if finding is not None:
                 found.append(finding.message)
         view = filled()
-    here = copies(runner.replay(view), "outputs")
+    outputs = copies(runner.replay(view), "outputs")
     if step.outputs is not None:
         known = {one.name: one.elements for one in step.outputs if one.elements is not None}
         for lost in (one.name for one in step.outputs if one.why):
-            here.pop(lost, None)
-        apart = [*mismatches(here, known, USUAL, ("here", "recorded"), info_of(view).step)]
+            outputs.pop(lost, None)
+        apart = [*mismatches(outputs, known, USUAL, ("here", "recorded"), info_of(view).step)]
         found += ["; ".join(map(str, apart))] if apart else []
     return found
-
-
-def _produce(step: StepRecord, view: Inputs) -> None:
-    """Write the recorded contents of staged slots into a view, as producers did."""
-    info = info_of(view)
-    slots = info.declaration.slots
-    for one in step.staged:
-        place = live_part(slots[one.name], vars(view)[one.name], info.step) if one.name in slots else None
-        if place is None or one.elements is None or place.shape != one.elements.shape:
-            raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
-        with torch.no_grad():
-            place.copy_(one.elements)
 
 
 def tables_of(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:

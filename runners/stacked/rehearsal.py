@@ -67,8 +67,7 @@ class Rehearsal:
         self._calls = list[StackCall]()
         self._origins: Sequence[Any] = ()  # what the step has handed over as arguments
         self._outputs: Any = None  # what the stack has returned
-        slots = self.stage.declaration.slots
-        over_requests = [one for one in self.buffers if BATCH in slots[one.name].axes and one.nbytes]
+        over_requests = [one for one in self.buffers if BATCH in one.slot.axes and one.nbytes]
         self._requests = [(*span(one.tensor), one.name) for one in over_requests]
         self._anew, self._stored, self._handed = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._slots: Mapping[int, str] = {}
@@ -132,7 +131,22 @@ class Rehearsal:
             step = self._begin(call)
         args, kwargs = call.arguments()
         outputs = under_way(step, lambda: call.run(*args, **kwargs))
-        return self._end(call, outputs)
+        for tensor in tensors_in(outputs):
+            if tensor in self._anew:
+                raise CaptureError(_made_anew("the stack returns", tensor))
+
+        def hand(leaf: Any) -> Any:
+            for tensor in _tensors_of(leaf):
+                self._handed[tensor] = True
+            return leaf
+
+        with self._paused():
+            named = map_tensors(call.named(outputs), alias, hand)
+            self._outputs = map_tensors(named, torch.clone)
+            try:  # what the code around the stack has of its outputs after a replay
+                return hand_out(named, Running(call.own, "capture", self._origins))
+            except ReplayError as error:
+                raise CaptureError(str(error)) from None
 
     def watched(self, run: Callable[[], T]) -> T:
         """Call something under watch."""
@@ -178,25 +192,6 @@ class Rehearsal:
             self._stored[vars(call.view)[name]] = True
         step.arguments = given
         return step
-
-    def _end(self, call: StackCall, outputs: Any) -> Any:
-        """Return what the code around the stack has of its outputs after a replay."""
-        for tensor in tensors_in(outputs):
-            if tensor in self._anew:
-                raise CaptureError(_made_anew("the stack returns", tensor))
-
-        def hand(leaf: Any) -> Any:
-            for tensor in _tensors_of(leaf):
-                self._handed[tensor] = True
-            return leaf
-
-        with self._paused():
-            named = map_tensors(call.named(outputs), alias, hand)
-            self._outputs = map_tensors(named, torch.clone)
-            try:
-                return hand_out(named, Running(call.own, "capture", self._origins))
-            except ReplayError as error:
-                raise CaptureError(str(error)) from None
 
     def interrupt(self, run: Any, /) -> Any:
         """Call a break as a backend does: it gets tensors in the same memory, and results have places."""

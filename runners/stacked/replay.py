@@ -4,7 +4,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import torch
@@ -100,10 +100,12 @@ class StackCall:
             self.leaves.append(kept)
         self.sources: dict[int, Source] = {}
         for one in (view, own):
-            self.sources |= {id(one): _VIEW, **{key: _slot(name) for key, name in slots_of(one).items()}}
+            self.sources[id(one)] = operator.attrgetter("view")
+            for key, name in slots_of(one).items():
+                self.sources[key] = lambda step, name=name: step.view.__dict__[name]  # type: ignore[misc]
         for place, leaf in enumerate(self.leaves):
             if not isinstance(leaf, VALUES):
-                self.sources[id(leaf)] = _argument(place)
+                self.sources[id(leaf)] = lambda step, place=place: step.arguments[place]  # type: ignore[misc]
         self.settle(frozenset(), frozenset(), ())
 
     def settle(self, read: Collection[int], written: Collection[int], apart: Sequence[tuple[int, int]]) -> None:
@@ -238,17 +240,6 @@ class Own:
 def hand_out(outputs: Any, step: Running) -> Any:
     """The outputs of a replay, with the step's own in the place of names."""
     return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
-
-
-_VIEW: Final[Source] = operator.attrgetter("view")
-
-
-def _slot(name: str) -> Source:
-    return lambda step: step.view.__dict__[name]
-
-
-def _argument(place: int) -> Source:
-    return lambda step: step.arguments[place]
 
 
 def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:

@@ -154,14 +154,17 @@ def verify(
     title: what they run. batches: each with its sizes.
     """
     slots = declaration.slots
-    loose = {name for name, slot in slots.items() if isinstance(slot, Output | Staged)}
-    loose |= {name for name, slot in slots.items() if isinstance(slot.rule(), Keep | Once)}
+    compared = [
+        name
+        for name, slot in slots.items()
+        if not (isinstance(slot, Output | Staged) or isinstance(slot.rule(), Keep | Once))
+    ]
 
     def run(contestant: Contestant, batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         with torch.no_grad():
             returned = contestant.call(batch)
         backend.synchronize()
-        return returned, {name: contestant.buffers[name].tensor.clone() for name in slots if name not in loose | absent}
+        return returned, {name: contestant.buffers[name].tensor.clone() for name in compared if name not in absent}
 
     for live, batch in batches:
         given = (batch.batch, batch.side) if isinstance(batch, Sample) else (batch, NO_SIDE)
@@ -330,6 +333,6 @@ class Timer:
         with torch.no_grad():
             benchmark.pedantic(lambda: way(next(turns)), rounds=rounds, iterations=steps, warmup_rounds=1)
         if ratio > limit:
-            told = f"{ours} takes {ratio:.3f} of the time of {base}, where {limit} is allowed"
-            raise RegressionError(f"{title}: {told} (measured {ATTEMPTS} times)")
+            why = f"{ours} takes {ratio:.3f} of the time of {base}, where {limit} is allowed"
+            raise RegressionError(f"{title}: {why} (measured {ATTEMPTS} times)")
         return figures

@@ -43,8 +43,8 @@ class Turn:
     def __repr__(self) -> str:
         """Sizes and patterns on one line, without the numbers."""
         sizes = ", ".join(f"{axis}={self.live[axis]}/{self.padded[axis]}" for axis in sorted(self.padded))
-        said = {"absent": self.absent, "as_lists": self.as_lists}
-        return f"Turn({sizes}{''.join(f', {key}={sorted(names)}' for key, names in said.items() if names)})"
+        names_of = {"absent": self.absent, "as_lists": self.as_lists}
+        return f"Turn({sizes}{''.join(f', {key}={sorted(names)}' for key, names in names_of.items() if names)})"
 
 
 def batches(

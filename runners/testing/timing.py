@@ -105,26 +105,12 @@ class Run:
         return found
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without gradients, as engines run, on one thread, and without the garbage collector's pauses."""
-    was_on, threads = gc.isenabled(), torch.get_num_threads()
-    gc.collect()
-    gc.disable()
-    torch.set_num_threads(THREADS)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        if was_on:
-            gc.enable()
-
-
+@torch.no_grad()
 def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, device_rounds: int = 0) -> None:
     """Time all runs on the host, then on the device, if the backend has one; the runs take turns in each round.
 
-    A run has no device time where the host cannot get ahead of the device: some ways wait for it in each step.
+    A run has no device time where the host cannot get ahead of the device: some ways wait for it in each step. It runs
+    without gradients, as engines do, on one thread, and without the garbage collector's pauses.
 
     Args:
         runs: What is timed; the times are added to each.
@@ -133,7 +119,11 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
         steps: Steps in a round.
         device_rounds: Rounds on the device.
     """
-    with _quiet():
+    was_on, threads = gc.isenabled(), torch.get_num_threads()
+    gc.collect()
+    gc.disable()
+    torch.set_num_threads(THREADS)
+    try:
         for number in range(rounds + 1):
             for run in runs:
                 run.once(steps, backend.synchronize)
@@ -147,6 +137,10 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
                 found = device_time(run, occupy, backend) if number == 0 or run.device else None
                 if found is not None:
                     run.device.append(found)
+    finally:
+        torch.set_num_threads(threads)
+        if was_on:
+            gc.enable()
 
 
 def occupier(backend: Backend) -> Occupy:
