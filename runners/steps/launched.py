@@ -1,0 +1,1 @@
+"""What a loop of steps hands out."""
