@@ -1,5 +1,7 @@
 """Edits between two steps: requests leave, join or change, and their rows are moved and written in the slots."""
 
+import array
+import ctypes
 import functools
 import struct
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -8,7 +10,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from .admission import admitted, check_sources, has_memory
+from .admission import check_sources
 from .axes import BATCH, TOKENS, Live
 from .errors import BatchError, ConfigError
 from .fill.bound import BoundPlan
@@ -133,77 +135,49 @@ class RowBucket:
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 
     def gather(self, batch: Any) -> Sources:
-        """Read the sources of a batch."""
-        return self.bucket.table.gather(batch, NO_SIDE)
+        """Read what a batch brings for slots with rows of requests."""
+        table = self.bucket.table
+        every = zip(table.names, table.gather(batch, NO_SIDE), strict=True)
+        return tuple([source if name in self.rows else None for name, source in every])
 
     def take_known(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite | None:
-        """Admit sources like those before, with a row for each key. Return None for any other."""
-        if self._missing(sources, names):
-            return None
+        """Admit sources like those before, one for each name, with a row for each key. Return None for any other."""
+        return below_modes(self._take_known, keys, sources, len(names))
+
+    def _take_known(self, keys: Keys, sources: Sources, count: int) -> RowWrite | None:
         live = self.live_of(len(keys))
-        lanes, others = self._parts(sources, names)
-        found = self.bucket.take_known(lanes, live) if lanes else None
-        rows = below_modes(self._copy_known, others, live) if others else {}
-        return None if (lanes and found is None) or rows is None else _write_of(keys, live, found, rows)
+        for kinds in self.bucket.table.known:
+            if kinds.fit(sources, live):
+                found = self.bucket.take(kinds, sources, live)
+                if found is not None and len(found[0].ways) == count:
+                    return self._write_of(keys, live, *found)
+        return None
 
     def admit(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite:
-        """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
-        check_sources([(self.buffers[name], None, ()) for name in self._missing(sources, names)])
-        live = self.live_of(len(keys))
-        lanes, others = self._parts(sources, names)
-        found = self.bucket.admit(tuple(map(self._outside, lanes)), live) if lanes else None
-        rows = {}
-        if others:
-            for name, tensor in self.bucket.tensors_of(others, live).items():
-                rows[name] = words(tensor.to(self.buffers[name].tensor.dtype, copy=True))
-            if all(map(self._is_plain, self.bucket.table.names, others)):
-                self.bucket.table.add(others)
-        return _write_of(keys, live, found, rows)
-
-    def _missing(self, sources: Sources, names: Collection[str]) -> list[str]:
-        """Name the slots of `names` that have no source."""
-        every = self.bucket.table.names
-        return [name for name, source in zip(every, sources, strict=True) if source is None and name in names]
-
-    def _parts(self, sources: Sources, names: Collection[str]) -> tuple[Sources, Sources]:
-        """Divide the sources of some slots into those that the kernel writes and the others; () for none at all."""
-        every, lanes = self.bucket.table.names, self.bucket.fused.intersection(names)
-        found = list[Sources]()
-        for some in (lanes, frozenset(names) - lanes):
-            part = [one if name in some else None for name, one in zip(every, sources, strict=True)]
-            found.append(tuple(part) if some else ())
-        return found[0], found[1]
-
-    def _copy_known(self, sources: Sources, live: Live) -> dict[str, torch.Tensor] | None:
-        """Copy sources of kinds that a copy is enough for. Return None for any other."""
-        if not any(kinds.fit(sources, live) for kinds in self.bucket.table.known):
-            return None
-        rows = dict[str, torch.Tensor]()
-        try:
-            for name, source in zip(self.bucket.table.names, sources, strict=True):
-                if source is not None:
-                    to, tensor = self.buffers[name], source
-                    if not isinstance(source, torch.Tensor):
-                        tensor = admitted(to, source, self.bucket.rows[name].extent(live))
-                    elif not has_memory(source):
-                        return None
-                    rows[name] = words(tensor.to(to.tensor.dtype, copy=True))
-        except BatchError:  # host data with other numbers
-            return None
-        return rows
-
-    def _is_plain(self, name: str, source: Any) -> bool:
-        """Say whether a copy brings a source to its slot: it lies there, or is host data for host memory."""
-        device = self.buffers[name].tensor.device
-        if isinstance(source, torch.Tensor):
-            return source.device == device and not (source.is_neg() or source.is_conj())
-        return source is None or device.type == "cpu"
-
-    def _outside(self, source: Any) -> Any:
-        """Give a source, or a copy of one that lies in slots: an edit has no rows of the slot's own."""
+        """Admit sources for some requests, one for each name. Raises as a fill does; nothing is written."""
+        given = dict(zip(self.bucket.table.names, sources, strict=True))
+        check_sources([(self.buffers[name], None, ()) for name in names if given[name] is None])
         low, high = self.buffers.near
-        is_inside = isinstance(source, torch.Tensor) and low <= source.data_ptr() < high
-        return source.clone() if is_inside else source
+        for name, source in given.items():  # an edit has no rows of the slot's own
+            if isinstance(source, torch.Tensor) and low <= source.data_ptr() < high:
+                given[name] = source.clone()
+        live = self.live_of(len(keys))
+        return self._write_of(keys, live, *self.bucket.admit(tuple(given.values()), live))
+
+    def _write_of(self, keys: Keys, live: Live, plan: BoundPlan, taken: Taken) -> RowWrite:
+        """Make the write of sources that were taken: a packet for the kernel, and copies for other slots."""
+        sources, addresses = taken
+        slots = dict[str, torch.Tensor]()
+        for way in plan.ways:
+            if way.slot not in self.bucket.fused:
+                rows = sources[way.place]
+                if way.is_bytes:
+                    made = torch.empty(self.bucket.rows[way.slot].extent(live), dtype=way.dtype, device="cpu")
+                    ctypes.memmove(made.data_ptr(), rows, len(rows))
+                    rows = made if way.target.is_cpu else self.bucket.feed.move(made)
+                slots[way.slot] = words(rows.to(way.target.dtype, copy=True))
+        packet = plan.packing.pack(sources, addresses, live) if plan.packing is not None else b""
+        return RowWrite(keys, packet, sources, slots)
 
     def send(
         self,
@@ -225,16 +199,19 @@ class RowBucket:
             values: By slot, the bytes that the host has computed for slots without rows.
         """
         feed, data = self.bucket.feed, write.packet or self._left_alone
-        places = [start | to << 32 for start, to in moves] + [*rows]
-        head = EDIT, next(feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *counts, *before
-        lanes = bytearray(data[self._lanes_at :])
-        at = feed.upload.packet.data_ptr() + len(data) + WORD * len(places)
-        for slot, value in values.items():
-            code, address = self.whole[slot]
-            _WORD.pack_into(lanes, code, 0)
-            _WORD.pack_into(lanes, address, at)
-            at += len(value)
-        feed.start(b"".join((_pack(head), lanes, _pack(places), *values.values())), write.kept)
+        places = _words_of([*[start | to << 32 for start, to in moves], *rows])
+        head = _words_of([EDIT, next(feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *counts, *before])
+        lanes = data[self._lanes_at :]
+        if values:
+            changed = bytearray(lanes)
+            at = feed.upload.packet.data_ptr() + len(data) + len(places)
+            for slot, value in values.items():
+                code, address = self.whole[slot]
+                _WORD.pack_into(changed, code, 0)
+                _WORD.pack_into(changed, address, at)
+                at += len(value)
+            lanes = bytes(changed)
+        feed.start(b"".join((head, lanes, places, *values.values())), write.kept)
 
     @functools.cached_property
     def whole(self) -> Mapping[str, tuple[int, int]]:
@@ -250,8 +227,9 @@ class RowBucket:
     def _left_alone(self) -> bytes:
         """The bytes of a packet that brings nothing: every lane is left alone."""
         lanes = len(self.bucket.lanes)
-        return bytes(self._lanes_at) + _pack([-1] * lanes + [0] * 2 * lanes)
+        return bytes(self._lanes_at) + _words_of([-1] * lanes + [0] * 2 * lanes)
 
+    @torch.no_grad()
     def write(self, moves: Moves, writes: Sequence[tuple[RowWrite, Sequence[int]]], moving: Collection[str]) -> None:
         """Move the rows of some slots, and write rows, slot by slot in plain code."""
         if moves:
@@ -283,23 +261,12 @@ class RowBucket:
         """Give the live rows on each varying axis."""
         return tuple([requests * each for each in self._each])
 
-    def counts_of(self, requests: int) -> list[int]:
+    def counts_of(self, requests: int) -> Sequence[int]:
         """Give a packet's live counts for so many requests."""
         live = self.live_of(requests)
         return [reach(live) for reach in self._counted]
 
 
-def _write_of(
-    keys: Keys, live: Live, found: tuple[BoundPlan, Taken] | None, rows: Mapping[str, torch.Tensor]
-) -> RowWrite:
-    """Make the write of sources that the kernel takes, and of rows that were copied."""
-    if found is None:
-        return RowWrite(keys, slots=rows)
-    plan, (sources, addresses) = found
-    packet = plan.packing.pack(sources, addresses, live)  # type: ignore[union-attr] # the kernel has one
-    return RowWrite(keys, packet, sources, rows)
-
-
-def _pack(numbers: Sequence[int]) -> bytes:
-    """Pack the words of a packet."""
-    return struct.pack(f"<{len(numbers)}q", *numbers)
+def _words_of(numbers: list[int]) -> bytes:
+    """Make a packet's words of numbers."""
+    return array.array("q", numbers).tobytes()

@@ -4,9 +4,6 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, Generic
 
-import torch
-
-from ...backends.base import Graph
 from ...dataflow.capabilities import DEVICE, HOST, Placement
 from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
 from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
@@ -134,7 +131,7 @@ class Chain(Generic[V]):
             raise BatchError(f"all requests of steps() bring the same optional slots, and these differ in {names}")
         self._check_room(self._requests + requests)
         runner.check_limits(batch)
-        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # before what changes
+        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # before those that change
         self._joining.update(dict.fromkeys(keys))
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
@@ -175,14 +172,15 @@ class Chain(Generic[V]):
         agreed = None if self._ranks.quiet or not self._number else self._runner.agreed
         return None if agreed is None else agreed.bucket
 
-    def start(self, keys: Keys) -> None:
-        """Fill and run the first step as any other. keys: its requests."""
+    def start(self, keys: Keys) -> Keys:
+        """Fill and run the first step as any other, of these requests. Return them."""
         self._keys, self._rows = keys, {key: row for row, key in enumerate(keys)}
         with self._ranks.within(self._loop):
             self._outputs_of_call = self._runner(self._batch)
         self._number = 1
         self._graphs.buffers.distrust()  # a later fill knows nothing of tails
         self._take_graph()
+        return keys
 
     def go_on(self, *, idle: bool) -> Keys | None:
         """Run the step after the last one. ReplayError where slots hold other requests now.
@@ -236,32 +234,32 @@ class Chain(Generic[V]):
 
     def _prepare(self, *, moved: bool) -> None:
         """Do for the next step what its graph does not. moved: whether other ranks change slots of this one."""
-        edits, last, before = self._edits, self._work, len(self._keys)
+        edits, last, requests = self._edits, self._work, len(self._keys)
         is_edit = moved or bool(self._leaving or self._writes)
         resized, wrote = moved, self._moves_host
-        moves: Moves = ()
-        writes: Writes = []
         if self._hosts.possible:
             self._hosts.wait()
+        last.advance(before_edit=is_edit)
         if is_edit:
             moves, writes = self._rearrange()
-            resized = moved or before != len(self._keys)
-            if resized:
+            moving = edits.rows if self._edit_graph is None else edits.apart
+            if moving or any(write.slots for write, _ in writes):
+                edits.write(moves, writes, moving)
+                wrote = True
+            if moved or requests != len(self._keys):
+                resized = True
                 self._take_graph()  # before a packet is sent: a graph may be captured now
         work = self._work
-        with torch.no_grad():
-            last.advance(before_edit=is_edit)
-            if is_edit:
-                moving = edits.rows if self._edit_graph is None else edits.apart
-                if moving or any(write.slots for write, _ in writes):
-                    edits.write(moves, writes, moving)
-                    wrote = True
-            work.reset_tails(resized=resized)
-            if is_edit and self._edit_graph is not None:
-                values = work.packed_values(self._fields) if resized or wrote else {}
-                self._send(self._edit_graph, before, moves, writes, values)
-            if resized or wrote:
-                work.compute(self._fields)
+        work.reset_tails(resized=resized)
+        if is_edit and self._edit_graph is not None:
+            values = work.packed_values(self._fields) if resized or wrote else {}
+            before = last.counts
+            for write, rows in writes:  # most often one
+                edits.send(work.counts, before, moves, write, rows, values)
+                self._edit_graph.replay()
+                before, moves, values = [0] * len(before), (), {}
+        if resized or wrote:
+            work.compute(self._fields)
 
     def _rearrange(self) -> tuple[Moves, Writes]:
         """Have requests leave and join. Return which rows move, and the rows of what is written."""
@@ -274,14 +272,6 @@ class Chain(Generic[V]):
         if not writes or (moves and not joining):  # the kernel moves and writes rows in any order
             writes.insert(0, RowWrite())
         return moves, [(write, [self._rows.get(key, NOWHERE) for key in write.keys]) for write in writes]
-
-    def _send(self, graph: Graph, before: int, moves: Moves, writes: Writes, values: Mapping[str, bytes]) -> None:
-        """Have the kernel of edits advance, move and write rows: a packet for each write, most often one."""
-        counts, advancing = self._edits.counts_of(len(self._keys)), self._edits.counts_of(before)
-        for write, rows in writes:
-            self._edits.send(counts, advancing, moves, write, rows, values)
-            graph.replay()
-            advancing, moves, values = [0] * len(counts), (), {}
 
     def _take_graph(self) -> None:
         """Take the graph for the live requests, and what the host does for them. ReplayError if there is none."""
@@ -297,7 +287,8 @@ class Chain(Generic[V]):
         if work is None:
             sides: tuple[Placement, ...] = (DEVICE, HOST) if self._edit_graph is None else (HOST,)
             whole = () if self._edit_graph is None or self._moves_host else edits.whole
-            work = HostWork.of(captured.filling.bucket, edits.live_of(requests), sides, edits.bucket.fused, whole)
+            live, counts = edits.live_of(requests), edits.counts_of(requests)
+            work = HostWork.of(captured.filling.bucket, live, counts, sides, edits.bucket.fused, whole)
             keep_newest(self._works, SIZES)[rows, requests] = work
         self._work = work
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
@@ -323,9 +314,8 @@ class Chain(Generic[V]):
             graphs.filler.order()
             if self._hosts.possible:
                 self._hosts.wait()
-            with torch.no_grad():
-                self._work.advance(before_edit=False)
-                edits.write(*self._rearrange(), edits.rows)
+            self._work.advance(before_edit=False)
+            edits.write(*self._rearrange(), edits.rows)
             sizes = edits.bucket.step(edits.live_of(len(self._keys))).live_sizes
             names = [name for name in declaration.sources if name not in self._absent]
             slots = {name: graphs.buffers[name].view(sizes).clone() for name in names}

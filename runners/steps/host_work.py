@@ -18,6 +18,7 @@ class HostWork:
 
     Attributes:
         step: The sizes.
+        counts: The live counts of an edit's packet.
         advances: Advance slots in each step.
         rules: Advance slots before an edit, but for those that its kernel advances.
         tails: Padded rows to reset in each step, with what they hold.
@@ -27,6 +28,7 @@ class HostWork:
     """
 
     step: Step
+    counts: Sequence[int]
     advances: Sequence[Callable[[], None]]
     rules: Sequence[Callable[[], None]]
     tails: Sequence[tuple[torch.Tensor, Any]] = ()
@@ -36,13 +38,20 @@ class HostWork:
 
     @classmethod
     def of(
-        cls, bucket: Bucket, live: Live, sides: Iterable[Placement], lanes: Collection[str], whole: Collection[str]
+        cls,
+        bucket: Bucket,
+        live: Live,
+        counts: Sequence[int],
+        sides: Iterable[Placement],
+        lanes: Collection[str],
+        whole: Collection[str],
     ) -> "HostWork":
         """Find what a bucket leaves to the host.
 
         Args:
             bucket: The bucket.
             live: Live rows on each varying axis.
+            counts: The live counts of an edit's packet.
             sides: Where slots lie that no graph advances.
             lanes: Slots that an edit's kernel advances.
             whole: Slots whose values an edit's packet carries.
@@ -54,7 +63,7 @@ class HostWork:
         rules = [one.of(sizes, lanes) for one in in_graph if one.leaves(lanes)]
         computed = [one.slot for one in bucket.plan.computed if one.on == HOST]
         if not computed and all(tail.fused for tail in bucket.plan.tails):
-            return cls(step, advances, rules)
+            return cls(step, counts, advances, rules)
         values, packed = list[Computation](), list[PackedValue]()
         for slot in computed:
             value = bucket.computation(slot, bucket.views, bucket.sizes)
@@ -63,22 +72,30 @@ class HostWork:
             else:
                 values.append(value)
         tails, others = (list(bucket.tails(live, always=each)) for each in (True, False))
-        return cls(step, advances, rules, tails, others, values, packed)
+        return cls(step, counts, advances, rules, tails, others, values, packed)
 
     def advance(self, *, before_edit: bool) -> None:
         """Advance slots, before an edit also those that otherwise the step's graph advances."""
-        for advance in (*self.advances, *self.rules) if before_edit else self.advances:
-            advance()
+        advances = [*self.advances, *self.rules] if before_edit else self.advances
+        if advances:
+            with torch.no_grad():
+                for advance in advances:
+                    advance()
 
     def reset_tails(self, *, resized: bool) -> None:
         """Reset padded rows, before the host computes anything from these slots."""
-        for tail, number in (*self.tails, *self.other_tails) if resized else self.tails:
-            tail.fill_(number)
+        tails = [*self.tails, *self.other_tails] if resized else self.tails
+        if tails:
+            with torch.no_grad():
+                for tail, number in tails:
+                    tail.fill_(number)
 
     def compute(self, fields: Mapping[str, Any]) -> None:
         """Compute slots from what they read now. fields: those of the first batch."""
-        for value in self.values:
-            value.run(fields, self.step)
+        if self.values:
+            with torch.no_grad():
+                for value in self.values:
+                    value.run(fields, self.step)
 
     def packed_values(self, fields: Mapping[str, Any]) -> dict[str, bytes]:
         """Compute the values that travel in a packet, by slot. fields: as of `compute`."""

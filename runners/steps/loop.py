@@ -237,11 +237,7 @@ class StepLoop(Generic[V]):
     def _launch(self, *, idle: bool) -> LaunchedStep | None:
         """Launch the next step, with the edit before it. Return None where no rank has a request."""
         chain, number = self._chain, self.launched
-        keys: Keys | None = tuple(self._since)
-        if number:
-            keys = chain.go_on(idle=idle)
-        else:
-            chain.start(tuple(self._since))
+        keys = chain.go_on(idle=idle) if number else chain.start(tuple(self._since))
         if keys is None:
             return None
         self.launched += 1

@@ -1,1 +1,0 @@
-"""What a loop of steps hands out."""
