@@ -20,8 +20,6 @@ from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
-from .ahead import Ahead, LaunchedStep, Read
-from .chain import Chain
 from .config import RunnerConfig, Wanted, check_step, checked, checked_keys, checked_names, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Captured, Filler, GraphSet, ReadBatch
@@ -34,6 +32,8 @@ from .routes import GraphRoute, Route
 from .runner import Runner
 from .stage import NO_SIZES, Stage, V, joined
 from .statistics import CaptureReport, Decision, Path, Why
+from .steps.chain import Chain
+from .steps.loop import LaunchedStep, StepLoop
 
 
 class CaptureArguments(TypedDict, total=False):
@@ -410,7 +410,7 @@ class DecodeRunner(RequestRunner[V]):
         *,
         keys: Iterable[Hashable] | None = None,
         ahead: int = 0,
-        read: Read | None = None,
+        read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
         agree_every: int = 1,
     ) -> Iterator[LaunchedStep]:
@@ -454,8 +454,8 @@ class DecodeRunner(RequestRunner[V]):
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, keys, self.buckets, self._rows_each, loop, why)
-            return iter(Ahead(self, chain, ahead, read, needs))
+            chain = Chain(self, batch, self.buckets, self._rows_each, loop, why)
+            return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))
 
     def _why_by_calls(self) -> str:
         """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
