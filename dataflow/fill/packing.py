@@ -68,6 +68,7 @@ class Packing:
         "_order",
         "_owner",
         "_parts",
+        "_sized",
         "_spare",
         "_start",
         "feed",
@@ -126,6 +127,7 @@ class Packing:
         fill = self._start - WORD * (HEAD + 2 * len(counted) + 3 * len(lanes))
         self._addresses = struct.Struct(f"<{len(lanes)}Q{fill}x")
         self._last: tuple[tuple[int, ...] | None, Live, bytes] = None, (), b""
+        self._sized: tuple[Live | None, bytes, Sequence[int]] = None, b"", ()
 
     def nbytes(self, live: Live) -> int:
         """Tell the bytes of the packet of a call."""
@@ -156,10 +158,13 @@ class Packing:
 
     def _pack_words(self, addresses: tuple[int, ...], live: Live) -> bytes:
         """Pack the words, and keep them for a call of the same sizes and addresses."""
-        counts = [reach(live) for reach in self._counted]
-        starts = [self._base + start for start in self._starts(live)]
-        head = self._head.pack(self._owner, 0, 0, 0, *counts, *self._spare)
-        words = head + self._codes + self._addresses.pack(*self._order((*addresses, *starts, 0)))
+        last_live, begin, carried = self._sized
+        if live != last_live:
+            counts = [reach(live) for reach in self._counted]
+            begin = self._head.pack(self._owner, 0, 0, 0, *counts, *self._spare) + self._codes
+            carried = [self._base + start for start in self._starts(live)]
+            self._sized = live, begin, carried
+        words = begin + self._addresses.pack(*self._order((*addresses, *carried, 0)))
         self._last = addresses, live, words  # in one assignment: an interrupt finds all or none of them
         return words
 
