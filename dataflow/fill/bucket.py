@@ -39,7 +39,7 @@ from ..slots import Slot
 from ..sources import NO_SIDE, RANKS, SETTINGS, STEP, Side, Sources
 from ..tails import Number
 from ..transition import Transition, rows_of_requests
-from ..views import Aliases, Views
+from ..views import Aliases, Views, alias
 from .bound import BoundPlan, Functions, Writers, order_of
 from .kinds import KindTable, SourceKinds
 from .packing import Carried, Packing
@@ -214,9 +214,10 @@ class Bucket:
         """Give what steps of these sizes see; of an exact bucket what was shown last is kept."""
         last = self._last
         if last is None or (self.exact and last.live != live):
-            sizes = self.step(live).live_sizes if self.exact else self.sizes
-            views = self._views_of(live) if self.exact else self.views
-            last = self._last = ShownSlots(live, views, Aliases(views), self._functions(views, sizes))
+            views, anew = self.views, None
+            if self.exact:  # for many sizes there is no second step, and its views need no aliases
+                views, anew = self._views_of(live), functools.partial(self._views_of, live)
+            last = self._last = ShownSlots(live, views, Aliases(views, anew), self._functions(views))
         return last
 
     def compute_on_device(self) -> None:
@@ -321,14 +322,14 @@ class Bucket:
         """Give the functions for a call of these sizes."""
         return self.at(live).functions
 
-    def _functions(self, views: Views, sizes: Sizes) -> Functions:
-        """Bind the functions to views. sizes: of what they write."""
+    def _functions(self, views: Views) -> Functions:
+        """Bind the functions to views."""
         if not self._asked:
             self._ask(self.step(self.padded))
             self._asked = True
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
         for one in self._computed:
-            computation = self.computation(one.slot, views, sizes)
+            computation = self.computation(one.slot, views)
             if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
@@ -336,10 +337,13 @@ class Bucket:
         ask_step = any(one.asks_step for one in on_host) or any(one.computation.asks_step for one in packed)
         return Functions(on_host, packed, on_device, ask_step)
 
-    def computation(self, slot: str, views: Views, sizes: Sizes) -> Computation:
-        """Bind a computed slot's function to what it needs of views. sizes: of what it writes."""
+    def computation(self, slot: str, views: Views) -> Computation:
+        """Bind a computed slot's function to what it needs of views, and to its own."""
         given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
-        return Computation.bind(slot, self.declaration, {**given, **views}, self.buffers[slot].view(sizes))
+        target = views[slot]
+        if target is None:
+            raise ValueError(f"slot {slot!r} is absent, so that nothing computes it")
+        return Computation.bind(slot, self.declaration, {**given, **views}, alias(target))
 
     @property
     def _computed(self) -> list[ComputeStep]:
@@ -566,7 +570,7 @@ def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> F
     own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**bucket.at(live).shown(), **own}
     step = bucket.step(live)
-    computed = [(one.on, bucket.computation(one.slot, views, step.live_sizes)) for one in bucket.plan.computed]
+    computed = [(one.on, bucket.computation(one.slot, views)) for one in bucket.plan.computed]
     with torch.no_grad():
         for on, computation in computed:
             if on == HOST:

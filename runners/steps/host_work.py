@@ -66,7 +66,7 @@ class HostWork:
             return cls(step, counts, advances, rules)
         values, packed = list[Computation](), list[PackedValue]()
         for slot in computed:
-            value = bucket.computation(slot, bucket.views, bucket.sizes)
+            value = bucket.computation(slot, bucket.views)
             if slot in whole:
                 packed.append(PackedValue.of(value))
             else:

@@ -16,8 +16,11 @@ from slotgraph import BATCH, TOKENS, Axis, InputBuffers, copied
 from slotgraph.backends import Backend
 from slotgraph.extend import HOST
 from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw, shuffled
+from slotgraph.runners.testing.benchmarks import fill_by_hand
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
+from tests.runners.models import ready
+from tests.runners.prefilled import Model, Prefill, batch_of, runner_of
 
 SLOTS, PADDED, LIVE, COLUMNS = 12, 512, 256, 64
 PAGES: Final = Axis("PAGES")
@@ -96,6 +99,37 @@ def groups(backend: Backend, lowering: Any) -> dict[str, dict[str, Way]]:
             "over two axes": (runner(paged, sizes={PAGES: COLUMNS}), with_table()),
         },
     }
+
+
+def prefills(backend: Backend, kind: str) -> dict[str, Way]:
+    """Fills of prompts by a runner that captures a stack, of known sizes and of others, beside fills by hand."""
+    tokens, requests = 255, 16
+    model: Any = Model(named=kind == "piecewise").to(backend.device)
+    runner: Any = ready(runner_of(kind, model, backend, buckets=[tokens], max_batch=requests))
+    sizes = {BATCH: requests, TOKENS: tokens}
+    buffers = InputBuffers(Prefill, sizes, backend=backend)
+    fill = fill_by_hand(Prefill.slotgraph, backend, sizes, buffers._layer.buffers)
+    place = Prefill.slotgraph.varying.index
+
+    def by_hand(batch: Any) -> None:
+        live = [0, 0]
+        live[place(BATCH)] = len(batch["extend_seq_lens"])
+        live[place(TOKENS)] = len(batch["input_ids"])
+        fill(batch, tuple(live))
+
+    known = [batch_of([16] * 8, seed, backend.device) for seed in range(256)]
+    others = [batch_of([1 + (seed * 7) % 15] * (1 + seed % requests), seed, backend.device) for seed in range(256)]
+    return {"by hand": (by_hand, known), "one size": (runner.fill, known), "never seen": (runner.fill, others)}
+
+
+@pytest.mark.slotgraph_backends("cpu-capture", "cuda")
+@pytest.mark.parametrize("kind", ["breakable", "piecewise"])
+def test_prefills(backend: Backend, kind: str, pytestconfig: pytest.Config) -> None:
+    """Prompts by one lowering, the one that the backend prefers."""
+    shown = pytestconfig.getoption("capture") == "no"
+    runs = {name: Run(way, batches) for name, (way, batches) in prefills(backend, kind).items()}
+    measure([*runs.values()], backend, *(_ROUNDS if shown else (1, 2, 0)))
+    show(f"{backend.name}, {kind} prefill's inputs: host", {name: run.host for name, run in runs.items()})
 
 
 @pytest.mark.slotgraph_backends("cpu", "cpu-capture", "cuda")
