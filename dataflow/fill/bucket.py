@@ -441,16 +441,18 @@ class Bucket:
             is_lane = name in self.fused
             is_packed = name in self._room and (is_lane or not self.lowering.has_kernel)
             move = self.feed.move if self._packs and to.slot.placement == DEVICE else None
-            direct = self._is_direct(name)
+            direct = name in self._direct
             chooser = Chooser(
                 to, self.rows[name], self.buffers, is_direct=direct, is_lane=is_lane, is_packed=is_packed, move=move
             )
             ways.append(chooser.choose(places[name], source, tensor))
         return ways
 
-    def _is_direct(self, name: str) -> bool:
-        """Say whether a slot is written by its address in host memory."""
-        return self.lowering.copies == "direct" or self.declaration.slots[name].placement == HOST
+    @functools.cached_property
+    def _direct(self) -> frozenset[str]:
+        """What is written by its address in host memory."""
+        every = self.lowering.copies == "direct"
+        return frozenset([name for name, slot in self.declaration.slots.items() if every or slot.placement == HOST])
 
     def _pattern(self, ways: Sequence[Way]) -> Pattern:
         """Tell which plan sources need: the kernel takes them all by one."""
@@ -492,7 +494,7 @@ class Bucket:
             late=late,
             packing=packing,
             computes=not self.partial and any(one.on == HOST for one in self._computed),
-            distrusts=in_place and self.lowering.has_kernel,  # of which no plan of these says so
+            distrusts=bool(in_place) and self.lowering.has_kernel,  # of which no plan of these says so
         )
 
     def _packing(self, plan: FillPlan, ways: Sequence[Way], order: Mapping[int, int]) -> Packing:
@@ -544,7 +546,7 @@ class Bucket:
         direct, others = list[TailOf](), list[TailOf]()
         for one in tails:
             tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value, one.slot in copied)
-            (direct if self._is_direct(one.slot) else others).append(tail)
+            (direct if one.slot in self._direct else others).append(tail)
         made: list[Tails] = [HostTails(direct)] if direct else []
         return [*made, SlicedTails(others, self.padded)] if others else made
 
