@@ -140,7 +140,7 @@ class Packing:
         data = self.pack(sources, addresses, live)
         for value in values:
             data += value.bytes_of(*given)
-        self.feed.send(data, sources)
+        self.feed.send(data, sources if addresses else None)
 
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
         """Pack the words and the host data of a call."""
