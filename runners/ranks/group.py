@@ -294,8 +294,6 @@ class Ranks(Unique):
         if self.size > 1:
             self._next_check = 0.0
             self._connect()
-            if self.on == HOST:
-                self._share()
 
     def _connect(self) -> None:
         """Make the group that sizes are exchanged in, and a store that all ranks reach and nothing else uses."""
@@ -327,20 +325,20 @@ class Ranks(Unique):
             )
         except RuntimeError as error:
             raise RankError(f"Ranks: the ranks could not connect over {self.over}: {error}") from error
-        self._connection = connection
         if self.on == HOST:
             self._new_wire: Callable[[], Wire] = functools.partial(HostWire, connection, self.size)
+            self._share(connection)
         else:
             device = torch.device(self.on, torch.get_device_module(self.on).current_device())
             self._new_wire = functools.partial(DeviceWire, connection, self.size, device)
-        self._free.append(self._new_wire())
+            self._free.append(self._new_wire())  # it takes time to make, which no step should wait for
 
-    def _share(self) -> None:
+    def _share(self, connection: "dist.ProcessGroup") -> None:
         """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
         site, memory = "the choice of what carries exchanges", RankMemory(self.rank, self.size, _LAYOUT.size)
-        path, seconds = "" if self.rank else memory.open(self._connection), self.capture_timeout
+        path, seconds = "" if self.rank else memory.open(connection), self.capture_timeout
         first, *_ = self.begin(Message(0, text=path), site, seconds)(seconds)
-        path = path or (first.text and memory.open(self._connection, first.text))
+        path = path or (first.text and memory.open(connection, first.text))
         if all(one.text for one in self.begin(Message(0, text=path), site, seconds)(seconds)):
             self._new_wire, self._free, self.over = functools.partial(SharedWire, memory), [], "shared memory"
 
