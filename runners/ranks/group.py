@@ -384,10 +384,10 @@ class Ranks(Unique):
             self._stops.append(Message(0, LEFT, last.bucket | loop, text=f"{last.text}, and {text}"))
             return ""
         self._stops.append(Message(0, answer, loop, text=text))
-        key = f"{_STOPPED} {self.exchanges + len(self._stops)}"
-        _, other = self._stop_under(key)
+        number = self.exchanges + len(self._stops)
+        _, other = self._stop_at(number)
         if not self._knows_stop:  # else the others know that the loop ended, and this need not be sent
-            self._set(key, f"{self.quiet_steps} rank {self.rank} {text}")
+            self._announce_stop(number, text)
         return other
 
     def quiet_step(self, site: str, timeout: float) -> None:
@@ -396,7 +396,7 @@ class Ranks(Unique):
         if self._next_check < time.monotonic():
             self._next_check = time.monotonic() + CHECK_INTERVAL
             self._end_stopped(site, timeout)
-            step, why = self._stop_under(f"{_STOPPED} {self.exchanges + 1}")
+            step, why = self._stop_at(self.exchanges + 1)
             if why and step < self.quiet_steps:
                 self.begin(Message(0), site, timeout)(timeout)  # which raises
 
@@ -585,18 +585,21 @@ class Ranks(Unique):
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
         self.broken = f"{site}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
-        self._set(f"{_STOPPED} {self.exchanges + 1}", f"{self.quiet_steps} rank {self.rank} lost others: {self.broken}")
+        self._announce_stop(self.exchanges + 1, f"lost others: {self.broken}")
         return RankError(self.broken)
 
     def _stop_before(self, number: int) -> str:
         """Return which rank broke off before an exchange, or before one under way, and why; empty if none did."""
-        stops = (self._stop_under(f"{_STOPPED} {one}")[1] for one in {*self._under_way, number})
-        return next(filter(None, stops), "")
+        return next(filter(None, (self._stop_at(one)[1] for one in {*self._under_way, number})), "")
 
-    def _stop_under(self, key: str) -> tuple[int, str]:
-        """Return the quiet step after which a rank broke off, and which and why; empty if none did."""
+    def _announce_stop(self, number: int, text: str) -> None:
+        """Write to the store that this rank broke off before an exchange."""
+        self._set(f"{_STOPPED} {number}", f"{self.quiet_steps} rank {self.rank} {text}")
+
+    def _stop_at(self, number: int) -> tuple[int, str]:
+        """Return after which quiet step a rank broke off before this exchange, which and why; empty if none did."""
         with contextlib.suppress(RuntimeError):  # the store is gone, which `_lose` says
-            if found := self._get(key):
+            if found := self._get(f"{_STOPPED} {number}"):
                 step, _, text = found.partition(" ")
                 return int(step), text
         return 0, ""
