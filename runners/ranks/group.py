@@ -26,8 +26,8 @@ from ..config import check_seconds, checked, refuse
 from ..running import Unique
 from .shared import RankMemory
 
-Exchange = Callable[[float], "list[Message]"]
-"""An exchange under way: called with a timeout in seconds, it returns every rank's message."""
+Exchange = Callable[[], "list[Message]"]
+"""An exchange under way: called, it waits for every rank's message and returns them."""
 HOST: Final = "host"
 _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
@@ -335,11 +335,11 @@ class Ranks(Unique):
 
     def _share(self, connection: "dist.ProcessGroup") -> None:
         """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
-        site, memory = "the choice of what carries exchanges", RankMemory(self.rank, self.size, _LAYOUT.size)
-        path, seconds = "" if self.rank else memory.open(connection), self.capture_timeout
-        first, *_ = self.begin(Message(0, text=path), site, seconds)(seconds)
+        memory = RankMemory(self.rank, self.size, _LAYOUT.size)
+        site, path = CallSite("the choice of what carries exchanges"), "" if self.rank else memory.open(connection)
+        first, *_ = self.begin(Message(0, text=path), site, self.capture_timeout)()
         path = path or (first.text and memory.open(connection, first.text))
-        if all(one.text for one in self.begin(Message(0, text=path), site, seconds)(seconds)):
+        if all(one.text for one in self.begin(Message(0, text=path), site, self.capture_timeout)()):
             self._new_wire, self._free, self.over = functools.partial(SharedWire, memory), [], "shared memory"
 
     @property
@@ -390,15 +390,15 @@ class Ranks(Unique):
             self._announce_stop(number, text)
         return other
 
-    def quiet_step(self, site: str, timeout: float) -> None:
+    def quiet_step(self, site: CallSite, timeout: float) -> None:
         """Count one more step of ranks that exchange nothing. RankError, soon, if one broke off a step before it."""
         self.quiet_steps += 1
         if self._next_check < time.monotonic():
             self._next_check = time.monotonic() + CHECK_INTERVAL
-            self._end_stopped(site, timeout)
+            self._end_stopped(site.name, timeout)
             step, why = self._stop_at(self.exchanges + 1)
             if why and step < self.quiet_steps:
-                self.begin(Message(0), site, timeout)(timeout)  # which raises
+                self.begin(Message(0), site, timeout)()  # which raises
 
     def begin_loop(self) -> int:
         """Open a loop of steps, as all ranks do now, and return its bit."""
@@ -407,8 +407,8 @@ class Ranks(Unique):
         self.open_loops |= bit
         return bit
 
-    def wait(self, event: Event, device: torch.device, site: str, seconds: float, *, together: bool) -> None:
-        """Wait until a device is past an event. site: what ends there. together: whether all ranks wait for it.
+    def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
+        """Wait until a device is past an event. what: what ends there. together: whether all ranks wait for it.
 
         RankError after so many seconds. The group's collectives are aborted then.
         """
@@ -419,7 +419,7 @@ class Ranks(Unique):
         # a wait of this rank alone counts as the next exchange, where the other ranks may be
         at = (_WAIT, self._waits) if together else (_EXCHANGE, self.exchanges + 1)
         if not self._arrives(functools.partial(_poll, event.query), at, seconds, self.exchanges + 1, GRACE):
-            lost = self._lose(at, site, f"within {seconds:g} s")
+            lost = self._lose(at, what, f"within {seconds:g} s")
             self._abort(event, device)
             raise lost
 
@@ -455,26 +455,35 @@ class Ranks(Unique):
             threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
             _poll(event.query, _ABORT_SECONDS)
 
-    def begin(self, message: Message, site: str, timeout: float, loop: int = 0) -> Exchange:
+    def begin(self, message: Message, site: CallSite, timeout: float, loop: int = 0) -> Exchange:
         """Send all ranks a message, after what is left of exchanges before it has ended.
 
         Args:
             message: This rank's.
-            site: The call site in words, for errors.
-            timeout: Seconds to wait for the end of earlier exchanges.
+            site: The call site, for errors.
+            timeout: Seconds to wait for the messages, and for the end of earlier exchanges.
             loop: The bit of the loop of steps that the message belongs to.
 
         Raises:
-            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop.
+            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop. The
+                exchange raises it if ranks are lost, broke off, or are at other call sites.
         """
-        self._end_stopped(site, timeout)
-        if loop & ~self.open_loops:
-            raise self.loop_error(site)
-        return functools.partial(self._receive, self._send(message), site)
+        self._end_stopped(site.name, timeout)
+        self.check_loop(site, loop)
+        number = self._send(message)
 
-    def loop_error(self, site: str) -> RankError:
-        """Make the error of a step in a loop that has ended."""
-        return RankError(f"{site}: {self.last_stop}: begin again with all live requests")
+        def exchange() -> list[Message]:
+            messages = self._receive(number, site.name, timeout)
+            if any(one.place != message.place for one in messages):
+                raise self._mismatch(site, messages)
+            return messages
+
+        return exchange
+
+    def check_loop(self, site: CallSite, loop: int) -> None:
+        """RankError if a rank has left the loop with this bit."""
+        if loop & ~self.open_loops:
+            raise RankError(f"{site.name}: {self.last_stop}: begin again with all live requests")
 
     def _end_stopped(self, site: str, timeout: float) -> None:
         """End the exchanges that were broken off, so that all ranks begin the next one together. site: the next one's.
@@ -542,7 +551,7 @@ class Ranks(Unique):
         self._next_check = 0.0
         self._late.add(number)
 
-    def mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
+    def _mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
         """Make the error of ranks at different call sites: where each is, or what differs there."""
         digests = [one.place for one in messages]
         try:
