@@ -1,6 +1,7 @@
 """Pools: input memory that several runners share, each in its phase."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
@@ -141,15 +142,12 @@ class InputPool(Unique):
                 tensors[place.member][place.slot] = carve(block, place.offset, place.shape, place.dtype)
         clean, turns = CleanTails(), {member: BufferTurn() for member in self._allocations}
         for member, allocate in self._allocations.items():
-            overwriters = dict[str, tuple[BufferTurn, ...]]()
-            neighbours = set[str]()
+            turn, overwriters = turns[member], dict[str, tuple[BufferTurn, ...]]()
             for slot in tensors[member]:
-                others = {place.member: None for place in layout.shared_with(member, slot)}
-                overwriters[slot] = tuple(turns[other] for other in others)
-                neighbours.update(others)
-            turn = turns[member]
+                others = {turns[place.member]: None for place in layout.shared_with(member, slot)}
+                overwriters[slot] = tuple(others)
             turn.overwriters = overwriters
-            turn.neighbours = tuple(turns[other] for other in sorted(neighbours))
+            turn.neighbours = tuple(dict.fromkeys(itertools.chain(*overwriters.values())))
             self._buffers[member] = allocate(SharedMemory(tensors[member], clean, turn))
         log.info("sealed", runners=[*turns], nbytes=layout.nbytes, saved=layout.saved)
         self.layout, self._slots, self._backends, self._allocations = layout, [], {}, {}

@@ -76,14 +76,15 @@ class Agreement(Coordinator):
         site = self._site()
         if self.quiet:
             self._progress = _SENT
-            self.ranks.quiet_step(site.name, self.timeout)
+            self.ranks.quiet_step(site, self.timeout)
             self._progress = _JOINED
             self.ranks.live_sizes = {axis: (rows,) * self.size for axis, rows in zip(self.axes, live, strict=True)}
             return own
         if self._ahead is None:
             admit()
         self._progress = _SENT
-        return self._agreed(own, self._receive(self._sent_ahead(own, live) or self._send(own, live), site))
+        exchange = self._sent_ahead(own, live) or self._send(own, live)
+        return self._agreed(own, exchange())
 
     def agree_ahead(self, own: Decision, live: Live) -> None:
         """Send the other ranks now what `agree` will be called with next; it then only waits for their messages."""
@@ -99,19 +100,18 @@ class Agreement(Coordinator):
         """Return whether all ranks are idle, so that none runs a step; else `agree` is called for it next."""
         if self.quiet:
             return True
-        messages = self._send(own, live, idle=True)(self.timeout)
-        if all(one.idle and one.place == self._site().digest for one in messages):
+        messages = self._send(own, live, idle=True)()
+        if all(one.idle for one in messages):
             self.ranks.live_sizes = {}
             return True
-        self._ahead = own, live, lambda _: messages
+        self._ahead = own, live, lambda: messages
         return False
 
     def _site(self) -> CallSite:
         """Return where this rank is: in a call, or in a step of a loop. RankError if the loop has ended."""
         if self._within is None:
             return self._call_site
-        if self._within.bit & ~self.ranks.open_loops:
-            raise self.ranks.loop_error(self._loop_site.name)
+        self.ranks.check_loop(self._loop_site, self._within.bit)
         return self._loop_site
 
     def _step_site(self, loop: int) -> CallSite:
@@ -123,7 +123,7 @@ class Agreement(Coordinator):
         site, loop = self._site(), 0 if self._within is None else self._within.bit
         answer, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
         message = Message(site.digest, answer, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
-        return self.ranks.begin(message, site.name, self.timeout, loop)
+        return self.ranks.begin(message, site, self.timeout, loop)
 
     def _sent_ahead(self, own: Decision, live: Live) -> Exchange | None:
         """Return the exchange that was begun ahead, if one was. RankError if it was of another batch."""
@@ -131,19 +131,12 @@ class Agreement(Coordinator):
             return None
         (agreed, sizes, exchange), self._ahead = self._ahead, None
         if (agreed, sizes) != (own, live):
-            exchange(self.timeout)
+            exchange()
             present = f"sizes {live} of {', '.join(axis.name for axis in self.axes)}: {own.reason}"
             error = RankError(f"this is not the batch that was agreed on ahead, with sizes {sizes}; it has {present}")
             self._failed(error)
             raise error
         return exchange
-
-    def _receive(self, exchange: Exchange, site: CallSite, timeout: float | None = None) -> list[Message]:
-        """Return all ranks' messages. RankError if some are at another call site: each then says where it is."""
-        messages = exchange(self.timeout if timeout is None else timeout)
-        if any(one.place != site.digest for one in messages):
-            raise self.ranks.mismatch(site, messages)
-        return messages
 
     def _agreed(self, own: Decision, messages: Sequence[Message]) -> Decision:
         """Return what all ranks do, from their messages, and keep it. RankError if a rank refused its batch."""
@@ -179,12 +172,12 @@ class Agreement(Coordinator):
             return  # it follows from what the ranks sent each other
         if self._progress == _BEGUN and self._ahead is not None:  # the others run the step: this rank agreed to it
             (*_, exchange), self._ahead, self._progress = self._ahead, None, _SENT
-            exchange(self.timeout)
+            exchange()
             self._failed(error)
         elif self._progress == _BEGUN and not self.quiet and isinstance(error, Exception):
             self._progress, site = _SENT, self._site()
             message = Message(site.digest, REFUSED, live=(0,) * len(self.axes), text=str(error))
-            self._receive(self.ranks.begin(message, site.name, self.timeout), site)
+            self.ranks.begin(message, site, self.timeout)()
         else:
             self._failed(error)
 
@@ -237,7 +230,7 @@ class Agreement(Coordinator):
         loop = Loop(every, self.ranks.begin_loop() if self.quiet else 0)
         try:
             if self.quiet:
-                self.ranks.quiet_step(self._call_site.name, self.timeout)
+                self.ranks.quiet_step(self._call_site, self.timeout)
             yield loop
         except BaseException as error:
             if self.quiet or not isinstance(error, Exception):
@@ -298,16 +291,16 @@ class Agreement(Coordinator):
         self._end_loop()
         site = CallSite(f"{self._name}: {what}", self._parts)
         timeout = ranks.capture_timeout if capturing else ranks.timeout
-        exchange = ranks.begin(Message(site.digest, bucket=number, text=text), site.name, timeout)
-        return [(one.text, one.bucket) for one in self._receive(exchange, site, timeout)]
+        exchange = ranks.begin(Message(site.digest, bucket=number, text=text), site, timeout)
+        return [(one.text, one.bucket) for one in exchange()]
 
     def warm_up(self, step: Step, backend: Backend) -> Step:
         """Make a step for warm-ups: it waits for the device, and raises RankError once a rank is lost."""
 
         def run() -> Any:
             outputs = step()
-            event, site = backend.event(), f"{self._name}: a warm-up before a capture"
-            self.ranks.wait(event, backend.device, site, self.ranks.capture_timeout, together=False)
+            event, what = backend.event(), f"{self._name}: a warm-up before a capture"
+            self.ranks.wait(event, backend.device, what, self.ranks.capture_timeout, together=False)
             return outputs
 
         return run
@@ -342,7 +335,7 @@ def _failure(what: str, error: BaseException) -> str:
     return f"failed in {what}: {type(error).__name__}: {error}"
 
 
-def _raise(error: RankError, _: float) -> NoReturn:
+def _raise(error: RankError) -> NoReturn:
     """Stand for an exchange that failed when it was begun."""
     raise error
 

@@ -26,8 +26,8 @@ from ..config import check_seconds, checked, refuse
 from ..running import Unique
 from .shared import RankMemory
 
-Exchange = Callable[[float], "list[Message]"]
-"""An exchange under way: called with a timeout in seconds, it returns every rank's message."""
+Exchange = Callable[[], "list[Message]"]
+"""An exchange under way: called, it waits for every rank's message and returns them."""
 HOST: Final = "host"
 _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
@@ -294,8 +294,6 @@ class Ranks(Unique):
         if self.size > 1:
             self._next_check = 0.0
             self._connect()
-            if self.on == HOST:
-                self._share()
 
     def _connect(self) -> None:
         """Make the group that sizes are exchanged in, and a store that all ranks reach and nothing else uses."""
@@ -327,21 +325,21 @@ class Ranks(Unique):
             )
         except RuntimeError as error:
             raise RankError(f"Ranks: the ranks could not connect over {self.over}: {error}") from error
-        self._connection = connection
         if self.on == HOST:
             self._new_wire: Callable[[], Wire] = functools.partial(HostWire, connection, self.size)
+            self._share(connection)
         else:
             device = torch.device(self.on, torch.get_device_module(self.on).current_device())
             self._new_wire = functools.partial(DeviceWire, connection, self.size, device)
-        self._free.append(self._new_wire())
+            self._free.append(self._new_wire())  # it takes time to make, which no step should wait for
 
-    def _share(self) -> None:
+    def _share(self, connection: "dist.ProcessGroup") -> None:
         """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
-        site, memory = "the choice of what carries exchanges", RankMemory(self.rank, self.size, _LAYOUT.size)
-        path, seconds = "" if self.rank else memory.open(self._connection), self.capture_timeout
-        first, *_ = self.begin(Message(0, text=path), site, seconds)(seconds)
-        path = path or (first.text and memory.open(self._connection, first.text))
-        if all(one.text for one in self.begin(Message(0, text=path), site, seconds)(seconds)):
+        memory = RankMemory(self.rank, self.size, _LAYOUT.size)
+        site, path = CallSite("the choice of what carries exchanges"), "" if self.rank else memory.open(connection)
+        first, *_ = self.begin(Message(0, text=path), site, self.capture_timeout)()
+        path = path or (first.text and memory.open(connection, first.text))
+        if all(one.text for one in self.begin(Message(0, text=path), site, self.capture_timeout)()):
             self._new_wire, self._free, self.over = functools.partial(SharedWire, memory), [], "shared memory"
 
     @property
@@ -386,21 +384,21 @@ class Ranks(Unique):
             self._stops.append(Message(0, LEFT, last.bucket | loop, text=f"{last.text}, and {text}"))
             return ""
         self._stops.append(Message(0, answer, loop, text=text))
-        key = f"{_STOPPED} {self.exchanges + len(self._stops)}"
-        _, other = self._stop_under(key)
+        number = self.exchanges + len(self._stops)
+        _, other = self._stop_at(number)
         if not self._knows_stop:  # else the others know that the loop ended, and this need not be sent
-            self._set(key, f"{self.quiet_steps} rank {self.rank} {text}")
+            self._announce_stop(number, text)
         return other
 
-    def quiet_step(self, site: str, timeout: float) -> None:
+    def quiet_step(self, site: CallSite, timeout: float) -> None:
         """Count one more step of ranks that exchange nothing. RankError, soon, if one broke off a step before it."""
         self.quiet_steps += 1
         if self._next_check < time.monotonic():
             self._next_check = time.monotonic() + CHECK_INTERVAL
-            self._end_stopped(site, timeout)
-            step, why = self._stop_under(f"{_STOPPED} {self.exchanges + 1}")
+            self._end_stopped(site.name, timeout)
+            step, why = self._stop_at(self.exchanges + 1)
             if why and step < self.quiet_steps:
-                self.begin(Message(0), site, timeout)(timeout)  # which raises
+                self.begin(Message(0), site, timeout)()  # which raises
 
     def begin_loop(self) -> int:
         """Open a loop of steps, as all ranks do now, and return its bit."""
@@ -409,8 +407,8 @@ class Ranks(Unique):
         self.open_loops |= bit
         return bit
 
-    def wait(self, event: Event, device: torch.device, site: str, seconds: float, *, together: bool) -> None:
-        """Wait until a device is past an event. site: what ends there. together: whether all ranks wait for it.
+    def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
+        """Wait until a device is past an event. what: what ends there. together: whether all ranks wait for it.
 
         RankError after so many seconds. The group's collectives are aborted then.
         """
@@ -421,7 +419,7 @@ class Ranks(Unique):
         # a wait of this rank alone counts as the next exchange, where the other ranks may be
         at = (_WAIT, self._waits) if together else (_EXCHANGE, self.exchanges + 1)
         if not self._arrives(functools.partial(_poll, event.query), at, seconds, self.exchanges + 1, GRACE):
-            lost = self._lose(at, site, f"within {seconds:g} s")
+            lost = self._lose(at, what, f"within {seconds:g} s")
             self._abort(event, device)
             raise lost
 
@@ -457,26 +455,35 @@ class Ranks(Unique):
             threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
             _poll(event.query, _ABORT_SECONDS)
 
-    def begin(self, message: Message, site: str, timeout: float, loop: int = 0) -> Exchange:
+    def begin(self, message: Message, site: CallSite, timeout: float, loop: int = 0) -> Exchange:
         """Send all ranks a message, after what is left of exchanges before it has ended.
 
         Args:
             message: This rank's.
-            site: The call site in words, for errors.
-            timeout: Seconds to wait for the end of earlier exchanges.
+            site: The call site, for errors.
+            timeout: Seconds to wait for the messages, and for the end of earlier exchanges.
             loop: The bit of the loop of steps that the message belongs to.
 
         Raises:
-            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop.
+            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop. The
+                exchange raises it if ranks are lost, broke off, or are at other call sites.
         """
-        self._end_stopped(site, timeout)
-        if loop & ~self.open_loops:
-            raise self.loop_error(site)
-        return functools.partial(self._receive, self._send(message), site)
+        self._end_stopped(site.name, timeout)
+        self.check_loop(site, loop)
+        number = self._send(message)
 
-    def loop_error(self, site: str) -> RankError:
-        """Make the error of a step in a loop that has ended."""
-        return RankError(f"{site}: {self.last_stop}: begin again with all live requests")
+        def exchange() -> list[Message]:
+            messages = self._receive(number, site.name, timeout)
+            if any(one.place != message.place for one in messages):
+                raise self._mismatch(site, messages)
+            return messages
+
+        return exchange
+
+    def check_loop(self, site: CallSite, loop: int) -> None:
+        """RankError if a rank has left the loop with this bit."""
+        if loop & ~self.open_loops:
+            raise RankError(f"{site.name}: {self.last_stop}: begin again with all live requests")
 
     def _end_stopped(self, site: str, timeout: float) -> None:
         """End the exchanges that were broken off, so that all ranks begin the next one together. site: the next one's.
@@ -544,7 +551,7 @@ class Ranks(Unique):
         self._next_check = 0.0
         self._late.add(number)
 
-    def mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
+    def _mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
         """Make the error of ranks at different call sites: where each is, or what differs there."""
         digests = [one.place for one in messages]
         try:
@@ -587,18 +594,21 @@ class Ranks(Unique):
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
         self.broken = f"{site}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
-        self._set(f"{_STOPPED} {self.exchanges + 1}", f"{self.quiet_steps} rank {self.rank} lost others: {self.broken}")
+        self._announce_stop(self.exchanges + 1, f"lost others: {self.broken}")
         return RankError(self.broken)
 
     def _stop_before(self, number: int) -> str:
         """Return which rank broke off before an exchange, or before one under way, and why; empty if none did."""
-        stops = (self._stop_under(f"{_STOPPED} {one}")[1] for one in {*self._under_way, number})
-        return next(filter(None, stops), "")
+        return next(filter(None, (self._stop_at(one)[1] for one in {*self._under_way, number})), "")
 
-    def _stop_under(self, key: str) -> tuple[int, str]:
-        """Return the quiet step after which a rank broke off, and which and why; empty if none did."""
+    def _announce_stop(self, number: int, text: str) -> None:
+        """Write to the store that this rank broke off before an exchange."""
+        self._set(f"{_STOPPED} {number}", f"{self.quiet_steps} rank {self.rank} {text}")
+
+    def _stop_at(self, number: int) -> tuple[int, str]:
+        """Return after which quiet step a rank broke off before this exchange, which and why; empty if none did."""
         with contextlib.suppress(RuntimeError):  # the store is gone, which `_lose` says
-            if found := self._get(key):
+            if found := self._get(f"{_STOPPED} {number}"):
                 step, _, text = found.partition(" ")
                 return int(step), text
         return 0, ""

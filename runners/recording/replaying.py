@@ -16,7 +16,7 @@ from ..check.replays import COPIES, apart_from_step
 from ..check.trial import Subject, unwatched
 from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
 from ..explained.pages import Table
-from ..ranks.group import HOST, Exchange, Message, Ranks
+from ..ranks.group import HOST, CallSite, Exchange, Message, Ranks
 from ..runner import Runner
 from ..sampling import Sample, rebuilt
 from ..stage import Stage
@@ -52,17 +52,17 @@ class RecordedRanks(Ranks):
             raise RecordingError(f"{file.name}: its runner had no ranks")
         return cls(file.runner.ranks)
 
-    def begin(self, message: Message, site: str, timeout: float, loop: int = 0) -> Exchange:
+    def begin(self, message: Message, site: CallSite, timeout: float, loop: int = 0) -> Exchange:
         """Receive the recorded messages at once."""
         del site, timeout, loop
         self.exchanges += 1
         messages = [attrs.evolve(one, place=message.place) for one in self.others or [message] * self.size]
         messages[self.rank] = message
-        return lambda _: messages
+        return lambda: messages
 
-    def wait(self, event: Event, device: torch.device, site: str, seconds: float, *, together: bool) -> None:
+    def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
         """Wait until the device is past an event: no collective of it waits for another rank."""
-        del device, site, seconds, together
+        del device, what, seconds, together
         event.synchronize()
 
     def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
