@@ -86,7 +86,7 @@ class Piece:
         return self.memory[self.index].nbytes
 
     def copy(self) -> torch.Tensor:
-        """What it holds now."""
+        """Return what it holds now."""
         self._check_size()
         return self.memory[self.index].clone()
 
@@ -117,7 +117,7 @@ class State:
 
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
-        """A state that is known: these tensors, or parts of them, whatever else a step may change."""
+        """Make a state that is known: these tensors, or parts of them, whatever else a step may change."""
         pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}", given=True) for one in tensors if one.numel())
         return cls(backend, tuple(pieces))
 
@@ -208,7 +208,7 @@ class State:
                 )
 
     def copy(self) -> Copies:
-        """What it is now. Raises CheckError if someone has made its memory smaller."""
+        """Return what it is now. Raises CheckError if someone has made its memory smaller."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             return [piece.copy() for piece in self.pieces]
 
@@ -235,7 +235,7 @@ class State:
         return found
 
     def labels(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
-        """What messages call the pieces with such words. Words in `besides` do not count."""
+        """Return what messages call the pieces with such words. Words in `besides` do not count."""
         found = zip(self.pieces, apart, *besides, strict=True)
         return [piece.label for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
 
@@ -278,7 +278,7 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
 
 
 def _written_index(operator: str, args: Sequence[Any]) -> Index:
-    """The index of the elements that an operator writes. Empty if it may write all of its tensor."""
+    """Return the index of the elements that an operator writes. Empty if it may write all of its tensor."""
     if operator in {"aten::index_put_", "aten::_index_put_impl_"}:
         return tuple(slice(None) if one is None else one.clone() for one in args[1])
     if (
@@ -290,7 +290,7 @@ def _written_index(operator: str, args: Sequence[Any]) -> Index:
 
 
 def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
-    """A tensor's whole storage as bytes, without the parts that slots lie in."""
+    """Return a tensor's whole storage as bytes, without the parts that slots lie in."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     begin, pieces = whole.data_ptr(), []
     at, end = begin, begin + whole.numel()
@@ -352,7 +352,7 @@ class Holding:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call] # torch's own
 
     def moved(self, step: Callable[..., Any] | None) -> torch.Tensor | None:
-        """The tensor that the step reaches in its place now, if that is elsewhere; None also where it reaches none."""
+        """Return the tensor that the step reaches in its place now, if that is elsewhere; None if it reaches none."""
         try:
             now = functools.reduce(lambda one, lead: lead(one), self.leads, step)
         except _LOST:
@@ -385,7 +385,7 @@ class Holdings:
                 self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 
     def changed(self) -> list[Change]:
-        """Tensors that are not where they were, of those that the step still reaches in the same way."""
+        """Find tensors that are not where they were, of those that the step still reaches in the same way."""
         pairs = ((one, one.moved(self._step)) for one in self.found.values())
         return [(one, now) for one, now in pairs if now is not None]
 
@@ -395,7 +395,7 @@ def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor lies; 0 for one without an address."""
+    """Return where a tensor lies; 0 for one without an address."""
     plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     return tensor.data_ptr() if plain and tensor.numel() else 0
 
@@ -403,7 +403,7 @@ def _address(tensor: torch.Tensor) -> int:
 def reached(
     holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = DEPTH
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
-    """The tensors that an object leads to, with their names and ways, but for what lies beyond `closed` or `depth`."""
+    """Find the tensors that an object leads to, with names and ways, but not beyond `closed` and `depth`."""
     seen, todo = set[int](), [(holder, "", Leads())]
     while todo and len(seen) < MOST:
         one, name, leads = todo.pop()
@@ -420,7 +420,7 @@ def reached(
 
 
 def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """What an object leads to: what its author calls that, and how it is reached."""
+    """Return what an object leads to: what its author calls that, and how it is reached."""
     if isinstance(one, types.FunctionType):
         for place, name in enumerate(one.__code__.co_freevars):
             yield f".{name}", functools.partial(lambda at, one: one.__closure__[at].cell_contents, place)

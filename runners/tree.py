@@ -35,7 +35,7 @@ class Tree:
     mask: torch.Tensor
 
     def positions(self, roots: torch.Tensor) -> torch.Tensor:
-        """Positions of all nodes, [requests, nodes], given the roots', [requests]."""
+        """Return positions of all nodes, [requests, nodes], given the roots', [requests]."""
         return self.depths + roots[:, None]
 
 
@@ -70,12 +70,12 @@ class Frontier:
 
     @classmethod
     def begin(cls, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
-        """The children of the roots, [requests, topk] probabilities and tokens."""
+        """Return the children of the roots, [requests, topk] probabilities and tokens."""
         scores, nodes = _sound(shares), _counting(tokens)
         return cls(((tokens, scores, torch.full_like(tokens, -1)),), tokens, scores, nodes, nodes[:, :, None][:, :, :0])
 
     def grow(self, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
-        """One level more: [requests, topk, topk] probabilities and tokens of these nodes' children.
+        """Add one level: [requests, topk, topk] probabilities and tokens of these nodes' children.
 
         The topk best of a request's candidates, by the product of probabilities, are what the next step goes on from.
         """
@@ -90,7 +90,7 @@ class Frontier:
         return Frontier(levels, words.gather(1, places), best, places + first, branches)
 
     def drafts(self) -> Drafts:
-        """All nodes so far."""
+        """Return all nodes so far."""
         tokens, scores, parents = (torch.cat(parts, dim=1) for parts in zip(*self.levels, strict=True))
         return Drafts(tokens, scores, parents)
 
@@ -101,7 +101,7 @@ def top_tokens(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
-    """The tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
+    """Return the tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
 
     A parent is never left out for its child: its score is at least as good, and of equal scores the earlier node wins.
     A score that is no number is the worst of all, as those of all nodes below it must be.
@@ -123,7 +123,7 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """What each node of a tree may see, [requests, nodes, nodes] bool: itself and all above it; -1 is a root's parent.
+    """Return what each node may see, [requests, nodes, nodes] bool: itself and all above it; -1 is a root's parent.
 
     Paths are doubled in each round, so that log2(nodes) rounds do for a tree of any depth.
     """
@@ -153,10 +153,10 @@ def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, s
 
 
 def _sound(shares: torch.Tensor) -> torch.Tensor:
-    """Probabilities between 0 and 1: what is more, or no number, could put a child before its parent."""
+    """Clamp probabilities to 0 and 1: what is more, or no number, could put a child before its parent."""
     return torch.nan_to_num(shares, nan=0.0).clamp(0.0, 1.0)
 
 
 def _counting(like: torch.Tensor) -> torch.Tensor:
-    """The places in each row, from 0, as int64."""
+    """Return the places in each row, from 0, as int64."""
     return torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)

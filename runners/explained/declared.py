@@ -98,7 +98,7 @@ class Explanation(Shown):
             yield Table(f"plan for {', '.join(axes)}", text=text)
 
     def slot_table(self) -> Table:
-        """All slots, what else there is, and what is not known."""
+        """Return all slots, what else there is, and what is not known."""
         remarks = {
             "carried from the batch as they are": self.fields,
             "switched off by the settings": self.disabled,
@@ -214,12 +214,12 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
 
 
 def _named(value: object | Callable[..., object]) -> str:
-    """A function's name, a role's, or the value itself."""
+    """Return a function's name, a role's, or the value itself."""
     return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or value)
 
 
 def mermaid(explanation: Explanation) -> str:
-    """What follows from what, as text for mermaid in a Markdown block; the same for equal explanations.
+    """Return what follows from what, as text for mermaid in a Markdown block; the same for equal explanations.
 
     One arrow leads from all of the view into the step, since a declaration does not say which slots the step reads.
     """
@@ -250,6 +250,6 @@ def mermaid(explanation: Explanation) -> str:
 
 
 def _quoted(*lines: str) -> str:
-    """Lines of text that mermaid takes as they stand: entities begin with its own sign."""
+    """Quote lines of text for mermaid, whose entities begin with a sign of its own."""
     safe = (html.escape(line.replace("#", "#35;"), quote=False).replace('"', "&quot;") for line in lines)
     return f'"{"<br/>".join(line.replace("&", "#") for line in safe)}"'

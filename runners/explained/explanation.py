@@ -209,7 +209,7 @@ class RunnerExplanation(Shown):
         yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
 
     def pictures(self) -> str:
-        """What a step does, and where slots lie over its phases."""
+        """Return what a step does, and where slots lie over its phases."""
         early = "<p>Nothing is drawn before the first batch.</p>"
         return f"""<h2>What a step does</h2>
 <p>A box for each step, in the plan's order, as wide as it has calls. A pale one has none of its own in most steps. \
@@ -221,7 +221,7 @@ its bytes are only held.</p>{drawn_memory(self) or early}
 
 
 def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
-    """Figures of the steps so far, the memory and the capture, each with what it is of, or why it is not known."""
+    """Sum up the steps so far, the memory and the capture, each with what it is of, or why it is not known."""
     memory, capture, paths = counts["memory"], counts["capture"], counts["steps"]
     live, padded = (sum(one[rows] for one in counts["buckets"].values()) for rows in ("live", "padded"))
     steps, reasons = sum(paths.values()), {why: one["steps"] for why, one in counts["eager"].items()}
@@ -240,7 +240,7 @@ def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def drawn_fills(one: RunnerExplanation) -> str:
-    """A row for all buckets that do the same, with a box for each step, as wide as its calls."""
+    """Draw a row for all buckets that do the same, with a box for each step, as wide as its calls."""
     shown = list[str]()
     for name, fill in one.fills:
         calls = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
@@ -256,7 +256,7 @@ def drawn_fills(one: RunnerExplanation) -> str:
 
 
 def drawn_memory(one: RunnerExplanation) -> str:
-    """Offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
+    """Draw offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
     phases, shown = one.memory.phases, list[str]()
     kinds = {slot.name: safe(slot.kind) for slot in one.declaration.slots}
     number, held = '<td class="number">', '<td class="held"></td>'
@@ -279,7 +279,7 @@ def drawn_memory(one: RunnerExplanation) -> str:
 
 
 def explain(runner: Runner[Any]) -> RunnerExplanation:
-    """What a runner declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
+    """Explain what a runner declares, plans, captured, holds in memory and has decided, as data, tables and pictures.
 
     Nothing is run or captured. The memory of a pool that is not laid out yet is laid out now.
     `runner.decide(batch)` says what it would do with a batch.
@@ -323,7 +323,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
 
 
 def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
-    """A bucket's fill, and its graph for each pattern, or why there is none."""
+    """Describe a bucket's fill, and its graph for each pattern, or why there is none."""
     if not runner.config.graphs:
         why = "graphs are switched off, by graphs=False"
     elif runner.report is None:
@@ -344,7 +344,7 @@ def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
 
 
 def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill:  # noqa: C901 - one kind of step after the other
-    """A plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
+    """List a plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
     named, steps, declaration = dict(plan.sizes), list[FillStep](), stage.declaration
     sizes = {axis: named[axis.name] for axis in declaration.axes}
     is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel
@@ -402,7 +402,7 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
 
 
 def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
-    """Where slots lie. plan: of a bucket, which tells when they are written. pool: of memory that is shared."""
+    """Return where slots lie. plan: of a bucket, which tells when they are written. pool: of memory that is shared."""
     seat, buffers = runner.seat, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     member, kept, shared = "", frozenset[str](), frozenset[str]()
     if seat is not None and seat.phase is not None and pool is not None:
@@ -442,7 +442,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> 
 
 
 def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
-    """The first and the last phase in which the value of a slot counts that need not last between steps."""
+    """Return the first and the last phase in which the value of a slot counts that need not last between steps."""
     slot, name = buffer.slot, buffer.name
     if isinstance(slot, Output):
         return "replay", "outputs"

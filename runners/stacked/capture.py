@@ -210,7 +210,7 @@ class Splitter:
 
 @functools.cache
 def _cutter(names: frozenset[str]) -> Callable[..., Any]:
-    """A backend for torch.compile, which cuts what it traced. torch keeps each for good, so that it holds no step."""
+    """Make a backend for torch.compile, which cuts what it traced. torch keeps each for good: it holds no step."""
 
     def cut(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         seen = set[str]()
@@ -237,7 +237,7 @@ def _cutter(names: frozenset[str]) -> Callable[..., Any]:
 
 
 def _told(error: BaseException) -> str:
-    """What the tracer could not follow, where, and what to do about it if that is known."""
+    """Return what the tracer could not follow, where, and what to do about it if that is known."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:
