@@ -108,7 +108,8 @@ class Piece:
 class State:
     """The memory outside of its slots that a step changes. Random numbers go with it.
 
-    taken: storages that the run took by which it was found, each with the operators that read or wrote it.
+    Attributes:
+        taken: Storages that the run took by which it was found, each with the operators that read or wrote it.
     """
 
     backend: Backend
@@ -336,7 +337,10 @@ def _text(tensor: torch.Tensor) -> str:
 class Holding:
     """One tensor that a step reaches without its view, and the storage that it had, which is not kept alive.
 
-    name: what the step's author calls it. leads: the calls that lead to it. same: its identity and address.
+    Attributes:
+        name: What the step's author calls it.
+        leads: The calls that lead to it.
+        same: Its identity and address.
     """
 
     name: str

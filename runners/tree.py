@@ -11,9 +11,12 @@ import torch
 class Drafts:
     """All that a draft came to: topk nodes of depth 1, then topk * topk candidates for each further step.
 
-    tokens [requests, nodes] int64. scores [requests, nodes] float32: the product of the probabilities on the way from
-    the root, never more than the parent's. parents [requests, nodes] int64: a node's parent, which comes before it; -1
-    where that is the root, the token that is known.
+    Attributes:
+        tokens: [requests, nodes] int64.
+        scores: [requests, nodes] float32. The product of the probabilities on the way from the root, never more than
+            the parent's.
+        parents: [requests, nodes] int64. A node's parent, which comes before it; -1 where that is the root, the
+            token that is known.
     """
 
     tokens: torch.Tensor
@@ -25,8 +28,11 @@ class Drafts:
 class Tree:
     """The nodes that are verified, a request's own known token first, each parent before its children.
 
-    tokens, depths [requests, nodes] int64: depth 0 is the root's. parents [requests, nodes] int64: places in the same
-    row; the root's is -1. mask [requests, nodes, nodes] bool: what each node may see of the tree, itself included.
+    Attributes:
+        tokens: [requests, nodes] int64.
+        parents: [requests, nodes] int64. Places in the same row; the root's is -1.
+        depths: [requests, nodes] int64. The root's is 0.
+        mask: [requests, nodes, nodes] bool. What each node may see of the tree, itself included.
     """
 
     tokens: torch.Tensor
@@ -43,9 +49,12 @@ class Tree:
 class Accepted:
     """What the target made of a tree.
 
-    counts [requests] int64: drafted tokens that it would have chosen too. nodes, tokens [requests, steps + 1] int64:
-    the path from the root, and what the target chose after each of its nodes: the drafted tokens that are right, and
-    one more. Behind a path's end its last node and token come again, so that every number is one to index with.
+    Attributes:
+        counts: [requests] int64. Drafted tokens that it would have chosen too.
+        nodes: [requests, steps + 1] int64. The path from the root. Behind its end the last node comes again, so that
+            every number is one to index with.
+        tokens: [requests, steps + 1] int64. What the target chose after each of these nodes: the drafted tokens that
+            are right, and one more.
     """
 
     counts: torch.Tensor
@@ -57,9 +66,12 @@ class Accepted:
 class Frontier:
     """A tree while it grows: its levels so far, and the topk nodes of each request that the next step goes on from.
 
-    levels: tokens, scores and parents of each. tokens, scores, nodes [requests, topk]: of the nodes to go on from;
-    `nodes` are places among all. branches [requests, topk, steps so far]: which of each earlier step's nodes each comes
-    from.
+    Attributes:
+        levels: Tokens, scores and parents of each.
+        tokens: [requests, topk]. Of the nodes to go on from.
+        scores: [requests, topk]. Of the same.
+        nodes: [requests, topk]. Their places among all nodes.
+        branches: [requests, topk, steps so far]. Which of each earlier step's nodes each comes from.
     """
 
     levels: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]

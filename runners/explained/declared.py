@@ -36,12 +36,19 @@ class AxisSize:
 class SlotFacts:
     """One slot in words and numbers.
 
-    shape: the declared sizes. dtype: on this backend; `role` is its declared name where the backend decides.
-    tail, source, value: the rule, where a copy comes from, and what a constant holds, as one writes them.
-    limit: the largest value that host data may hold. parameter: the operator's argument that takes the value at each
-    replay.
-    function, needs, runs_on: of a computed slot. then: what it advances to in the next step of `steps()`.
-    padded: the size of its view, nbytes: its bytes, copied: bytes that the live rows' copy moves; None without sizes.
+    Attributes:
+        shape: The declared sizes.
+        dtype: On this backend; `role` is its declared name where the backend decides.
+        tail: The rule, as one writes it.
+        source: Where a copy comes from, as one writes it.
+        value: What a constant holds.
+        limit: The largest value that host data may hold.
+        parameter: The operator's argument that takes the value at each replay.
+        function: Of a computed slot; so are `needs` and `runs_on`.
+        then: What it advances to in the next step of `steps()`.
+        padded: The size of its view; None without sizes.
+        nbytes: Its bytes; None without sizes.
+        copied: Bytes that the live rows' copy moves; None without sizes.
     """
 
     name: str
@@ -70,8 +77,11 @@ class SlotFacts:
 class Explanation(Shown):
     """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
 
-    fields: names that are not slots, carried from the batch. disabled: slots that the settings switched off.
-    nbytes: bytes of all slots at their padded sizes. copied: bytes that one step copies.
+    Attributes:
+        fields: Names that are not slots, carried from the batch.
+        disabled: Slots that the settings switched off.
+        nbytes: Bytes of all slots at their padded sizes.
+        copied: Bytes that one step copies.
     """
 
     declaration: str

@@ -31,10 +31,13 @@ Phase = Literal["fill", "kernel", "replay", "outputs"]
 class FillStep:
     """One thing that a step does.
 
-    kind: what it does. "step" runs the step without a graph. calls: into torch, the driver or a function. 0 if it rides
-    in another call, such as the graph's. nbytes: of the slots that it moves if every row is live. None if that depends
-    on the batch. inside: whether the graph does it. maybe: whether most steps leave it out. slots: what it writes, or
-    takes up.
+    Attributes:
+        kind: What it does. "step" runs the step without a graph.
+        calls: Into torch, the driver or a function. 0 if it rides in another call, such as the graph's.
+        nbytes: Of the slots that it moves if every row is live. None if that depends on the batch.
+        inside: Whether the graph does it.
+        maybe: Whether most steps leave it out.
+        slots: What it writes, or takes up.
     """
 
     kind: Kind
@@ -66,7 +69,11 @@ class Fill:
 class GraphFacts:
     """The graph of a bucket for one pattern of absent slots.
 
-    why: why there is none. Empty if there is one. parts: graphs that it is launched as. nbytes, outputs: bytes.
+    Attributes:
+        why: Why there is none. Empty if there is one.
+        parts: Graphs that it is launched as.
+        nbytes: Bytes of the graph.
+        outputs: Bytes of its outputs.
     """
 
     absent: tuple[str, ...]
@@ -87,7 +94,11 @@ class BucketFacts:
 
 @attrs.frozen
 class Allocation:
-    """One piece of memory that slots lie in, and its bytes. adopted: whether it was handed in by `bind=`."""
+    """One piece of memory that slots lie in, and its bytes.
+
+    Attributes:
+        adopted: Whether it was handed in by `bind=`.
+    """
 
     name: str
     nbytes: int
@@ -98,9 +109,12 @@ class Allocation:
 class SlotPlace:
     """Where a slot lies: its allocation, the offset there, and its bytes.
 
-    shape: at full capacity. since, until: the phases of a step between which its value counts. lasting: why its bytes
-    must hold between steps, too. None if they need not. shares: slots of other runners that have some of its bytes,
-    as "runner.slot".
+    Attributes:
+        shape: At full capacity.
+        since: The first phase of a step in which its value counts.
+        until: The last one.
+        lasting: Why its bytes must hold between steps, too. None if they need not.
+        shares: Slots of other runners that have some of its bytes, as "runner.slot".
     """
 
     slot: str
@@ -127,8 +141,9 @@ class MemoryFacts:
 class RankFacts(RanksRecord):
     """The ranks that run each step together.
 
-    on: where they exchange before a step, "host" or a device's kind. None if they do not. agreed: what all did in the
-    last step.
+    Attributes:
+        on: Where they exchange before a step, "host" or a device's kind. None if they do not.
+        agreed: What all did in the last step.
     """
 
     on: str | None
@@ -139,11 +154,17 @@ class RankFacts(RanksRecord):
 class RunnerExplanation(Shown):
     """A runner as data.
 
-    kind: its class. path: what batches that fit take. lowering: how its fills are run. configuration: what
-    `RunnerConfig.of` reads back. declaration: explained for the largest bucket, or the present capacity. eager: how
-    steps without a graph are filled. None before the first. statistics: the runner's `stats()`, with text for keys.
-    pool: the layout of the memory that it shares with other runners, and member: its name there, if it shares any.
-    ranks: None if there are none.
+    Attributes:
+        kind: Its class.
+        path: What batches that fit take.
+        lowering: How its fills are run.
+        configuration: What `RunnerConfig.of` reads back.
+        declaration: Explained for the largest bucket, or the present capacity.
+        eager: How steps without a graph are filled. None before the first.
+        statistics: The runner's `stats()`, with text for keys.
+        member: Its name among the runners that share memory with it, if any do.
+        pool: The layout of that memory.
+        ranks: None if there are none.
     """
 
     kind: str

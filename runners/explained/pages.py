@@ -87,7 +87,9 @@ STYLE: Final = """<style>
 class Table:
     """Rows of the same columns under a title, and text below them, such as a plan.
 
-    why: the text where there are no rows. drawn: whether a page draws bars for the numbers of each row, too.
+    Attributes:
+        why: The text where there are no rows.
+        drawn: Whether a page draws bars for the numbers of each row, too.
     """
 
     title: str

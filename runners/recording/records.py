@@ -155,8 +155,9 @@ class StepRecord:
 class RunnerRecord:
     """The runner that was recorded.
 
-    needed: what a runner must have alike to run its steps: sizes, copied slots and ranks, in text. facts: what else is
-    worth a note where it differs.
+    Attributes:
+        needed: What a runner must have alike to run its steps: sizes, copied slots and ranks, in text.
+        facts: What else is worth a note where it differs.
     """
 
     needed: dict[str, str]

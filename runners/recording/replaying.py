@@ -85,7 +85,11 @@ class Replayed:
 
 @attrs.frozen(kw_only=True)
 class ReplayReport:
-    """The results of a file's steps. notes: where the runner differs from the recorded one."""
+    """The results of a file's steps.
+
+    Attributes:
+        notes: Where the runner differs from the recorded one.
+    """
 
     file: str
     runner: str
