@@ -104,17 +104,27 @@ class Piece:
             )
 
 
+def _free_on(backend: Backend, device: torch.device) -> int:
+    return (backend if backend.device.type == device.type else choose("cpu")).memory().free
+
+
 @attrs.frozen(eq=False)
 class State:
     """The memory outside of its slots that a step changes. Random numbers go with it.
 
     Attributes:
+        backend: The device of the step.
+        pieces: What it changes.
         taken: Storages that the run took by which it was found, each with the operators that read or wrote it.
+        free: Reads how much memory of a device is free.
+        holder: Reaches the pieces, for names in errors.
     """
 
     backend: Backend
     pieces: tuple[Piece, ...] = ()
     taken: Taken = attrs.field(factory=dict)
+    free: Callable[[Backend, torch.device], int] = _free_on
+    holder: Callable[..., Any] | None = None
 
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
@@ -158,7 +168,7 @@ class State:
                 for memory in [ordinary_alias(tensor)] if exact else _without(tensor, sorted(slots)):
                     piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
                     try:
-                        cls(backend, (*pieces, piece)).check_room(free=free, holder=holder)
+                        cls(backend, (*pieces, piece), {}, free, holder).check_room()
                     except CheckError as error:  # which the step may catch
                         refused.append(error)
                         raise
@@ -182,23 +192,17 @@ class State:
         taken = {key: {*self.taken.get(key, ()), *other.taken.get(key, ())} for key in {**self.taken, **other.taken}}
         return State(self.backend, pieces, taken)
 
-    def check_room(
-        self,
-        copies: int = 1,
-        free: Callable[[Backend, torch.device], int] | None = None,
-        holder: Callable[..., Any] | None = None,
-    ) -> None:
-        """Raise CheckError if so many copies at once would take more than a share of the memory that is free.
-
-        free: reads how much that is. holder: for names in errors.
-        """
+    def check_room(self, copies: int = 1) -> None:
+        """Raise CheckError if so many copies at once would take more than a share of the memory that is free."""
         for device in {piece.memory.device for piece in self.pieces}:
             nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
-            room = (free or _free_on)(self.backend, device)
+            room = self.free(self.backend, device)
             if copies * nbytes > SHARE * room:
                 them = "a copy" if copies == 1 else f"{copies} copies"
                 names = {
-                    one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)
+                    one.untyped_storage().data_ptr(): f"{name}: "
+                    for name, _, one in reached(self.holder)
+                    if _address(one)
                 }
                 labels = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.label for one in self.pieces)
                 named = "; ".join(dict.fromkeys(labels))
@@ -216,15 +220,14 @@ class State:
     def restore(self, copies: Copies) -> None:
         """Make it what it was. An interrupt comes once all is."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
+            pairs = list(zip(self.pieces, copies, strict=True))
             try:
-                self._put_back(copies)
+                for piece, before in pairs:
+                    piece.restore(before)
             except BaseException:
-                self._put_back(copies)
+                for piece, before in pairs:
+                    piece.restore(before)
                 raise
-
-    def _put_back(self, copies: Copies) -> None:
-        for piece, before in zip(self.pieces, copies, strict=True):
-            piece.restore(before)
 
     def apart(self, copies: Copies) -> Copies:
         """In which words, as long as any element, each piece is not what it was: some hundredths of a copy's memory."""
@@ -301,10 +304,6 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
             at = high
     pieces.append(whole[min(at, end) - begin :])
     return [piece for piece in pieces if piece.numel()]
-
-
-def _free_on(backend: Backend, device: torch.device) -> int:
-    return (backend if backend.device.type == device.type else choose("cpu")).memory().free
 
 
 @contextlib.contextmanager

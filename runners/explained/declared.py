@@ -44,7 +44,9 @@ class SlotFacts:
         value: What a constant holds.
         limit: The largest value that host data may hold.
         parameter: The operator's argument that takes the value at each replay.
-        function: Of a computed slot; so are `needs` and `runs_on`.
+        function: The name of a computed slot's function.
+        needs: What it takes.
+        runs_on: Where it runs.
         then: What it advances to in the next step of `steps()`.
         padded: The size of its view; None without sizes.
         nbytes: Its bytes; None without sizes.
