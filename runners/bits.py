@@ -41,11 +41,11 @@ def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = F
     return (~drawn if flipped else drawn).view(like.dtype).reshape(like.shape)
 
 
-def unequal_rows(one: torch.Tensor, other: torch.Tensor) -> str:
-    """Rows in which two tensors differ by a bit, as text that names the first few. Empty if they do not."""
+def unequal_rows(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """Name the first few rows in which two tensors differ by a bit, or return None."""
     differs = unequal(one, other)
     if not differs.any():
-        return ""
+        return None
     if not one.dim():
         return "it"
     rows = differs.reshape(one.shape[0], -1).any(-1).nonzero()[:, 0].tolist()

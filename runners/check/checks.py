@@ -269,5 +269,5 @@ def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: b
                 break
     finally:
         turns.close()
-        subject.graphs.buffers.distrust()
+        subject.buffers.distrust()
     return findings

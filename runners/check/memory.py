@@ -37,7 +37,7 @@ _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Find slots whose buffer has moved, and other memory that has moved and that the step reads on a batch."""
-    for name in subject.graphs.buffers.moved():
+    for name in subject.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
     faults = collections.defaultdict[str, list[str]](list)
@@ -241,5 +241,5 @@ def _run(subject: Subject, one: Sample) -> tuple[Tensors, Tensors]:
     outputs = copies(subject.runner(one.batch, **one.side), "output")
     for name, source in subject.sources(one).items():
         if subject.slots[name].placement != HOST and source is not None:
-            held[f"slot {name!r}"] = subject.graphs.buffers[name].view(sizes).clone()
+            held[f"slot {name!r}"] = subject.buffers[name].view(sizes).clone()
     return outputs, held

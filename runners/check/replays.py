@@ -82,7 +82,7 @@ def check_poison(subject: Subject, batches: Iterable[Sample]) -> Iterator[Findin
 
 def _unlike_oracle(subject: Subject, one: Sample, number: int) -> list[Finding]:
     """Find slots that a fill leaves otherwise, after a step on the same batch (it may write tails) or over garbage."""
-    buffers, seed = subject.graphs.buffers, subject.seed + number
+    buffers, seed = subject.buffers, subject.seed + number
     with subject.state.kept():
         subject.runner(one.batch, **one.side)
     found = [*_compared(subject, one, None)]
@@ -108,7 +108,7 @@ def cloned(buffers: Buffers) -> Buffers:
 
 def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Finding]:
     """Fill, and compare with the oracle over the same bytes. seed: of garbage, over whose opposite it fills, too."""
-    declaration, buffers, step = subject.declaration, subject.graphs.buffers, subject.step_of(one)
+    declaration, buffers, step = subject.declaration, subject.buffers, subject.step_of(one)
     oracles = [cloned(buffers)]
     if seed is not None:
         oracles.append(cloned(buffers))

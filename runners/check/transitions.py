@@ -39,7 +39,7 @@ def check_transition(subject: Subject, batches: Iterable[Sample]) -> Iterator[Fi
 
 def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
     """Return what is wrong with rules on one batch, or with what carries them out."""
-    runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
+    runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.buffers, subject.step_of(one)
     declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
     right, when = cloned(buffers), "on initial values, as captures run it"
     written = {name for name, slot in subject.slots.items() if slot.rewritten or isinstance(slot, Output)}
@@ -94,17 +94,17 @@ def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[
 def _leave_stale_rows(subject: Subject, step: Step) -> None:
     """Have copied slots hold live rows wherever a fill does not write, as after a fuller batch."""
     for name in subject.declaration.sources:
-        slot, tensor = subject.slots[name], subject.graphs.buffers[name].tensor
+        slot, tensor = subject.slots[name], subject.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
             live = slot.shape[dim].at(step.live_sizes)
             if live:
                 tensor.copy_(tensor.index_select(dim, torch.arange(tensor.shape[dim], device=tensor.device) % live))
-    subject.graphs.buffers.distrust()
+    subject.buffers.distrust()
 
 
 def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Finding]:
     """Find rules whose live rows depend on the bucket, or on padded rows of which no rule says what they hold."""
-    runner, stage, held = subject.runner, subject.runner.stage, cloned(subject.graphs.buffers)
+    runner, stage, held = subject.runner, subject.runner.stage, cloned(subject.buffers)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **runner.sizes[max(runner.sizes)]})
     on_host, extreme, negative = _on_host(held), _on_host(held), _on_host(held)

@@ -191,6 +191,7 @@ class Subject:
         signed: Slots that may hold any number below 0, too.
         notes: What was left out, and why.
         slots: The slots of its declaration.
+        buffers: Their memory, as its graphs read it.
         together: Its ranks.
     """
 
@@ -207,7 +208,8 @@ class Subject:
     def __attrs_post_init__(self) -> None:
         """Have at hand what checks ask for most."""
         self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
-        self.slots, self.together = self.declaration.slots, Together(self.runner.coordinator)
+        self.slots, self.buffers = self.declaration.slots, self.graphs.buffers
+        self.together = Together(self.runner.coordinator)
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """Return what a batch brings for slots."""

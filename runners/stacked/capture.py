@@ -184,7 +184,7 @@ class Splitter:
             inner = getattr(error, "inner_exception", error)  # what the tracer makes of a refusal by `cut`
             if isinstance(inner, CaptureError):
                 raise inner from None
-            raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
+            raise CaptureError(f"the step could not be traced whole: {_reason(error)}") from error
         finally:
             _TRACED.reset(token)
         if not traced:
@@ -236,7 +236,7 @@ def _cutter(names: frozenset[str]) -> Callable[..., Any]:
     return cut
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Return what the tracer could not follow, where, and what to do about it if that is known."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"

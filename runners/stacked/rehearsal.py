@@ -153,11 +153,11 @@ class Rehearsal:
         return run_under(self._functions, lambda: run_under(self._operators, run))
 
     @property
-    def part(self) -> str:
-        """What runs now: the "step" around the stack, a "graph" or a "break" of it; "" if nobody looks."""
+    def part(self) -> str | None:
+        """What runs now: the "step" around the stack, a "graph" or a "break" of it; None if nobody looks."""
         step = running()
         if self._is_paused or step is None:
-            return ""
+            return None
         if step.shown is None:
             return "step"
         return "graph" if step.inside is None else "break"
@@ -267,7 +267,7 @@ class Rehearsal:
 
     def note_made(self, given: Sequence[torch.Tensor], result: Any) -> None:
         """Note who has made what a function of torch returned."""
-        known = {"step": self._anew, "graph": self._stored}.get(self.part)
+        known = {"step": self._anew, "graph": self._stored}.get(self.part or "")
         if known is None:
             return
         for tensor in tensors_in(result):
