@@ -11,29 +11,29 @@ NAMED: Final = 4
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, in a row of their own."""
+    """Return the bytes of each element, in a row of their own."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # one row may have any stride, and its last dim may not
 
 
 def text_of(value: object) -> str:
-    """A value in a sentence; of a tensor its kind, such as `float32 of shape [2, 3]`."""
+    """Return a value as words of a sentence; of a tensor its kind, such as `float32 of shape [2, 3]`."""
     return f"{dtype_text(value.dtype)} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which elements of two tensors of one shape, dtype and device differ by a bit."""
+    """Return which elements of two tensors of one shape, dtype and device differ by a bit."""
     return (bits(one) != bits(other)).any(-1).reshape(one.shape)
 
 
 def first_unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:
-    """Where two tensors first differ by a bit, or None."""
+    """Return where two tensors first differ by a bit, or None."""
     places = unequal(one, other).nonzero()
     return tuple(places[0].tolist()) if len(places) else None
 
 
 def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = False) -> torch.Tensor:
-    """Random bytes as a tensor of this kind, on the CPU. flipped: each bit the other way round."""
+    """Draw random bytes as a tensor of this kind, on the CPU. flipped: each bit the other way round."""
     if like.dtype == torch.bool:
         return (torch.randint(0, 2, like.shape, device="cpu", generator=generator) ^ flipped).bool()
     count = like.numel() * like.itemsize
@@ -41,11 +41,11 @@ def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = F
     return (~drawn if flipped else drawn).view(like.dtype).reshape(like.shape)
 
 
-def unequal_rows(one: torch.Tensor, other: torch.Tensor) -> str:
-    """Rows in which two tensors differ by a bit, as text that names the first few. Empty if they do not."""
+def unequal_rows(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """Name the first few rows in which two tensors differ by a bit, or return None."""
     differs = unequal(one, other)
     if not differs.any():
-        return ""
+        return None
     if not one.dim():
         return "it"
     rows = differs.reshape(one.shape[0], -1).any(-1).nonzero()[:, 0].tolist()

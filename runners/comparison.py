@@ -73,7 +73,7 @@ class Mismatch:
         return self.index[0] if self.index else None
 
     def __str__(self) -> str:
-        """What differs, as `outputs[0] row 3: graph 1.5, eager 2.5`."""
+        """Return what differs, as `outputs[0] row 3: graph 1.5, eager 2.5`."""
         place = "" if self.row is None else f" row {self.row}"
         if self.index is not None and len(self.index) > 1:
             place += f", at {list(self.index)}"
@@ -83,7 +83,7 @@ class Mismatch:
 
 
 def info_of(view: Inputs) -> ViewInfo:
-    """The sizes and the declaration of a view that a fill made."""
+    """Return the sizes and the declaration of a view that a fill made."""
     info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
     if info is None:
         raise ValueError("only a view that a fill handed out has sizes")
@@ -91,14 +91,14 @@ def info_of(view: Inputs) -> ViewInfo:
 
 
 def live_part(slot: Slot, tensor: torch.Tensor, step: Step) -> torch.Tensor:
-    """The live rows of a padded view."""
+    """Return the live rows of a padded view."""
     for dim in slot.varying:
         tensor = tensor.narrow(dim, 0, min(slot.shape[dim].at(step.live_sizes), tensor.shape[dim]))
     return tensor
 
 
 def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
-    """The parts of a padded view beyond the live rows, one along each varying dim. They may overlap."""
+    """Return the parts of a padded view beyond the live rows, one along each varying dim. They may overlap."""
     for dim in slot.varying:
         live = slot.shape[dim].at(step.live_sizes)
         if live < tensor.shape[dim]:
@@ -124,14 +124,14 @@ def seen(view: Inputs, outputs: Any) -> Seen:
 
 
 def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of what a step returned, in memory of their own, each by its place."""
+    """Return the tensors of what a step returned, in memory of their own, each by its place."""
     return {f"{name}{place}": tensor.detach().clone() for place, tensor in named(outputs)}
 
 
 def named(
     value: Any, place: str = "", depth: int = DEPTH, known: set[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of what a step returned, each with its place in it. known: objects that were looked into."""
+    """Return the tensors of what a step returned, each with its place in it. known: objects that were looked into."""
     known = set() if known is None else known
     if isinstance(value, torch.Tensor):
         yield place, value
@@ -152,7 +152,7 @@ def named(
 
 
 def differences(one: Seen, other: Seen, tolerance: Tolerances) -> Iterator[Mismatch]:
-    """Where two runs differ, maybe with other padding: copied slots bit for bit, then outputs; not computed slots."""
+    """Compare two runs, maybe of other padding: copied slots bit for bit, then outputs; computed slots not."""
     yield from mismatches(one.copied, other.copied)
     yield from mismatches(one.outputs, other.outputs, tolerance, step=one.step)
 
@@ -164,7 +164,7 @@ def mismatches(
     names: tuple[str, str] = ("graph", "eager"),
     step: Step | None = None,
 ) -> Iterator[Mismatch]:
-    """The first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may at all."""
+    """Yield the first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may."""
     for where in dict.fromkeys((*one, *other)):
         mine, others = one.get(where), other.get(where)
         if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor) and _comparable(mine, others, step):
@@ -179,14 +179,14 @@ def mismatches(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values that are not tensors are equal, if their type can tell. NaN equals itself."""
+    """Return whether two values that are not tensors are equal, if their type can tell. NaN equals itself."""
     if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
         return type(one) is type(other)
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - a test for NaN
 
 
 def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
-    """Whether two tensors have one dtype, and one shape but for padding."""
+    """Return whether two tensors have one dtype, and one shape but for padding."""
     if one.dtype != other.dtype or step is None or one.dim() != other.dim():
         return (one.dtype, one.shape) == (other.dtype, other.shape)
     pairs = [(max(pair), min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
@@ -195,7 +195,7 @@ def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bo
 
 
 def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tuple[tuple[int, ...], int]:
-    """The index of the first element that differs, and how many do."""
+    """Return the index of the first element that differs, and how many do."""
     differs = unequal(one, other)
     if differs.any() and (one.is_floating_point() or one.is_complex()):
         wide = torch.complex128 if one.is_complex() else torch.float64
@@ -209,7 +209,7 @@ def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tup
 
 
 def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
-    """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
+    """Return the graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
     info, graphs, declaration = view._slotgraph_view, runner.graphs, runner.stage.declaration  # noqa: SLF001 - for runners
     if info is None or info.exact or graphs is None:
         return None
@@ -247,7 +247,7 @@ def slots_kept(runner: Runner[Any]) -> Iterator[None]:
 
 
 def state_on(runner: Runner[Any], view: Any) -> State:
-    """What a runner's step changes on the view that was filled last. Slots and state are then as they were."""
+    """Return what a runner's step changes on the view that was filled last. Slots and state are then as they were."""
     backend, given = runner.stage.backend, runner.stage.state
     if given is not None:
         return State.of(backend, given)
@@ -256,6 +256,6 @@ def state_on(runner: Runner[Any], view: Any) -> State:
 
 
 def spans_of_slots(runner: Runner[Any]) -> list[tuple[int, int]]:
-    """Where the slots of a runner lie."""
+    """Return where the slots of a runner lie."""
     buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
     return [span(one.tensor) for held in buffers for one in held or () if one.nbytes]

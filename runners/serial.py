@@ -20,12 +20,12 @@ _NOT_FINITE: Final[Mapping[str, float]] = {"inf": math.inf, "-inf": -math.inf, "
 
 
 def to_data(record: Any) -> Any:
-    """A record as dicts, lists, text and numbers."""
+    """Write a record as dicts, lists, text and numbers."""
     return _CONVERTER.unstructure(record)
 
 
 def from_data(data: Any, kind: type[T]) -> T:
-    """A record of one kind from plain data.
+    """Read a record of one kind from plain data.
 
     ConfigError names each key that is unknown or missing and each value of the wrong type, with its place.
     """
@@ -38,7 +38,7 @@ def from_data(data: Any, kind: type[T]) -> T:
 
 
 def _expect(value: Any, kind: Any, expected: str = "") -> Any:
-    """A structure hook that takes a kind of value as it is and converts nothing."""
+    """Take a kind of value as it is, as a structure hook that converts nothing."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, str)):
         raise TypeError(f"expected {expected or kind.__name__}, got {value!r}")
     return value
@@ -51,7 +51,7 @@ def _number_from_data(value: Any, _: Any) -> Number:
 
 
 def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], tuple[Any, ...]]:
-    """A structure hook for tuples that refuses text, which Python would take for a sequence of letters."""
+    """Make a structure hook for tuples that refuses text, which Python would take for a sequence of letters."""
     inner = typing.get_args(kind)
 
     def hook(value: Any, _: Any) -> tuple[Any, ...]:
@@ -66,13 +66,13 @@ def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
 
 
 def _record_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """A structure hook for records that asks for keys and values."""
+    """Make a structure hook for records that asks for keys and values."""
     structure = converter.gen_structure_attrs_fromdict(kind)
     return lambda value, _: structure(_expect(value, Mapping, "keys and values"), kind)
 
 
 def _fault(error: BaseException, _: Any) -> str:
-    """One fault in words; the hooks above have said what was expected."""
+    """Put one fault in words; the hooks above say what was expected."""
     if isinstance(error, ForbiddenExtraKeysError):
         known = [field.name for field in attrs.fields(error.cl)]
         return "; ".join(f"unknown key {key!r}{did_you_mean(key, known)}" for key in sorted(error.extra_fields))

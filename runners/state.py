@@ -86,7 +86,7 @@ class Piece:
         return self.memory[self.index].nbytes
 
     def copy(self) -> torch.Tensor:
-        """What it holds now."""
+        """Return what it holds now."""
         self._check_size()
         return self.memory[self.index].clone()
 
@@ -104,20 +104,31 @@ class Piece:
             )
 
 
+def _free_on(backend: Backend, device: torch.device) -> int:
+    return (backend if backend.device.type == device.type else choose("cpu")).memory().free
+
+
 @attrs.frozen(eq=False)
 class State:
     """The memory outside of its slots that a step changes. Random numbers go with it.
 
-    taken: storages that the run took by which it was found, each with the operators that read or wrote it.
+    Attributes:
+        backend: The device of the step.
+        pieces: What it changes.
+        taken: Storages that the run took by which it was found, each with the operators that read or wrote it.
+        free: Reads how much memory of a device is free.
+        holder: Reaches the pieces, for names in errors.
     """
 
     backend: Backend
     pieces: tuple[Piece, ...] = ()
     taken: Taken = attrs.field(factory=dict)
+    free: Callable[[Backend, torch.device], int] = _free_on
+    holder: Callable[..., Any] | None = None
 
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
-        """A state that is known: these tensors, or parts of them, whatever else a step may change."""
+        """Make a state that is known: these tensors, or parts of them, whatever else a step may change."""
         pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}", given=True) for one in tensors if one.numel())
         return cls(backend, tuple(pieces))
 
@@ -157,7 +168,7 @@ class State:
                 for memory in [ordinary_alias(tensor)] if exact else _without(tensor, sorted(slots)):
                     piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
                     try:
-                        cls(backend, (*pieces, piece)).check_room(free=free, holder=holder)
+                        cls(backend, (*pieces, piece), {}, free, holder).check_room()
                     except CheckError as error:  # which the step may catch
                         refused.append(error)
                         raise
@@ -181,23 +192,17 @@ class State:
         taken = {key: {*self.taken.get(key, ()), *other.taken.get(key, ())} for key in {**self.taken, **other.taken}}
         return State(self.backend, pieces, taken)
 
-    def check_room(
-        self,
-        copies: int = 1,
-        free: Callable[[Backend, torch.device], int] | None = None,
-        holder: Callable[..., Any] | None = None,
-    ) -> None:
-        """Raise CheckError if so many copies at once would take more than a share of the memory that is free.
-
-        free: reads how much that is. holder: for names in errors.
-        """
+    def check_room(self, copies: int = 1) -> None:
+        """Raise CheckError if so many copies at once would take more than a share of the memory that is free."""
         for device in {piece.memory.device for piece in self.pieces}:
             nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
-            room = (free or _free_on)(self.backend, device)
+            room = self.free(self.backend, device)
             if copies * nbytes > SHARE * room:
                 them = "a copy" if copies == 1 else f"{copies} copies"
                 names = {
-                    one.untyped_storage().data_ptr(): f"{name}: " for name, _, one in reached(holder) if _address(one)
+                    one.untyped_storage().data_ptr(): f"{name}: "
+                    for name, _, one in reached(self.holder)
+                    if _address(one)
                 }
                 labels = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.label for one in self.pieces)
                 named = "; ".join(dict.fromkeys(labels))
@@ -208,22 +213,21 @@ class State:
                 )
 
     def copy(self) -> Copies:
-        """What it is now. Raises CheckError if someone has made its memory smaller."""
+        """Return what it is now. Raises CheckError if someone has made its memory smaller."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             return [piece.copy() for piece in self.pieces]
 
     def restore(self, copies: Copies) -> None:
         """Make it what it was. An interrupt comes once all is."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
+            pairs = list(zip(self.pieces, copies, strict=True))
             try:
-                self._put_back(copies)
+                for piece, before in pairs:
+                    piece.restore(before)
             except BaseException:
-                self._put_back(copies)
+                for piece, before in pairs:
+                    piece.restore(before)
                 raise
-
-    def _put_back(self, copies: Copies) -> None:
-        for piece, before in zip(self.pieces, copies, strict=True):
-            piece.restore(before)
 
     def apart(self, copies: Copies) -> Copies:
         """In which words, as long as any element, each piece is not what it was: some hundredths of a copy's memory."""
@@ -235,7 +239,7 @@ class State:
         return found
 
     def labels(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
-        """What messages call the pieces with such words. Words in `besides` do not count."""
+        """Return what messages call the pieces with such words. Words in `besides` do not count."""
         found = zip(self.pieces, apart, *besides, strict=True)
         return [piece.label for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
 
@@ -278,7 +282,7 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
 
 
 def _written_index(operator: str, args: Sequence[Any]) -> Index:
-    """The index of the elements that an operator writes. Empty if it may write all of its tensor."""
+    """Return the index of the elements that an operator writes. Empty if it may write all of its tensor."""
     if operator in {"aten::index_put_", "aten::_index_put_impl_"}:
         return tuple(slice(None) if one is None else one.clone() for one in args[1])
     if (
@@ -290,7 +294,7 @@ def _written_index(operator: str, args: Sequence[Any]) -> Index:
 
 
 def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
-    """A tensor's whole storage as bytes, without the parts that slots lie in."""
+    """Return a tensor's whole storage as bytes, without the parts that slots lie in."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     begin, pieces = whole.data_ptr(), []
     at, end = begin, begin + whole.numel()
@@ -300,10 +304,6 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
             at = high
     pieces.append(whole[min(at, end) - begin :])
     return [piece for piece in pieces if piece.numel()]
-
-
-def _free_on(backend: Backend, device: torch.device) -> int:
-    return (backend if backend.device.type == device.type else choose("cpu")).memory().free
 
 
 @contextlib.contextmanager
@@ -336,7 +336,10 @@ def _text(tensor: torch.Tensor) -> str:
 class Holding:
     """One tensor that a step reaches without its view, and the storage that it had, which is not kept alive.
 
-    name: what the step's author calls it. leads: the calls that lead to it. same: its identity and address.
+    Attributes:
+        name: What the step's author calls it.
+        leads: The calls that lead to it.
+        same: Its identity and address.
     """
 
     name: str
@@ -352,7 +355,7 @@ class Holding:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call] # torch's own
 
     def moved(self, step: Callable[..., Any] | None) -> torch.Tensor | None:
-        """The tensor that the step reaches in its place now, if that is elsewhere; None also where it reaches none."""
+        """Return the tensor that the step reaches in its place now, if that is elsewhere; None if it reaches none."""
         try:
             now = functools.reduce(lambda one, lead: lead(one), self.leads, step)
         except _LOST:
@@ -385,7 +388,7 @@ class Holdings:
                 self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 
     def changed(self) -> list[Change]:
-        """Tensors that are not where they were, of those that the step still reaches in the same way."""
+        """Find tensors that are not where they were, of those that the step still reaches in the same way."""
         pairs = ((one, one.moved(self._step)) for one in self.found.values())
         return [(one, now) for one, now in pairs if now is not None]
 
@@ -395,7 +398,7 @@ def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor lies; 0 for one without an address."""
+    """Return where a tensor lies; 0 for one without an address."""
     plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     return tensor.data_ptr() if plain and tensor.numel() else 0
 
@@ -403,7 +406,7 @@ def _address(tensor: torch.Tensor) -> int:
 def reached(
     holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = DEPTH
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
-    """The tensors that an object leads to, with their names and ways, but for what lies beyond `closed` or `depth`."""
+    """Find the tensors that an object leads to, with names and ways, but not beyond `closed` and `depth`."""
     seen, todo = set[int](), [(holder, "", Leads())]
     while todo and len(seen) < MOST:
         one, name, leads = todo.pop()
@@ -420,7 +423,7 @@ def reached(
 
 
 def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """What an object leads to: what its author calls that, and how it is reached."""
+    """Return what an object leads to: what its author calls that, and how it is reached."""
     if isinstance(one, types.FunctionType):
         for place, name in enumerate(one.__code__.co_freevars):
             yield f".{name}", functools.partial(lambda at, one: one.__closure__[at].cell_contents, place)

@@ -11,9 +11,12 @@ import torch
 class Drafts:
     """All that a draft came to: topk nodes of depth 1, then topk * topk candidates for each further step.
 
-    tokens [requests, nodes] int64. scores [requests, nodes] float32: the product of the probabilities on the way from
-    the root, never more than the parent's. parents [requests, nodes] int64: a node's parent, which comes before it; -1
-    where that is the root, the token that is known.
+    Attributes:
+        tokens: [requests, nodes] int64.
+        scores: [requests, nodes] float32. The product of the probabilities on the way from the root, never more than
+            the parent's.
+        parents: [requests, nodes] int64. A node's parent, which comes before it; -1 where that is the root, the
+            token that is known.
     """
 
     tokens: torch.Tensor
@@ -25,8 +28,11 @@ class Drafts:
 class Tree:
     """The nodes that are verified, a request's own known token first, each parent before its children.
 
-    tokens, depths [requests, nodes] int64: depth 0 is the root's. parents [requests, nodes] int64: places in the same
-    row; the root's is -1. mask [requests, nodes, nodes] bool: what each node may see of the tree, itself included.
+    Attributes:
+        tokens: [requests, nodes] int64.
+        parents: [requests, nodes] int64. Places in the same row; the root's is -1.
+        depths: [requests, nodes] int64. The root's is 0.
+        mask: [requests, nodes, nodes] bool. What each node may see of the tree, itself included.
     """
 
     tokens: torch.Tensor
@@ -35,7 +41,7 @@ class Tree:
     mask: torch.Tensor
 
     def positions(self, roots: torch.Tensor) -> torch.Tensor:
-        """Positions of all nodes, [requests, nodes], given the roots', [requests]."""
+        """Return positions of all nodes, [requests, nodes], given the roots', [requests]."""
         return self.depths + roots[:, None]
 
 
@@ -43,9 +49,12 @@ class Tree:
 class Accepted:
     """What the target made of a tree.
 
-    counts [requests] int64: drafted tokens that it would have chosen too. nodes, tokens [requests, steps + 1] int64:
-    the path from the root, and what the target chose after each of its nodes: the drafted tokens that are right, and
-    one more. Behind a path's end its last node and token come again, so that every number is one to index with.
+    Attributes:
+        counts: [requests] int64. Drafted tokens that it would have chosen too.
+        nodes: [requests, steps + 1] int64. The path from the root. Behind its end the last node comes again, so that
+            every number is one to index with.
+        tokens: [requests, steps + 1] int64. What the target chose after each of these nodes: the drafted tokens that
+            are right, and one more.
     """
 
     counts: torch.Tensor
@@ -57,9 +66,12 @@ class Accepted:
 class Frontier:
     """A tree while it grows: its levels so far, and the topk nodes of each request that the next step goes on from.
 
-    levels: tokens, scores and parents of each. tokens, scores, nodes [requests, topk]: of the nodes to go on from;
-    `nodes` are places among all. branches [requests, topk, steps so far]: which of each earlier step's nodes each comes
-    from.
+    Attributes:
+        levels: Tokens, scores and parents of each.
+        tokens: [requests, topk]. Of the nodes to go on from.
+        scores: [requests, topk]. Of the same.
+        nodes: [requests, topk]. Their places among all nodes.
+        branches: [requests, topk, steps so far]. Which of each earlier step's nodes each comes from.
     """
 
     levels: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
@@ -70,12 +82,12 @@ class Frontier:
 
     @classmethod
     def begin(cls, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
-        """The children of the roots, [requests, topk] probabilities and tokens."""
+        """Return the children of the roots, [requests, topk] probabilities and tokens."""
         scores, nodes = _sound(shares), _counting(tokens)
         return cls(((tokens, scores, torch.full_like(tokens, -1)),), tokens, scores, nodes, nodes[:, :, None][:, :, :0])
 
     def grow(self, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
-        """One level more: [requests, topk, topk] probabilities and tokens of these nodes' children.
+        """Add one level: [requests, topk, topk] probabilities and tokens of these nodes' children.
 
         The topk best of a request's candidates, by the product of probabilities, are what the next step goes on from.
         """
@@ -90,7 +102,7 @@ class Frontier:
         return Frontier(levels, words.gather(1, places), best, places + first, branches)
 
     def drafts(self) -> Drafts:
-        """All nodes so far."""
+        """Return all nodes so far."""
         tokens, scores, parents = (torch.cat(parts, dim=1) for parts in zip(*self.levels, strict=True))
         return Drafts(tokens, scores, parents)
 
@@ -101,7 +113,7 @@ def top_tokens(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
-    """The tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
+    """Return the tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
 
     A parent is never left out for its child: its score is at least as good, and of equal scores the earlier node wins.
     A score that is no number is the worst of all, as those of all nodes below it must be.
@@ -123,7 +135,7 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """What each node of a tree may see, [requests, nodes, nodes] bool: itself and all above it; -1 is a root's parent.
+    """Return what each node may see, [requests, nodes, nodes] bool: itself and all above it; -1 is a root's parent.
 
     Paths are doubled in each round, so that log2(nodes) rounds do for a tree of any depth.
     """
@@ -153,10 +165,10 @@ def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, s
 
 
 def _sound(shares: torch.Tensor) -> torch.Tensor:
-    """Probabilities between 0 and 1: what is more, or no number, could put a child before its parent."""
+    """Clamp probabilities to 0 and 1: what is more, or no number, could put a child before its parent."""
     return torch.nan_to_num(shares, nan=0.0).clamp(0.0, 1.0)
 
 
 def _counting(like: torch.Tensor) -> torch.Tensor:
-    """The places in each row, from 0, as int64."""
+    """Return the places in each row, from 0, as int64."""
     return torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)

@@ -60,7 +60,7 @@ class CheckReport:
         return not self.findings
 
     def of(self, check: str) -> tuple[Finding, ...]:
-        """What one check found."""
+        """Return what one check found."""
         return tuple(finding for finding in self.findings if finding.check == check)
 
     def raise_if_failed(self) -> None:
@@ -69,11 +69,11 @@ class CheckReport:
             raise CheckError(str(self))
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data, for JSON."""
         return {**attrs.asdict(self), "ok": self.ok}
 
     def __str__(self) -> str:
-        """A line for the whole, then one a finding and one a note."""
+        """Return a line for the whole, then one a finding and one a note."""
         count = f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
         total = ", ".join(f"{name} on {steps} steps" for name, steps in self.steps.items())
         lines = [*map(str, self.findings), *(f"note: {note}" for note in self.notes)]
@@ -159,7 +159,7 @@ def _chosen(runner: Runner[Any], only: Collection[str]) -> list[str]:
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
-    """Given batches, or some that fill each bucket, leave the longest tail, the shortest, and others."""
+    """Return the given batches, or draw some that fill each bucket, leave the longest tail, the shortest and others."""
     if batches is not None and not callable(batches):
         given = [functools.partial(_paired, one) for one in batches]
         if not given:
@@ -192,7 +192,7 @@ def batches_of(
 
 
 def _paired(made: Any) -> Sample:
-    """A batch, or a pair of a batch and its side arguments."""
+    """Take a batch, or a pair of a batch and its side arguments."""
     match made:
         case (batch, Mapping() as side) if isinstance(made, tuple):
             return Sample(batch, dict(side))
@@ -242,7 +242,7 @@ def _checked(
 
 
 def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: bool) -> list[Finding]:
-    """One check after the other, until the device answers no more; each names a slot, or an output, once."""
+    """Run one check after the other, until the device fails; each names a slot, or an output, once."""
     findings, slots = list[Finding](), [None, *subject.slots]
     every = [(name, make) for name in wanted for make in makers]  # of one bar, which shows the time left for all
     turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=progress)
@@ -269,5 +269,5 @@ def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: b
                 break
     finally:
         turns.close()
-        subject.graphs.buffers.distrust()
+        subject.buffers.distrust()
     return findings

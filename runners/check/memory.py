@@ -36,8 +36,8 @@ _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
 def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Slots whose buffer has moved, and other memory that has moved and that the step reads on one of the batches."""
-    for name in subject.graphs.buffers.moved():
+    """Find slots whose buffer has moved, and other memory that has moved and that the step reads on a batch."""
+    for name in subject.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
     faults = collections.defaultdict[str, list[str]](list)
@@ -56,7 +56,7 @@ def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
 
 
 def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
-    """Tensors that have moved and that the step reads, by their name."""
+    """Find tensors that have moved and that the step reads, by their name."""
     by_storage = {storage_key(now): holding for holding, now in changes}
     found: dict[str, Finding] = {}
 
@@ -142,7 +142,7 @@ def _unwritten(subject: Subject, one: Sample, number: int) -> Iterator[Finding]:
 
 
 def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
-    """The slots that operators of an eager run, and functions of computed slots, take. A view reads nothing."""
+    """Return the slots that operators of an eager run, and functions of computed slots, take. A view reads nothing."""
     slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
     read = {need for slot in slots.values() for need in slot.needs}
@@ -202,7 +202,7 @@ def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
 
 
 def _copied(subject: Subject, one: Sample) -> Sample:
-    """A batch that brings the same in memory of its own."""
+    """Make a batch that brings the same in memory of its own."""
     values = subject.sources(one)
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -215,7 +215,7 @@ def _copied(subject: Subject, one: Sample) -> Sample:
 
 
 def _steps(subject: Subject, batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
-    """What each step gives, and its slots: alone, or in flight, where sources are overwritten right after the call."""
+    """Run steps, alone or in flight, where sources are overwritten right after each call; return what each gives."""
     backend, runs = subject.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
         if flight and backend.device.type != "cpu":
@@ -236,10 +236,10 @@ def _steps(subject: Subject, batches: Sequence[Sample], *, flight: bool) -> list
 
 
 def _run(subject: Subject, one: Sample) -> tuple[Tensors, Tensors]:
-    """Copies of what a step gave, and of what it leaves in copied slots on the device."""
+    """Run a step, and copy what it gave and what it leaves in copied slots on the device."""
     sizes, held = subject.step_of(one).live_sizes, dict[str, torch.Tensor]()
     outputs = copies(subject.runner(one.batch, **one.side), "output")
     for name, source in subject.sources(one).items():
         if subject.slots[name].placement != HOST and source is not None:
-            held[f"slot {name!r}"] = subject.graphs.buffers[name].view(sizes).clone()
+            held[f"slot {name!r}"] = subject.buffers[name].view(sizes).clone()
     return outputs, held

@@ -81,8 +81,8 @@ def check_poison(subject: Subject, batches: Iterable[Sample]) -> Iterator[Findin
 
 
 def _unlike_oracle(subject: Subject, one: Sample, number: int) -> list[Finding]:
-    """Slots that a fill leaves otherwise, after a step on the same batch (it may write into tails) or over garbage."""
-    buffers, seed = subject.graphs.buffers, subject.seed + number
+    """Find slots that a fill leaves otherwise, after a step on the same batch (it may write tails) or over garbage."""
+    buffers, seed = subject.buffers, subject.seed + number
     with subject.state.kept():
         subject.runner(one.batch, **one.side)
     found = [*_compared(subject, one, None)]
@@ -100,7 +100,7 @@ def _unlike_oracle(subject: Subject, one: Sample, number: int) -> list[Finding]:
 
 
 def cloned(buffers: Buffers) -> Buffers:
-    """The same bytes in memory of their own."""
+    """Return the same bytes in memory of their own."""
     with outside_inference(), torch.no_grad():
         copied = {b.name: attrs.evolve(b, tensor=b.tensor.clone(), owner=None) for b in buffers}
     return Buffers(copied, buffers.capacity, SharedMemory())
@@ -108,7 +108,7 @@ def cloned(buffers: Buffers) -> Buffers:
 
 def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Finding]:
     """Fill, and compare with the oracle over the same bytes. seed: of garbage, over whose opposite it fills, too."""
-    declaration, buffers, step = subject.declaration, subject.graphs.buffers, subject.step_of(one)
+    declaration, buffers, step = subject.declaration, subject.buffers, subject.step_of(one)
     oracles = [cloned(buffers)]
     if seed is not None:
         oracles.append(cloned(buffers))
@@ -136,7 +136,7 @@ def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Findi
 
 
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
-    """What a slot's tail must bear: live rows' whole numbers, any floats. None if it must hold its rule's value."""
+    """Return what a slot's tail must bear: live rows' whole numbers, any floats; None for its rule's value alone."""
     rule, poison, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
     if isinstance(poison, tuple) and not unread:
@@ -159,12 +159,12 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
 
 
 def _poison_in(trial: Trial, name: str) -> Poison | None:
-    """What the tail of a filled slot may hold."""
+    """Return what the tail of a filled slot may hold."""
     return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.backend.capabilities)
 
 
 def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:
-    """What slots hold with poison in their tails, in all of an output, if that differs from what they hold without."""
+    """Make slots with poison in their tails, in all of an output, if that differs from what they hold without."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
         slot, tensor = trial.declared[name], filled.clone()
@@ -199,7 +199,7 @@ class Poisoning:
     usual: Tensors = NOTHING
 
     def findings(self) -> list[Finding]:
-        """What is wrong with the step. Nothing if its live rows depend on no tail."""
+        """Return what is wrong with the step. Nothing if its live rows depend on no tail."""
         usual = self.trial.run(self._live)
         if isinstance(usual, Exception):
             return [Finding(POISON, None, f"the step raised {error_text(usual)} on a batch that was filled as ever")]
@@ -213,7 +213,7 @@ class Poisoning:
         return []
 
     def _rounds(self) -> Iterator[Tensors]:
-        """What to poison at once: all slots, twice; last, one by one, indices out of tables: they may stop a device."""
+        """Yield what to poison at once: all slots, twice; last, one by one, indices, which may stop a device."""
         generator = torch.Generator().manual_seed(self.seed)
         first, second = (other_tails(self.trial, turn, generator, self.spared) for turn in (0, 1))
         yield first
@@ -226,7 +226,7 @@ class Poisoning:
         yield from (_of(second, [name]) for name in apart)
 
     def _live(self, outputs: Any) -> Tensors:
-        """The live rows of outputs. Their sizes tell whether they were handed out with padded ones."""
+        """Return the live rows of outputs. Their sizes tell whether they were handed out with padded ones."""
         found, step, runner = copies(outputs, "output"), self.trial.step, self.trial.runner
         for name, tensor in found.items() if runner.graphs is not None and not runner.cuts else ():
             for axis in (BATCH, TOKENS):  # the last one that fits counts
@@ -235,7 +235,7 @@ class Poisoning:
         return found
 
     def drawn(self) -> list[Finding]:
-        """Random numbers that the step draws, if other ones change a live row."""
+        """Find random numbers that the step draws, if other ones change a live row."""
         trial, effect = self.trial, self._try(NOTHING, self.trial.redrawn)
         operators = operators_of(trial, torch.Tag.nondeterministic_seeded, drawing=True)
         for times in range(2, DRAWS if trial.together.any(operators) else 0):  # a mask of few rows may come twice
@@ -251,7 +251,7 @@ class Poisoning:
         return [Finding(POISON, None, message)]
 
     def _try(self, poison: Tensors, by: Callable[[], Any] | None = None) -> tuple[str, bool] | None:
-        """What poison changes on this rank, else on another one; whether on this one. None, on all, if nothing."""
+        """Return what poison changes on this rank, else on another, and whether on this one; None on all if nothing."""
         found, change = self.trial.run(self._live, poison, by), ""
         if isinstance(found, Exception):
             change = f"the step raised {error_text(found)}"
@@ -264,7 +264,7 @@ class Poisoning:
         return f"on rank {first[0]} {first[1]}", False
 
     def _blamed(self, poison: Tensors, change: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
-        """The slots that make a difference alone, else the fewest together; those of this rank."""
+        """Return the slots that make a difference alone, else the fewest together; those of this rank."""
         found, together = list[Finding](), self.trial.together
         names = [name for name in self.trial.declared if together.any(name in poison)]
         if not names:
@@ -296,7 +296,7 @@ class Poisoning:
         return [Finding(POISON, None, message)] if _of(poison, names) else []
 
     def _place(self, name: str, now: torch.Tensor) -> str:
-        """What the tail of a slot held, and what to do."""
+        """Return what the tail of a slot held, and what to do."""
         slot, before = self.trial.declared[name], self.trial.filled[name]
         rule, place = slot.rule(), f"the tail of slot {name!r}"
         if isinstance(slot, Output):
@@ -314,7 +314,7 @@ class Poisoning:
 
 
 def operators_of(trial: Trial, tag: torch.Tag, *, drawing: bool = False) -> list[str]:
-    """The operators of a step that have one of torch's tags, each with the line that calls it.
+    """Return the operators of a step that have one of torch's tags, each with the line that calls it.
 
     drawing: only those that draw random numbers, as attention with a dropout of 0 does not.
     """
@@ -358,7 +358,7 @@ def check_parity(subject: Subject, batches: Iterable[Sample]) -> Iterator[Findin
 
 
 def apart_from_step(subject: Subject, one: Sample) -> Finding | None:
-    """What the graph of a batch does otherwise than the step, padded or not."""
+    """Return what the graph of a batch does otherwise than the step, padded or not."""
     runner = subject.runner
     if runner.stage.declaration.ranks is not None:
         subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
@@ -395,13 +395,13 @@ def apart_from_step(subject: Subject, one: Sample) -> Finding | None:
 
 
 def redraws(trial: Trial, outputs: Leaves, by: Callable[[], Any] | None = None) -> bool:
-    """Whether a replay, or another run, gives other outputs with other random numbers."""
+    """Return whether a replay, or another run, gives other outputs with other random numbers."""
     other = trial.run(lambda made: seen(trial.view, made).outputs, by=lambda: trial.redrawn(by))
     return not isinstance(other, Exception) and any(mismatches(outputs, other, USUAL, step=trial.step))
 
 
 def parity_fault(trial: Trial) -> Finding | None:
-    """What a graph does otherwise than its step, compared within usual tolerances if it does not do the same twice."""
+    """Find what a graph does otherwise than its step, within usual tolerances if that does not do the same twice."""
     state, together = trial.state, trial.together
     eager = trial.run(lambda outputs: (seen(trial.view, outputs).outputs, state.copy()), by=trial.eagerly)
     if trial.raised or isinstance(eager, Exception):
@@ -445,7 +445,7 @@ def parity_fault(trial: Trial) -> Finding | None:
 
 
 def _bearable_tails(trial: Trial, turn: int) -> Tensors:
-    """Slots with other values that tails may hold: padded rows write one reserved row, and any may come last."""
+    """Make slots with other values that tails may hold: padded rows write one reserved row, and any comes last."""
     spared = set[str]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]
@@ -456,7 +456,7 @@ def _bearable_tails(trial: Trial, turn: int) -> Tensors:
 
 
 def _raised(found: object) -> Finding | None:
-    """A finding on a rank on which the step raised."""
+    """Return a finding on a rank on which the step raised."""
     if not isinstance(found, Exception):
         return None
     return Finding(PARITY, None, f"the step raised {error_text(found)} where its graph is replayed")

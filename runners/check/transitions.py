@@ -38,8 +38,8 @@ def check_transition(subject: Subject, batches: Iterable[Sample]) -> Iterator[Fi
 
 
 def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
-    """What is wrong with rules on one batch, or with what carries them out."""
-    runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.graphs.buffers, subject.step_of(one)
+    """Return what is wrong with rules on one batch, or with what carries them out."""
+    runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.buffers, subject.step_of(one)
     declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
     right, when = cloned(buffers), "on initial values, as captures run it"
     written = {name for name, slot in subject.slots.items() if slot.rewritten or isinstance(slot, Output)}
@@ -80,7 +80,7 @@ def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
 
 
 def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
-    """The rows of some requests, in slots that have rows of requests."""
+    """Return the rows of some requests, in slots that have rows of requests."""
     found = dict(rows)
     for name, tensor in rows.items():
         place = rows_of_requests(subject.slots[name], step.padded_sizes)
@@ -94,17 +94,17 @@ def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[
 def _leave_stale_rows(subject: Subject, step: Step) -> None:
     """Have copied slots hold live rows wherever a fill does not write, as after a fuller batch."""
     for name in subject.declaration.sources:
-        slot, tensor = subject.slots[name], subject.graphs.buffers[name].tensor
+        slot, tensor = subject.slots[name], subject.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
             live = slot.shape[dim].at(step.live_sizes)
             if live:
                 tensor.copy_(tensor.index_select(dim, torch.arange(tensor.shape[dim], device=tensor.device) % live))
-    subject.graphs.buffers.distrust()
+    subject.buffers.distrust()
 
 
 def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Finding]:
-    """Rules whose live rows depend on the bucket, or on padded rows of which no rule says what they hold."""
-    runner, stage, held = subject.runner, subject.runner.stage, cloned(subject.graphs.buffers)
+    """Find rules whose live rows depend on the bucket, or on padded rows of which no rule says what they hold."""
+    runner, stage, held = subject.runner, subject.runner.stage, cloned(subject.buffers)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **runner.sizes[max(runner.sizes)]})
     on_host, extreme, negative = _on_host(held), _on_host(held), _on_host(held)
@@ -120,7 +120,7 @@ def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Fin
                 live.copy_(-live.abs() - 1)
 
     def advanced(buffers: Buffers, sizes: Step) -> Tensors | None:
-        """The live rows that rules make, or None where one cannot be run on such values."""
+        """Return the live rows that rules make, or None where one cannot be run on such values."""
         try:
             rows = advance_slot_by_slot(stage.declaration, cloned(buffers), stage.backend.capabilities, sizes)
         except SlotGraphError:
@@ -144,7 +144,7 @@ def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Fin
 
 
 def _on_host(buffers: Buffers) -> Buffers:
-    """The same bytes in host memory, where a value that is no index raises and stops no device."""
+    """Return the same bytes in host memory, where a value that is no index raises and stops no device."""
     found = cloned(buffers)
     with outside_inference():
         for buffer in found:

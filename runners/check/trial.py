@@ -30,17 +30,17 @@ class Together:
     ranks: Coordinator
 
     def any(self, one: object) -> bool:
-        """Whether it is so on some rank."""
+        """Return whether it is so on some rank."""
         return bool(self.first("yes" if one else ""))
 
     def first(self, text: str, number: int = 0) -> tuple[int, str, int] | None:
-        """The first rank that has something to say, what, and its number. None if none has."""
+        """Return the first rank that has something to say, what, and its number. None if none has."""
         texts = self.ranks.gather("a look at a step, of a check or a debug mode", text, number)
         return next(((rank, *one) for rank, one in enumerate(texts) if one[0]), None)
 
     @contextlib.contextmanager
     def raising(self, what: str) -> Iterator[None]:
-        """A block that all ranks run. An error of one of them is raised on it, and on the others as RankError."""
+        """Run a block on all ranks. An error of one of them is raised on it, and on the others as RankError."""
         raised: Exception | None = None
         try:
             yield
@@ -54,7 +54,7 @@ class Together:
 
 
 def error_text(error: BaseException) -> str:
-    """What a step raised, in a line."""
+    """Return what a step raised, in a line."""
     if isinstance(error, ReplayError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().splitlines()
@@ -63,7 +63,7 @@ def error_text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def unwatched(watch: Watch) -> Iterator[None]:
-    """A block whose steps no watcher sees."""
+    """Run a block whose steps no watcher sees."""
     watchers, watch.watchers = watch.watchers, ()
     try:
         yield
@@ -191,6 +191,7 @@ class Subject:
         signed: Slots that may hold any number below 0, too.
         notes: What was left out, and why.
         slots: The slots of its declaration.
+        buffers: Their memory, as its graphs read it.
         together: Its ranks.
     """
 
@@ -207,20 +208,21 @@ class Subject:
     def __attrs_post_init__(self) -> None:
         """Have at hand what checks ask for most."""
         self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
-        self.slots, self.together = self.declaration.slots, Together(self.runner.coordinator)
+        self.slots, self.buffers = self.declaration.slots, self.graphs.buffers
+        self.together = Together(self.runner.coordinator)
 
     def sources(self, one: Sample) -> dict[str, Any]:
-        """What a batch brings for slots."""
+        """Return what a batch brings for slots."""
         return {name: source.read(one.batch, one.side) for name, source in self.declaration.sources.items()}
 
     def step_of(self, one: Sample) -> Step:
-        """The sizes of a batch in the bucket that takes it: only batches that a graph takes are checked."""
+        """Return the sizes of a batch in the bucket that takes it: only batches that a graph takes are checked."""
         runner = self.runner
         bucket = runner.decide(one.batch, **one.side).bucket or 0
         return self.declaration.step(runner.size(one.batch, one.side)[:-1], runner.sizes[bucket])
 
     def fill(self, one: Sample) -> Any:
-        """The view of a fill."""
+        """Return the view of a fill."""
         view = self.runner.fill(one.batch, **one.side)
         self.produce(view)
         return view
@@ -230,6 +232,6 @@ class Subject:
         return Trial(self.runner, self.fill(one), self.state, one)
 
     def is_filled(self, name: str) -> bool:
-        """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
+        """Return whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
         late = self.declaration.side(name) == DEVICE and self.runner.is_whole
         return not (late or isinstance(self.slots[name], Output))

@@ -89,7 +89,7 @@ def check_weights(subject: Subject, batches: Iterable[Sample]) -> Iterator[Findi
 
 
 def weights_of(runner: Runner[Any]) -> list[Piece]:
-    """The tensors that a step reaches without its view, each once, but for slots and for other runners."""
+    """Return the tensors that a step reaches without its view, each once, but for slots and for other runners."""
     step, found, slots = runner.stage.step, dict[object, Piece](), spans_of_slots(runner)
     for name, leads, tensor in reached(step, (*CLOSED, Runner)):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -105,7 +105,7 @@ def weights_of(runner: Runner[Any]) -> list[Piece]:
 
 
 def _owned(weights: Sequence[Piece]) -> Iterator[bool]:
-    """For each, whether its memory can be written and is this process's alone: it may be that of a file."""
+    """Say for each whether its memory can be written and is this process's alone: it may be that of a file."""
     maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
         place, modes, *_ = line.split()
@@ -122,7 +122,7 @@ def _owned(weights: Sequence[Piece]) -> Iterator[bool]:
 
 
 def _written(subject: Subject, held: Sequence[Piece]) -> State:
-    """What the step changes and nobody gave as its state: tensors that it holds, else memory without a name."""
+    """Return what the step changes and nobody gave as its state: tensors that it holds, else memory without a name."""
     pieces = dict[int, Piece]()
     for piece in subject.state.pieces:
         place = [span(piece.memory)]
@@ -151,7 +151,7 @@ def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> N
 
 
 def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
-    """Weights that the step changes, and other tensors that it changes and goes on from."""
+    """Find weights that the step changes, and other tensors that it changes and goes on from."""
     guilty, loose = list[Piece](), list[Piece]()
     for piece, change in zip(written.pieces, changes, strict=True):
         if piece.kind == "parameter" and change.first:
@@ -179,7 +179,7 @@ def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied
 
 
 def _reaches_outputs(trial: Trial, loose: State) -> bool:
-    """Whether a step gives other outputs on what an earlier one left in some tensors."""
+    """Return whether a step gives other outputs on what an earlier one left in some tensors."""
     first = trial.run(lambda made: (loose.copy(), seen(trial.view, made).outputs))
     if trial.raised or isinstance(first, Exception):
         return False
@@ -195,7 +195,7 @@ def _reaches_outputs(trial: Trial, loose: State) -> bool:
 
 
 def _taken_at_capture(subject: Subject, trial: Trial, captured: Captured, steady: Sequence[Piece]) -> Iterator[Finding]:
-    """Weights that operators took in the first run of the step alone, which has kept what it made of them."""
+    """Find weights that operators took in the first run of the step alone, which has kept what it made of them."""
     if not subject.runner.is_whole:  # around a stack a step may go another way on each batch
         return
     traffic = Traffic()
@@ -220,7 +220,7 @@ def _taken_at_capture(subject: Subject, trial: Trial, captured: Captured, steady
 
 
 def _frozen(subject: Subject, trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
-    """The weight of which a graph keeps something, other than its memory, while the step sees each change."""
+    """Return the weight of which a graph keeps something, other than its memory, while the step sees each change."""
     together, parts, found = subject.together, [list(steady)], None
     if together.any(parity_fault(trial)):  # without a change, which is for parity to find
         return

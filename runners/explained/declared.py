@@ -44,12 +44,21 @@ class AxisSize:
 class SlotFacts:
     """One slot in words and numbers.
 
-    shape: the declared sizes. dtype: on this backend; `role` is its declared name where the backend decides.
-    tail, source, value: the rule, where a copy comes from, and what a constant holds, as one writes them.
-    limit: the largest value that host data may hold. parameter: the operator's argument that takes the value at each
-    replay.
-    function, needs, runs_on: of a computed slot. then: what it advances to in the next step of `steps()`.
-    padded: the size of its view, nbytes: its bytes, copied: bytes that the live rows' copy moves; None without sizes.
+    Attributes:
+        shape: The declared sizes.
+        dtype: On this backend; `role` is its declared name where the backend decides.
+        tail: The rule, as one writes it.
+        source: Where a copy comes from, as one writes it.
+        value: What a constant holds.
+        limit: The largest value that host data may hold.
+        parameter: The operator's argument that takes the value at each replay.
+        function: The name of a computed slot's function.
+        needs: What it takes.
+        runs_on: Where it runs.
+        then: What it advances to in the next step of `steps()`.
+        padded: The size of its view; None without sizes.
+        nbytes: Its bytes; None without sizes.
+        copied: Bytes that the live rows' copy moves; None without sizes.
     """
 
     name: str
@@ -78,8 +87,11 @@ class SlotFacts:
 class Explanation(Shown):
     """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
 
-    fields: names that are not slots, carried from the batch. disabled: slots that the settings switched off.
-    nbytes: bytes of all slots at their padded sizes. copied: bytes that one step copies.
+    Attributes:
+        fields: Names that are not slots, carried from the batch.
+        disabled: Slots that the settings switched off.
+        nbytes: Bytes of all slots at their padded sizes.
+        copied: Bytes that one step copies.
     """
 
     declaration: str
@@ -106,7 +118,7 @@ class Explanation(Shown):
             yield Table(f"plan for {', '.join(axes)}", text=text)
 
     def slot_table(self) -> Table:
-        """All slots, what else there is, and what is not known."""
+        """Return all slots, what else there is, and what is not known."""
         remarks = {
             "carried from the batch as they are": self.fields,
             "switched off by the settings": self.disabled,
@@ -222,12 +234,12 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
 
 
 def _named(value: object | Callable[..., object]) -> str:
-    """A function's name, a role's, or the value itself."""
+    """Return a function's name, a role's, or the value itself."""
     return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or value)
 
 
 def mermaid(explanation: Explanation) -> str:
-    """What follows from what, as text for mermaid in a Markdown block; the same for equal explanations.
+    """Return what follows from what, as text for mermaid in a Markdown block; the same for equal explanations.
 
     One arrow leads from all of the view into the step, since a declaration does not say which slots the step reads.
     """
@@ -258,6 +270,6 @@ def mermaid(explanation: Explanation) -> str:
 
 
 def _quoted(*lines: str) -> str:
-    """Lines of text that mermaid takes as they stand: entities begin with its own sign."""
+    """Quote lines of text for mermaid, whose entities begin with a sign of its own."""
     safe = (html.escape(line.replace("#", "#35;"), quote=False).replace('"', "&quot;") for line in lines)
     return f'"{"<br/>".join(line.replace("&", "#") for line in safe)}"'

@@ -31,10 +31,13 @@ Phase = Literal["fill", "kernel", "replay", "outputs"]
 class FillStep:
     """One thing that a step does.
 
-    kind: what it does. "step" runs the step without a graph. calls: into torch, the driver or a function. 0 if it rides
-    in another call, such as the graph's. nbytes: of the slots that it moves if every row is live. None if that depends
-    on the batch. inside: whether the graph does it. maybe: whether most steps leave it out. slots: what it writes, or
-    takes up.
+    Attributes:
+        kind: What it does. "step" runs the step without a graph.
+        calls: Into torch, the driver or a function. 0 if it rides in another call, such as the graph's.
+        nbytes: Of the slots that it moves if every row is live. None if that depends on the batch.
+        inside: Whether the graph does it.
+        maybe: Whether most steps leave it out.
+        slots: What it writes, or takes up.
     """
 
     kind: Kind
@@ -66,7 +69,11 @@ class Fill:
 class GraphFacts:
     """The graph of a bucket for one pattern of absent slots.
 
-    why: why there is none. Empty if there is one. parts: graphs that it is launched as. nbytes, outputs: bytes.
+    Attributes:
+        why: Why there is none. Empty if there is one.
+        parts: Graphs that it is launched as.
+        nbytes: Bytes of the graph.
+        outputs: Bytes of its outputs.
     """
 
     absent: tuple[str, ...]
@@ -87,7 +94,11 @@ class BucketFacts:
 
 @attrs.frozen
 class Allocation:
-    """One piece of memory that slots lie in, and its bytes. adopted: whether it was handed in by `bind=`."""
+    """One piece of memory that slots lie in, and its bytes.
+
+    Attributes:
+        adopted: Whether it was handed in by `bind=`.
+    """
 
     name: str
     nbytes: int
@@ -98,9 +109,12 @@ class Allocation:
 class SlotPlace:
     """Where a slot lies: its allocation, the offset there, and its bytes.
 
-    shape: at full capacity. since, until: the phases of a step between which its value counts. lasting: why its bytes
-    must hold between steps, too. None if they need not. shares: slots of other runners that have some of its bytes,
-    as "runner.slot".
+    Attributes:
+        shape: At full capacity.
+        since: The first phase of a step in which its value counts.
+        until: The last one.
+        lasting: Why its bytes must hold between steps, too. None if they need not.
+        shares: Slots of other runners that have some of its bytes, as "runner.slot".
     """
 
     slot: str
@@ -127,8 +141,9 @@ class MemoryFacts:
 class RankFacts(RanksRecord):
     """The ranks that run each step together.
 
-    on: where they exchange before a step, "host" or a device's kind. None if they do not. agreed: what all did in the
-    last step.
+    Attributes:
+        on: Where they exchange before a step, "host" or a device's kind. None if they do not.
+        agreed: What all did in the last step.
     """
 
     on: str | None
@@ -139,11 +154,17 @@ class RankFacts(RanksRecord):
 class RunnerExplanation(Shown):
     """A runner as data.
 
-    kind: its class. path: what batches that fit take. lowering: how its fills are run. configuration: what
-    `RunnerConfig.of` reads back. declaration: explained for the largest bucket, or the present capacity. eager: how
-    steps without a graph are filled. None before the first. statistics: the runner's `stats()`, with text for keys.
-    pool: the layout of the memory that it shares with other runners, and member: its name there, if it shares any.
-    ranks: None if there are none.
+    Attributes:
+        kind: Its class.
+        path: What batches that fit take.
+        lowering: How its fills are run.
+        configuration: What `RunnerConfig.of` reads back.
+        declaration: Explained for the largest bucket, or the present capacity.
+        eager: How steps without a graph are filled. None before the first.
+        statistics: The runner's `stats()`, with text for keys.
+        member: Its name among the runners that share memory with it, if any do.
+        pool: The layout of that memory.
+        ranks: None if there are none.
     """
 
     kind: str
@@ -209,7 +230,7 @@ class RunnerExplanation(Shown):
         yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
 
     def pictures(self) -> str:
-        """What a step does, and where slots lie over its phases."""
+        """Return what a step does, and where slots lie over its phases."""
         early = "<p>Nothing is drawn before the first batch.</p>"
         return f"""<h2>What a step does</h2>
 <p>A box for each step, in the plan's order, as wide as it has calls. A pale one has none of its own in most steps. \
@@ -221,7 +242,7 @@ its bytes are only held.</p>{drawn_memory(self) or early}
 
 
 def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
-    """Figures of the steps so far, the memory and the capture, each with what it is of, or why it is not known."""
+    """Sum up the steps so far, the memory and the capture, each with what it is of, or why it is not known."""
     memory, capture, paths = counts["memory"], counts["capture"], counts["steps"]
     live, padded = (sum(one[rows] for one in counts["buckets"].values()) for rows in ("live", "padded"))
     steps, reasons = sum(paths.values()), {why: one["steps"] for why, one in counts["eager"].items()}
@@ -240,7 +261,7 @@ def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def drawn_fills(one: RunnerExplanation) -> str:
-    """A row for all buckets that do the same, with a box for each step, as wide as its calls."""
+    """Draw a row for all buckets that do the same, with a box for each step, as wide as its calls."""
     shown = list[str]()
     for name, fill in one.fills:
         calls = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
@@ -256,7 +277,7 @@ def drawn_fills(one: RunnerExplanation) -> str:
 
 
 def drawn_memory(one: RunnerExplanation) -> str:
-    """Offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
+    """Draw offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
     phases, shown = one.memory.phases, list[str]()
     kinds = {slot.name: safe(slot.kind) for slot in one.declaration.slots}
     number, held = '<td class="number">', '<td class="held"></td>'
@@ -279,7 +300,7 @@ def drawn_memory(one: RunnerExplanation) -> str:
 
 
 def explain(runner: Runner[Any]) -> RunnerExplanation:
-    """What a runner declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
+    """Explain what a runner declares, plans, captured, holds in memory and has decided, as data, tables and pictures.
 
     Nothing is run or captured. The memory of a pool that is not laid out yet is laid out now.
     `runner.decide(batch)` says what it would do with a batch.
@@ -323,7 +344,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
 
 
 def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
-    """A bucket's fill, and its graph for each pattern, or why there is none."""
+    """Describe a bucket's fill, and its graph for each pattern, or why there is none."""
     if not runner.config.graphs:
         why = "graphs are switched off, by graphs=False"
     elif runner.report is None:
@@ -344,7 +365,7 @@ def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
 
 
 def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill:  # noqa: C901 - one kind of step after the other
-    """A plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
+    """List a plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
     named, steps, declaration = dict(plan.sizes), list[FillStep](), stage.declaration
     sizes = {axis: named[axis.name] for axis in declaration.axes}
     is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel
@@ -402,7 +423,7 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
 
 
 def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
-    """Where slots lie. plan: of a bucket, which tells when they are written."""
+    """Return where slots lie. plan: of a bucket, which tells when they are written."""
     phase, buffers = runner.phase, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     kept, shares = frozenset[str](), dict[str, tuple[str, ...]]()
     if phase is not None and phase.layout is not None:
@@ -444,7 +465,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
 
 
 def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
-    """The first and the last phase in which the value of a slot counts that need not last between steps."""
+    """Return the first and the last phase in which the value of a slot counts that need not last between steps."""
     slot, name = buffer.slot, buffer.name
     if isinstance(slot, Output):
         return "replay", "outputs"

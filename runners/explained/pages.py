@@ -87,7 +87,9 @@ STYLE: Final = """<style>
 class Table:
     """Rows of the same columns under a title, and text below them, such as a plan.
 
-    why: the text where there are no rows. drawn: whether a page draws bars for the numbers of each row, too.
+    Attributes:
+        why: The text where there are no rows.
+        drawn: Whether a page draws bars for the numbers of each row, too.
     """
 
     title: str
@@ -108,7 +110,7 @@ class Table:
         return printable(f"{self.text or ('' if self.rows else self.why)}")
 
     def lines(self, width: int, style: Callable[[str], str] = str) -> str:
-        """The table in text. It folds sentences, not words. What is too wide comes below, by the first column again.
+        """Write the table as text. It folds sentences, not words. What is too wide comes below, by the first column.
 
         style: of the title.
         """
@@ -124,7 +126,7 @@ class Table:
         return "\n".join(shown).rstrip() + "\n"
 
     def html(self, heading: str = "h3") -> str:
-        """The table for a page. Where that is narrow, rows of many columns are names and values behind one another."""
+        """Write the table for a page. Where that is narrow, rows of many columns are lists of names and values."""
         columns = self.columns
         kinds = [f'{"number" if _is_number(one) else "text"} data-of="{escape(one[0])}"' for one in columns]
         rows = "".join(
@@ -136,7 +138,7 @@ class Table:
         return f"<section><{heading}>{safe(self.title)}</{heading}>{table}</section>"
 
     def bars(self) -> Iterator[str]:
-        """A box for each row, with a bar for each time, as long as its share of the second longest."""
+        """Yield a box for each row, with a bar for each time, as long as its share of the second longest."""
         for row in self.rows:
             (what, of), *others = row.items()
             times = {name: value for name, value in others if isinstance(value, float)}
@@ -149,18 +151,18 @@ class Table:
 
 
 def _is_number(column: Sequence[str]) -> bool:
-    """Whether a column has numbers, and nothing but these."""
+    """Return whether a column has numbers, and nothing but these."""
     return bool(re.fullmatch(r"[-\d,.]*\d[-\d,.]*", "".join(column[1:])))
 
 
 def _width(columns: Sequence[Sequence[str]], most: int) -> int:
-    """What columns take beside one another if sentences are folded to so many columns of a terminal, and no word is."""
+    """Measure columns side by side, if sentences are folded to so many columns of a terminal, and no word is."""
     each = (max(*map(len, " ".join(cells).split()), min(most, max(map(len, cells)))) for cells in columns)
     return sum(wide + _GAP for wide in each) - _GAP
 
 
 def _side_by_side(columns: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """Lines of columns, of which the longest sentences are folded until all fit."""
+    """Yield lines of columns, of which the longest sentences are folded until all fit."""
     most = next((most for most in range(width, _SENTENCE, -1) if _width(columns, most) <= width), _SENTENCE)
     widths = [min(_width([one], most), width) for one in columns]
     sides = [">" if _is_number(one) else "<" for one in columns]
@@ -179,24 +181,24 @@ class Shown(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> Iterator[Table]:
-        """All tables. The first comes on top of a page: each value is a figure, and behind a colon what it is of."""
+        """Yield all tables. The first tops a page: each value is a figure, and behind a colon what it is of."""
 
     def pictures(self) -> str:
         """Pictures in HTML."""
         return ""
 
     def __repr__(self) -> str:
-        """One line."""
+        """Return one line."""
         top = next(self.tables())
         figures = ", ".join(f"{row['what']} {row['value'].partition(':')[0]}" for row in top.rows)
         return f"<explanation of {printable(top.title)}: {figures}>"
 
     def __str__(self) -> str:
-        """The tables in 80 columns."""
+        """Return the tables in 80 columns."""
         return "\n".join(table.lines(_SCREEN) for table in self.tables())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return what a notebook shows."""
         top, *others = self.tables()
         figures = "".join(
             f"<div><dt>{row['what']}</dt><dd><b>{safe(row['value']).replace(':', '</b>', 1)}</dd></div>"
@@ -218,22 +220,22 @@ class Page(Shown):
     found: Sequence[Table]
 
     def tables(self) -> Iterator[Table]:
-        """All tables."""
+        """Return all tables."""
         return iter(self.found)
 
 
 def rows_of(records: Sequence[Any], **first: Any) -> list[Row]:
-    """A row for each record, with a column for each field. first: columns before them."""
+    """Make a row for each record, with a column for each field. first: columns before them."""
     return [{**first, **attrs.asdict(one, recurse=False)} for one in records]
 
 
 def printable(text: str) -> str:
-    """Text without what would command a terminal, or is not allowed in a page."""
+    """Escape what would command a terminal, or is not allowed in a page."""
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
 def cell(value: Any) -> str:
-    """The text of a cell: text, numbers, names, or names with values."""
+    """Return the text of a cell: text, numbers, names, or names with values."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
@@ -247,17 +249,17 @@ def cell(value: Any) -> str:
 
 
 def pairs(found: Row) -> list[Row]:
-    """A row for each name and its value."""
+    """Make a row for each name and its value."""
     return [{"what": name, "value": value} for name, value in found.items()]
 
 
 def safe(text: object) -> str:
-    """What is printable of a text, for a page."""
+    """Return what is printable of a text, for a page."""
     return escape(printable(f"{text}"))
 
 
 def html(explanation: Shown) -> str:
-    """The page, light or dark as its reader prefers. It loads nothing, and opens offline."""
+    """Return the page, light or dark as its reader prefers. It loads nothing, and opens offline."""
     return f"""<!doctype html>
 <html lang="en">
 <head>

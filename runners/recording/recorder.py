@@ -165,7 +165,7 @@ class Recording(Watcher):
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
     def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
-        """Copies of values, in the stream's order, and behind them a flag that tells that the device has made them."""
+        """Copy values, in the stream's order, and behind them a flag that shows when the device has made them."""
         device, flag = self._backend.device, None
         values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
         try:

@@ -57,7 +57,7 @@ class Value:
 
     @classmethod
     def of(cls, name: str, source: Any, device: torch.device) -> "Value":
-        """What a source is, for a recording on a device. A tensor is not copied yet. Never raises."""
+        """Return what a source is, for a recording on a device. A tensor is not copied yet. Never raises."""
         try:
             if isinstance(source, torch.Tensor):
                 is_plain = source.layout == torch.strided and not source.is_meta
@@ -87,7 +87,7 @@ class Value:
             self.data, self.elements, self.why = "", None, why
 
     def __str__(self) -> str:
-        """What it is, in a word or two."""
+        """Return what it is, in a word or two."""
         if self.kind == "other":
             return self.why
         what = "plain data" if self.kind == "plain" else f"{self.dtype} {[*self.shape]}, {self.kind}"
@@ -119,7 +119,7 @@ class RanksRecord:
         return cls(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards, **more)
 
     def __str__(self) -> str:
-        """The ranks in a sentence."""
+        """Return the ranks in a sentence."""
         shards = f", {self.shards} shards" if self.shards > 1 else ""
         return f"rank {self.rank} of {self.size}{shards}{', known to get the same batches' if self.equal else ''}"
 
@@ -143,11 +143,11 @@ class StepRecord:
     alone: str = ""  # what this rank would have done by itself then
 
     def values(self) -> Iterator[tuple[str, Value]]:
-        """All values, each with the name of its elements in the file."""
+        """Return all values, each with the name of its elements in the file."""
         return ((f"{self.number}.{part}.{one.name}", one) for part in _PARTS for one in getattr(self, part) or ())
 
     def missing(self) -> list[str]:
-        """The inputs that the file does not have, a line each. Without them the step cannot run."""
+        """Return the inputs that the file does not have, a line each. Without them the step cannot run."""
         return [f"slot {one.name!r}: {one.why}" for one in (*self.slots, *self.staged) if one.why]
 
 
@@ -155,8 +155,9 @@ class StepRecord:
 class RunnerRecord:
     """The runner that was recorded.
 
-    needed: what a runner must have alike to run its steps: sizes, copied slots and ranks, in text. facts: what else is
-    worth a note where it differs.
+    Attributes:
+        needed: What a runner must have alike to run its steps: sizes, copied slots and ranks, in text.
+        facts: What else is worth a note where it differs.
     """
 
     needed: dict[str, str]
@@ -165,7 +166,7 @@ class RunnerRecord:
 
     @classmethod
     def of(cls, runner: Runner[Any]) -> "RunnerRecord":
-        """A runner as it is now."""
+        """Describe a runner as it is now."""
         stage, declaration, graphs = runner.stage, runner.stage.declaration, runner.graphs
         facts = {
             "kind": runner.name,
@@ -227,7 +228,7 @@ class RecordedFile:
 
     @classmethod
     def _of(cls, opened: Any) -> "RecordedFile":
-        """What an open file says. ValueError, or an error of a library, says what is wrong."""
+        """Return what an open file says. ValueError, or an error of a library, says what is wrong."""
         text = (opened.metadata() or {}).get(_KEY, "")
         need(text, "it has no steps of slotgraph")
         data = json_data(text)
@@ -278,7 +279,7 @@ class RecordedFile:
             raise RecordingError(f"{path.name} cannot be written: {why}") from error
 
     def only(self, number: int | None = None) -> tuple[StepRecord, ...]:
-        """All steps, or the one of a number. RecordingError if there is none."""
+        """Return all steps, or the one of a number. RecordingError if there is none."""
         found = tuple(step for step in self.steps if number in (None, step.number))
         if not found:
             known = ", ".join(str(step.number) for step in self.steps) or "none"
@@ -293,7 +294,7 @@ def need(holds: object, fault: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What this process runs on."""
+    """Return what this process runs on."""
     try:
         own = importlib.metadata.version("slotgraph")
     except importlib.metadata.PackageNotFoundError:  # copied into another package
@@ -303,7 +304,7 @@ def versions() -> dict[str, str]:
 
 
 def plain_to_text(value: Any) -> str:
-    """Plain data as JSON. TypeError, ValueError or RecursionError for what is none, too large or too deep."""
+    """Write plain data as JSON. TypeError, ValueError or RecursionError for what is none, too large or too deep."""
     text = json.dumps(value, default=_number)
     need(len(text) <= MOST, f"more than {MOST:,} letters of text")
     return text
@@ -316,7 +317,7 @@ def _number(value: Any) -> Any:
 
 
 def plain_from_text(text: str) -> Any:
-    """What `plain_to_text` was given. RecordingError if it is not JSON."""
+    """Return what `plain_to_text` was given. RecordingError if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,5 +1,6 @@
 """Replaying: recorded steps run again, by the graph and eagerly, and the first places where their results differ."""
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +85,11 @@ class Replayed:
 
 @attrs.frozen(kw_only=True)
 class ReplayReport:
-    """The results of a file's steps. notes: where the runner differs from the recorded one."""
+    """The results of a file's steps.
+
+    Attributes:
+        notes: Where the runner differs from the recorded one.
+    """
 
     file: str
     runner: str
@@ -115,19 +120,19 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
 
 
 def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """What a runner has otherwise than the recorded one, a line each."""
+    """Return what a runner has otherwise than the recorded one, a line each."""
     names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     return [f"{one}: the file has {theirs.get(one) or 'none'}, the runner {ours.get(one) or 'none'}" for one in names]
 
 
 def batch_of(step: StepRecord, stage: Stage[Any]) -> Sample:
-    """A recorded step's batch, in memory of its own. RecordingError if the file says what cannot be; as `rebuilt`."""
+    """Make a recorded step's batch, in memory of its own. RecordingError if its values cannot be made; as `rebuilt`."""
     slots, fields = ({one.name: _value_of(one, stage) for one in part} for part in (step.slots, step.fields))
     return rebuilt(stage.declaration, slots, fields)
 
 
 def _value_of(value: Value, stage: Stage[Any]) -> Any:
-    """What the batch brought. A tensor that was on the device goes to the stage's."""
+    """Return what the batch brought. A tensor that was on the device goes to the stage's."""
     if value.kind == "plain":
         return plain_from_text(value.data)
     if value.elements is None:
@@ -176,18 +181,8 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 
 def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
-    """What its graph does otherwise than the step, and what it returns otherwise than recorded. Raises as the step."""
-    found, slots = list[str](), runner.stage.declaration.slots
-
-    def produce(view: Inputs) -> None:
-        """Write the recorded contents of staged slots, as producers did."""
-        for one in step.staged:
-            known = slots.get(one.name)
-            place = None if known is None else live_part(known, vars(view)[one.name], info_of(view).step)
-            if place is None or one.elements is None or place.shape != one.elements.shape:
-                raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
-            with torch.no_grad():
-                place.copy_(one.elements)
+    """Find what its graph does otherwise than the step, or returns otherwise than recorded. It raises as the step."""
+    found, produce = list[str](), functools.partial(_produce, step)
 
     def filled() -> Any:
         one = batch_of(step, runner.stage)  # each time anew: a step may write what it is given
@@ -219,8 +214,20 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
     return found
 
 
+def _produce(step: StepRecord, view: Inputs) -> None:
+    """Write the recorded contents of staged slots into a view, as producers did."""
+    info = info_of(view)
+    for one in step.staged:
+        slot = info.declaration.slots.get(one.name)
+        place = None if slot is None else live_part(slot, vars(view)[one.name], info.step)
+        if place is None or one.elements is None or place.shape != one.elements.shape:
+            raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
+        with torch.no_grad():
+            place.copy_(one.elements)
+
+
 def tables_of(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
-    """What a file holds and its last step, one step, or steps that were run again."""
+    """Return what a file holds and its last step, one step, or steps that were run again."""
     if isinstance(found, StepRecord):
         yield _shown_step(found, "" if found.raised is None else found.raised.traceback)
     elif isinstance(found, ReplayReport):
@@ -259,7 +266,7 @@ def _decided(step: StepRecord | Replayed) -> dict[str, Any]:
 
 
 def _shown_step(step: StepRecord, place: str) -> Table:
-    """One step: what the batch brought. place: where it raised."""
+    """Show one step: what the batch brought. place: where it raised."""
     rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
     lines = list(step.notes)
     if step.messages:

@@ -29,7 +29,7 @@ V = TypeVar("V", bound=Inputs)
 
 
 def current_view(inputs: type[V]) -> V:
-    """The view of the step that runs now, for code that is not handed it: an attention operator, a break's body.
+    """Return the view of the step that runs now, for code that is not handed it: an attention operator, a break's body.
 
     Slots over tokens have the bucket's rows, those over requests as many as the batch has.
 
@@ -68,7 +68,7 @@ def graph_break(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
-    """The same under a name of its own."""
+    """Return the same under a name of its own."""
 
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         step = running()
@@ -108,7 +108,7 @@ class Alias:
         return cls(nearest, None if part == whole else part)
 
     def is_kept(self, result: Any, argument: torch.Tensor) -> bool:
-        """Whether a later result lies in the same part of the argument."""
+        """Return whether a later result lies in the same part of the argument."""
         part = self.part or _part_of(argument, argument)
         return isinstance(result, torch.Tensor) and _part_of(result, argument) == part
 
@@ -118,7 +118,7 @@ def _part_of(part: torch.Tensor, whole: torch.Tensor) -> tuple[Any, ...]:
 
 
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are parts of one allocation."""
+    """Return whether two tensors are parts of one allocation."""
     is_plain = one.layout is other.layout is torch.strided and not (one.is_nested or other.is_nested)
     return is_plain and storage_key(one) == storage_key(other)
 

@@ -192,7 +192,7 @@ class Splitter:
             inner = getattr(error, "inner_exception", error)  # what the tracer makes of a refusal by `cut`
             if isinstance(inner, CaptureError):
                 raise inner from None
-            raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
+            raise CaptureError(f"the step could not be traced whole: {_reason(error)}") from error
         finally:
             _TRACED.reset(token)
         if not traced:
@@ -218,7 +218,7 @@ class Splitter:
 
 @functools.cache
 def _cutter(names: frozenset[str]) -> Callable[..., Any]:
-    """A backend for torch.compile, which cuts what it traced. torch keeps each for good, so that it holds no step."""
+    """Make a backend for torch.compile, which cuts what it traced. torch keeps each for good: it holds no step."""
 
     def cut(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         seen = set[str]()
@@ -244,8 +244,8 @@ def _cutter(names: frozenset[str]) -> Callable[..., Any]:
     return cut
 
 
-def _told(error: BaseException) -> str:
-    """What the tracer could not follow, where, and what to do about it if that is known."""
+def _reason(error: BaseException) -> str:
+    """Return what the tracer could not follow, where, and what to do about it if that is known."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:

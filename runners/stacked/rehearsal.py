@@ -153,11 +153,11 @@ class Rehearsal:
         return run_under(self._functions, lambda: run_under(self._operators, run))
 
     @property
-    def part(self) -> str:
-        """What runs now: the "step" around the stack, a "graph" or a "break" of it; "" if nobody looks."""
+    def part(self) -> str | None:
+        """What runs now: the "step" around the stack, a "graph" or a "break" of it; None if nobody looks."""
         step = running()
         if self._is_paused or step is None:
-            return ""
+            return None
         if step.shown is None:
             return "step"
         return "graph" if step.inside is None else "break"
@@ -214,7 +214,7 @@ class Rehearsal:
         return places
 
     def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """The tensor itself: no later graph uses its memory."""
+        """Return the tensor itself: no later graph uses its memory."""
         return tensor
 
     def _check_given(self, what: str, leaf: Any) -> None:
@@ -267,7 +267,7 @@ class Rehearsal:
 
     def note_made(self, given: Sequence[torch.Tensor], result: Any) -> None:
         """Note who has made what a function of torch returned."""
-        known = {"step": self._anew, "graph": self._stored}.get(self.part)
+        known = {"step": self._anew, "graph": self._stored}.get(self.part or "")
         if known is None:
             return
         for tensor in tensors_in(result):
@@ -369,20 +369,20 @@ class _Functions(TorchFunctionMode):
 
 
 def operator_name(target: Any) -> str:
-    """An operator's name, "namespace::operator"; of a function in Python its own."""
+    """Return an operator's name, "namespace::operator"; of a function in Python its own."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):  # noqa: SLF001 - no public names
         return "::".join(str(target).split(".")[:2])
     return str(getattr(target, "_qualname", getattr(target, "__name__", target)))  # the first of a custom operator
 
 
 def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) -> Iterator[T]:
-    """What lies where one of these tensors does."""
+    """Return what lies where one of these tensors does."""
     for start, stop in [span(tensor) for tensor in tensors if tensor.numel()] if known else ():
         yield from (what for low, high, what in known if low < stop and start < high)
 
 
 def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    """A tensor, or the tensors that an object leads to."""
+    """Find the tensors that an object leads to, a tensor itself included."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [] if isinstance(value, (*VALUES, *_CLOSED)) else [one for *_, one in reached(value, _CLOSED, _DEPTH)]

@@ -32,7 +32,7 @@ class Stack:
     name: str = ""
 
     def code(self, stage: Stage[Any]) -> Callable[..., Any]:
-        """What is captured."""
+        """Return what is captured."""
         return stage.step if self.module is None else self.module.forward
 
     def run(self, stage: Stage[Any], view: Any, answer: Callable[..., Any]) -> Any:
@@ -51,7 +51,7 @@ class Stack:
                 own["forward"] = before
 
     def wrong_calls(self, times: int) -> str:
-        """What is wrong with a step that does not call it once."""
+        """Return what is wrong with a step that does not call it once."""
         return f"the step called the stack, {self.name}, {times} times"
 
 
@@ -136,11 +136,11 @@ class StackCall:
         self._live = {key: source for key, source in self.sources.items() if key not in moved}
 
     def arguments(self) -> Any:
-        """The arguments of the capture."""
+        """Return the arguments of the capture."""
         return pytree.tree_unflatten(self.leaves, self._structure)
 
     def at_capture(self, recording: Interrupts | None = None) -> Running:
-        """The step of the capture."""
+        """Return the step of the capture."""
         arguments = [self.own if leaf is self.view else leaf for leaf in self.leaves]
         return Running(self.own, "capture", arguments, self._live, recording, self.view)
 
@@ -197,7 +197,7 @@ class StackCall:
                 raise ReplayError(shared_arguments(one, other))
 
     def named(self, outputs: Any) -> Any:
-        """The outputs, with a name in the place of what is the step's own: arguments, the view, and parts of them."""
+        """Put a name in the place of outputs that are the step's own: arguments, the view, and parts of them."""
         self.hands_out = False
 
         def name(leaf: Any) -> Any:
@@ -215,7 +215,7 @@ class StackCall:
         return pytree.tree_map(name_within, outputs, is_leaf=lambda one: id(one) in self.sources)
 
     def _part(self, output: torch.Tensor) -> Source | None:
-        """The source of an output that lies in a tensor argument's memory; None for any other output."""
+        """Return the source of an output that lies in a tensor argument's memory; None for any other output."""
         for place, kept in enumerate(self.leaves):
             if isinstance(kept, torch.Tensor) and place not in self.inside and share_storage(kept, output):
                 if output.dtype != kept.dtype:
@@ -238,12 +238,12 @@ class Own:
 
 
 def hand_out(outputs: Any, step: Running) -> Any:
-    """The outputs of a replay, with the step's own in the place of names."""
+    """Return the outputs of a replay, with the step's own in the place of names."""
     return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
 
 
 def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:
-    """The same part of each step's argument."""
+    """Return the same part of each step's argument."""
     size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
 
     def part(step: Running) -> torch.Tensor:
@@ -259,7 +259,7 @@ def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors have a byte in common."""
+    """Return whether two tensors have a byte in common."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not overlaps(one, [span(other)]):
         return False
     low = min(one.data_ptr(), other.data_ptr())
@@ -274,7 +274,7 @@ def share_memory(one: Any, other: Any) -> bool:
 
 
 def shared_arguments(one: int, other: int) -> str:
-    """Why two arguments of a stack may not share memory."""
+    """Return why two arguments of a stack may not share memory."""
     return (
         f"arguments {one} and {other} of the stack share memory, and it writes one of them: graphs read copies, so "
         "that what is written through one would not be seen through the other; hand over one of them, or a clone"
@@ -289,7 +289,7 @@ def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
 
 
 def other_object(place: int, kept: Any) -> str:
-    """Why a graph does not go with an argument that is made anew in each step."""
+    """Return why a graph does not go with an argument that is made anew in each step."""
     return (
         f"argument {place} of the stack, of type {type(kept).__name__}, is another one than at capture, and graphs "
         "read the memory of that: hand over its tensors as arguments of their own, or read it in a break"
@@ -297,7 +297,7 @@ def other_object(place: int, kept: Any) -> str:
 
 
 def slots_of(view: Inputs) -> dict[int, str]:
-    """Names of a view's slots, by the identity of its tensors."""
+    """Name a view's slots, by the identity of its tensors."""
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 

@@ -61,7 +61,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     *,
     grouped: bool = False,
 ) -> ByHand:
-    """A fill as engines write it: a tail reset and a copy a slot. grouped: copies by foreach, grouped in each step."""
+    """Make a fill as engines write it: a tail reset and a copy a slot. grouped: copies by foreach, in each step."""
     plans, reads_host = dict[Live, _Plan](), not backend.capabilities.packed_uploads
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
@@ -128,7 +128,7 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, buffers: Bu
 
 
 def _box(*ranges: slice) -> Box:
-    """An index: a single slice is not a tuple, which takes longer."""
+    """Make an index; a single slice stays one, since a tuple takes longer."""
     return ranges[0] if len(ranges) == 1 else ranges
 
 
@@ -193,7 +193,7 @@ class Figures:
 
     @classmethod
     def of(cls, samples: Mapping[str, Sequence[float]], rounds: int, base: str) -> "Figures":
-        """Figures of all steps' times, as many a round; ratios are to the way named `base`."""
+        """Sum up all steps' times, as many a round; ratios are to the way named `base`."""
         medians = {name: np.median(np.reshape(times, (rounds, -1)), axis=1) for name, times in samples.items()}
         ratios = {name: float(np.median(one / medians[base])) for name, one in medians.items() if name != base}
         return cls({name: Spread.of(times) for name, times in samples.items()}, ratios)
@@ -202,7 +202,7 @@ class Figures:
 def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[LoweringName]
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
-    """The fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
+    """Return the fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
     declaration, backend, padded, rows = ground.declaration, ground.backend, ground.most, ground.live(live)
     had = backend.capabilities.lowerings
     timed = lowerings or [one for one in had if one not in _UNTIMED] or had

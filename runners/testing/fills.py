@@ -41,7 +41,7 @@ class Turn:
     sample: Sample
 
     def __repr__(self) -> str:
-        """Sizes and patterns on one line, without the numbers."""
+        """Return sizes and patterns on one line, without the numbers."""
         sizes = ", ".join(f"{axis}={self.live[axis]}/{self.padded[axis]}" for axis in sorted(self.padded))
         names_of = {"absent": self.absent, "as_lists": self.as_lists}
         return f"Turn({sizes}{''.join(f', {key}={sorted(names)}' for key, names in names_of.items() if names)})"
@@ -57,7 +57,7 @@ def batches(
     relations: Relations = NO_RELATIONS,
     least: int = 1,
 ) -> st.SearchStrategy[Sample]:
-    """Batches of a declaration, `sample.batch` and `sample.side`, which come without any of the optional slots.
+    """Draw batches of a declaration, `sample.batch` and `sample.side`, which come without any of the optional slots.
 
     Sizes and absent slots are Hypothesis's, and so is the seed of the values.
 
@@ -85,13 +85,13 @@ def batches(
 
 
 def _sizes(ground: Ground, least: int, most: Sizes) -> st.SearchStrategy[Sizes]:
-    """Sizes of every axis, those that lead drawn up to `most`."""
+    """Draw sizes of every axis, those that lead up to `most`."""
     leads = {axis: st.integers(min(least, most[axis]), most[axis]) for axis in ground.leads}
     return st.fixed_dictionaries(leads).map(ground.sizes)
 
 
 def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
-    """Sets of optional slots that a batch comes without; slots of one source go together."""
+    """Draw sets of optional slots that a batch comes without; slots of one source go together."""
     declaration = ground.declaration
     paths = {name: path_of(declaration, name) for name in declaration.sources}
     required = {path for name, path in paths.items() if not declaration.slots[name].optional}
@@ -177,7 +177,7 @@ def assert_fill_equals_oracle(
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Random numbers over a small range, zeros as rare as any other; of a dtype without signs, none below zero."""
+    """Draw numbers over a small range, zeros as rare as any other; of a dtype without signs, none below zero."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, device="cpu", generator=generator).bool()
     low = -_SPREAD if dtype.is_signed else 0

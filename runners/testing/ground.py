@@ -29,7 +29,7 @@ Slots = Mapping[str, torch.Tensor | None]
 
 
 def no_step(view: Any) -> NoReturn:
-    """The step of a declaration that is only filled."""
+    """Refuse to run: the declaration is only filled."""
     raise RuntimeError(f"nothing runs on a {type(view).__name__} here")
 
 
@@ -83,15 +83,15 @@ class Ground:
         return self.stage.backend
 
     def sizes(self, leads: Sizes) -> Sizes:
-        """The sizes of all axes, given those that lead."""
+        """Return the sizes of all axes, given those that lead."""
         return _followed({**self.stage.sizes, **leads}, self.stage.relations)
 
     def live(self, sizes: Sizes) -> Live:
-        """Sizes as a fill takes them: one for each varying axis."""
+        """Return sizes as a fill takes them: one for each varying axis."""
         return tuple(sizes[axis] for axis in self.declaration.varying)
 
     def sample(self, live: Sizes, seed: int, absent: Collection[str], values: Values) -> Sample:
-        """A batch of given sizes, without some optional slots."""
+        """Draw a batch of given sizes, without some optional slots."""
         given = self.declaration, self.backend.capabilities, live, torch.Generator().manual_seed(seed)
         return sample_batch(*given, absent=absent, values=values, device=self.backend.device)
 
@@ -102,12 +102,12 @@ class Ground:
 
 
 def lowered(ground: Ground, lowering: LoweringName, seed: int = 0) -> Layer[Any]:
-    """Fills by one lowering, over buffers of their own that begin with random bytes."""
+    """Make fills by one lowering, over buffers of their own that begin with random bytes."""
     return Layer(ground.stage, spoilt(ground, seed), ground.most, lowering, waits=False)
 
 
 def spoilt(ground: Ground, seed: int) -> Buffers:
-    """Buffers with random bytes wherever no rule promises others."""
+    """Allocate buffers with random bytes wherever no rule promises others."""
     buffers = ground.stage.allocate(ground.most)
     spoil(buffers, ground.most, seed)
     buffers.distrust()
@@ -124,7 +124,7 @@ def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) 
 
 
 def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:
-    """What a step does to slots that it may write: anything, over every padded row."""
+    """Do what a step does to slots that it may write: put anything in every padded row."""
     for buffer in buffers:
         if buffer.slot.rewritten or isinstance(buffer.slot, Output):
             view = buffer.view(padded)
@@ -132,7 +132,7 @@ def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> Non
 
 
 def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Sizes) -> Iterator[str]:
-    """What is wrong with a fill, one sentence a slot."""
+    """Return what is wrong with a fill, one sentence a slot."""
     for name, expected in right.items():
         got = mine[name]
         if got is None or expected is None:
@@ -148,7 +148,7 @@ def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
 
 
 def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
-    """Slots of which rows were written that no rule lets a fill write: kept tails, constants, other buckets' rows."""
+    """Find slots with rows written that no rule lets a fill write: kept tails, constants, other buckets' rows."""
     for buffer in mine:
         if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
             where = first_unequal(buffer.tensor, right[buffer.name].tensor)
@@ -161,5 +161,5 @@ def _row(where: tuple[int, ...]) -> str:
 
 
 def _followed(sizes: Sizes, relations: Relations) -> Sizes:
-    """Sizes with those of the axes that follow from others."""
+    """Add the sizes of axes that follow from others."""
     return {**sizes, **{axis: size.at(sizes) for axis, size in relations.items()}}

@@ -43,7 +43,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
-        """The spread of samples, at least one."""
+        """Return the spread of samples, at least one."""
         return cls(*map(float, np.percentile(samples, (50, 10, 90))))
 
 
@@ -68,11 +68,11 @@ class Run:
     _turns: Iterator[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Batches go on from round to round, rather than begin anew."""
+        """Have batches go on from round to round, rather than begin anew."""
         self._turns = itertools.cycle(self.batches)
 
     def once(self, steps: int, wait: Callable[[], None]) -> None:
-        """One round. The step before it, untimed, leaves tails as the round's last step does."""
+        """Run one round. The step before it, untimed, leaves tails as the round's last step does."""
         way, turns, before, note, clock = self.way, self._turns, self.before, self.host.append, time.perf_counter_ns
         with self.around():
             for number in range(steps):
@@ -96,7 +96,7 @@ class Run:
                 self.way(next(self._turns))
 
     def as_data(self) -> dict[str, float | None]:
-        """Microseconds a step on host and device, as plain data. None on the device if that was not measured."""
+        """Return microseconds a step on host and device, as plain data. None on the device if that was not measured."""
         found: dict[str, float | None] = {}
         for where, times in (("host", self.host), ("gpu", self.device)):
             spread = attrs.astuple(Spread.of(times)) if times else (None, None, None)
@@ -144,7 +144,7 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
 
 
 def occupier(backend: Backend) -> Occupy:
-    """What keeps a device busy while the host queues steps behind it: matrix products, whose time is measured here."""
+    """Make what keeps a device busy while the host queues steps: matrix products, whose time is measured first."""
     matrix, result = (torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=backend.device) for _ in range(2))
 
     def multiply(times: int) -> None:
@@ -162,7 +162,7 @@ def occupier(backend: Backend) -> Occupy:
 
 
 def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
-    """Microseconds a step behind other work: more of it, and fewer steps, while the device gets there first."""
+    """Time steps behind other work, in microseconds: more of it, and fewer steps, while the device gets there first."""
     host = statistics.median(run.host)
     for attempt in range(run.attempt, _ATTEMPTS):
         steps = max(4, QUEUED >> attempt)
