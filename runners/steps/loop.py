@@ -40,7 +40,7 @@ class LaunchedStep:
 
     def __init__(self, loop: "StepLoop[Any]", number: int, keys: Keys, outputs: Any) -> None:
         self.number = number
-        self.keys = keys
+        self.keys: tuple[Any, ...] = keys
         self._loop = loop
         self._outputs = outputs
 
@@ -183,20 +183,10 @@ class StepLoop(Generic[V]):
         self._ended: dict[Hashable, list[range]] = {}  # by key, lives that ended with rows that still count
         self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
         self._in_flight: dict[int, tuple[Event, Copies]] = {}
-        self._growths = {name: self._growth_of(name) for name in needs}
+        self._growths = {name: chain.growth_of(name) for name in needs}
         self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
         for name in self._growths:
             self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
-
-    def _growth_of(self, slot: str) -> int:
-        """Return what a slot of one number a request grows by in each step. ConfigError for any other slot."""
-        growth = self._chain.growth_of(slot)
-        if growth is None:
-            raise ConfigError(
-                f"needs names {slot!r}: name slots of one number a request that advance by a number, as "
-                "then=lambda seq_lens: seq_lens + 1 does"
-            )
-        return growth
 
     def _note_values(self, slot: str, keys: Iterable[Hashable], source: Any) -> None:
         """Keep what a slot holds in the next step for some requests. A tensor may be on the device: it is read late."""

@@ -183,6 +183,18 @@ def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
     assert len(seen["a"]) == 11
 
 
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_batch_that_joins_with_too_little_is_refused(cpu: str, lowering: str) -> None:
+    """Also where an edit has brought the very slots that the batch has."""
+    steps = counting(cpu, lowering=lowering).steps(batch(1), keys=["a"])
+    step = next(steps)
+    step.edit(["a"], tag=torch.tensor([5]))
+    step = next(steps)
+    with pytest.raises(BatchError, match=r"slot 'ids': .* is missing"):
+        step.join({"tag": torch.tensor([7])}, ["b"])
+    assert next(steps).keys == ("a",)
+
+
 def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leave of no one is no news."""
     sent = list[object]()
