@@ -180,7 +180,7 @@ class StepLoop(Generic[V]):
         self._hold_next = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # by key of each request that is not to leave, its first step
-        self._ended: dict[Hashable, list[range]] = {}  # by key, lives that ended with rows that still count
+        self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps in which their rows still count
         self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
         self._in_flight: dict[int, tuple[Event, Copies]] = {}
         self._growths = {name: chain.growth_of(name) for name in needs}
@@ -217,7 +217,7 @@ class StepLoop(Generic[V]):
                         counts[f"held: {held}" if held else "ahead"] += 1
                     step = waiting.popleft()
                     if self._ended:
-                        self._forget_lives()
+                        self._forget_ended()
                     yield step
         finally:  # a kernel may still write there
             self._has_ended = True
@@ -289,22 +289,12 @@ class StepLoop(Generic[V]):
         """Choose the rows of a step that still count: of live requests, and of others until their known end."""
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
-        rows = list[int]()
-        for row, key in enumerate(keys):
-            if self._since.get(key, self.launched) <= number or any(
-                number in life for life in self._ended.get(key, ())
-            ):
-                rows.append(row)
-        return rows
+        ended, launched = {key for key, steps in self._ended if number in steps}, self.launched
+        return [row for row, key in enumerate(keys) if key in ended or self._since.get(key, launched) <= number]
 
-    def _forget_lives(self) -> None:
-        """Forget lives of which no step can be read any more: their last one is overwritten."""
-        lives = dict[Hashable, list[range]]()
-        for key, ended in self._ended.items():
-            readable = [life for life in ended if not self._is_overwritten(life.stop - 1)]
-            if readable:
-                lives[key] = readable
-        self._ended = lives
+    def _forget_ended(self) -> None:
+        """Forget requests that left before any step that can still be read."""
+        self._ended = [(key, steps) for key, steps in self._ended if not self._is_overwritten(steps.stop - 1)]
 
     def leave(self, keys: SomeKeys, *, now: bool) -> None:
         """See `LaunchedStep.leave`."""
@@ -312,7 +302,7 @@ class StepLoop(Generic[V]):
         for key in gone:
             since = self._since.pop(key)
             if not now:
-                self._ended.setdefault(key, []).append(range(since, self.launched))
+                self._ended.append((key, range(since, self.launched)))
         self._chain.leave(gone)
 
     def join(self, batch: Any, keys: SomeKeys) -> None:
