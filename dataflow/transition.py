@@ -124,9 +124,10 @@ class Transition:
         self._apart = [] if lanes is None else [name for name in self.sources if name not in lanes]
         self._written: dict[str, torch.Tensor] = {}
         with outside_inference():
-            for name in names.intersection(written):
-                like = buffers[name].tensor
-                self._written[name] = torch.full((), written[name], dtype=like.dtype, device=like.device)
+            for name, value in written.items():
+                if name in names:
+                    like = buffers[name].tensor
+                    self._written[name] = torch.full((), value, dtype=like.dtype, device=like.device)
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
         device = next((buffers[name].tensor.device for name in self.sources), torch.device("cpu"))

@@ -498,7 +498,7 @@ def rules_see_what_a_step_left(old: Any, self: Any, *given: Any) -> None:
 
 
 @fault(
-    AHEAD, loop.StepLoop, "_forget_lives", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count"
+    AHEAD, loop.StepLoop, "_forget_ended", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count"
 )
 def last_tokens_are_lost(old: Any, self: Any) -> None:
     """Forget requests that have left: one that leaves with now=False loses its last token."""
