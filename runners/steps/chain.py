@@ -143,7 +143,7 @@ class Chain(Generic[V]):
             if name not in declaration.sources or name in self._absent:
                 near = did_you_mean(name, declaration.sources.keys() - self._absent)
                 raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
-        if any(limit.name in slots for limit in runner.limits):
+        if runner.limits and any(limit.name in slots for limit in runner.limits):
             sample = rebuilt(declaration, slots, {})
             runner.check_limits(sample.batch, sample.side, slots)
         given = keys, tuple(map(slots.get, declaration.sources)), slots

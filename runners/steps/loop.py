@@ -348,11 +348,12 @@ class StepLoop(Generic[V]):
     def _live_keys(self, keys: SomeKeys, call: str) -> Keys:
         """Return keys of live requests. BatchError where one is none, or comes twice. call: as of `keys_in`."""
         found = keys_in(keys, call)
-        if len({*found}) != len(found):
+        different = {*found}
+        if len(different) != len(found):
             raise BatchError("one request is named twice: name each once")
-        for key in found:
-            if key not in self._since:
-                one = found in self._since
-                instead = f"a key is one object: {call.format([found])}" if one else "it has left, or never joined"
-                raise BatchError(f"there is no request {key!r}: {instead}")
+        if not self._since.keys() >= different:
+            key = next(key for key in found if key not in self._since)
+            one = found in self._since
+            instead = f"a key is one object: {call.format([found])}" if one else "it has left, or never joined"
+            raise BatchError(f"there is no request {key!r}: {instead}")
         return found

@@ -285,7 +285,7 @@ def _late_tails() -> CheckReport:
 
 def _rules_over_the_largest_bucket() -> CheckReport:
     """Rules that are run over all rows of the largest bucket, in the step of an edit."""
-    made: Any = HostWork.of
+    made: Callable[..., HostWork] = HostWork.of
     runner = runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph")
 
     def whole(bucket: Any, live: Any, sides: Any, lanes: Any, carried: Any) -> HostWork:
