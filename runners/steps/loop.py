@@ -327,17 +327,16 @@ class StepLoop(Generic[V]):
         """See `LaunchedStep.needs`."""
         if slot not in [*self._growths]:  # it may be anything
             raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
-        known, lists, found = self._values[slot], dict[int, list[Any]](), dict[Hashable, int]()
-        self._values[slot] = {}
+        growth, lists, kept = self._growths[slot], dict[int, list[Any]](), dict[Hashable, tuple[int, Any, int]]()
         for key in self._since:
-            step, values, row = known[key]
+            step, values, row = self._values[slot][key]
             if isinstance(values, torch.Tensor):
                 if id(values) not in lists:
                     lists[id(values)] = values.tolist()
                 values = lists[id(values)]
-            self._values[slot][key] = step, values, row
-            found[key] = int(values[row]) + self._growths[slot] * (self.launched - step)
-        return found
+            kept[key] = step, values, row
+        self._values[slot] = kept
+        return {key: int(values[row]) + growth * (self.launched - step) for key, (step, values, row) in kept.items()}
 
     def hold(self, why: str) -> None:
         """See `LaunchedStep.hold`."""
