@@ -15,7 +15,6 @@ from .axes import BATCH, TOKENS, Live
 from .errors import BatchError, ConfigError
 from .fill.bound import BoundPlan
 from .fill.bucket import Bucket
-from .fill.reach import reach_of
 from .fill.writers import Taken
 from .guard import below_modes
 from .packet import EDIT, WORD, head_bytes
@@ -114,8 +113,6 @@ class RowBucket:
         self.declaration, self.buffers = bucket.declaration, bucket.buffers
         slots, sizes = self.declaration.slots, bucket.sizes
         self._each = [sizes[axis] // sizes[BATCH] for axis in self.declaration.varying]
-        fixed = {axis: size for axis, size in sizes.items() if axis.fixed}
-        self._counted = [reach_of(size, self.declaration.varying, fixed) for size in self.declaration.counted]
         self._lanes_at = head_bytes(0, len(self.declaration.counted))
         kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
         self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in bucket.absent}
@@ -191,7 +188,7 @@ class RowBucket:
         """Send an edit's packet.
 
         Args:
-            counts: Live counts after the edit, see `counts_of`.
+            counts: Live counts after the edit, see `Declaration.counts`.
             before: Those of the step before, whose rows the kernel advances first; zeros to advance nothing.
             moves: Rows that move, and where to.
             write: The rows that are written.
@@ -260,11 +257,6 @@ class RowBucket:
     def live_of(self, requests: int) -> Live:
         """Give the live rows on each varying axis."""
         return tuple([requests * each for each in self._each])
-
-    def counts_of(self, requests: int) -> Sequence[int]:
-        """Give a packet's live counts for so many requests."""
-        live = self.live_of(requests)
-        return [reach(live) for reach in self._counted]
 
 
 def _words_of(numbers: list[int]) -> bytes:

@@ -80,8 +80,6 @@ class Chain(Generic[V]):
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
         self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots that those that join bring
-        self._edited = frozenset(declaration.sources).difference(self._absent)
-        self._limited = frozenset(limit.name for limit in runner.limits)
         read = {
             need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
         }
@@ -99,13 +97,17 @@ class Chain(Generic[V]):
         """A block that hands out the steps. Ranks that go on with the loop are told if it ends early."""
         return self._ranks.looping(self._loop)
 
-    def growth_of(self, slot: str) -> int | None:
-        """Return what a slot of one number a request grows by in each step. Return None for any other slot."""
+    def growth_of(self, slot: str) -> int:
+        """Return what a slot of one number a request grows by in each step. ConfigError for any other slot."""
         declaration = self._runner.stage.declaration
         rule = declaration.rules.get(slot)
-        source, add = (None if rule is None else linear(rule)) or ("", 0)
-        has_one = self._edits.rows.get(slot) == (0, 1) and len(declaration.slots[slot].shape) == 1
-        return add if source == slot and has_one else None
+        source, growth = (rule and linear(rule)) or ("", 0)
+        if source != slot or self._edits.rows.get(slot) != (0, 1) or len(declaration.slots[slot].shape) > 1:
+            raise ConfigError(
+                f"needs names {slot!r}: name slots of one number a request that advance by a number, as "
+                "then=lambda seq_lens: seq_lens + 1 does"
+            )
+        return growth
 
     def leave(self, keys: Keys) -> None:
         """Have requests leave before the next step."""
@@ -136,15 +138,15 @@ class Chain(Generic[V]):
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
         """Have slots of requests change before the next step. BatchError; nothing is changed then."""
-        runner = self._runner
-        if not self._edited.issuperset(slots):
-            name = next(name for name in slots if name not in self._edited)
-            near = did_you_mean(name, self._edited)
-            raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
-        if not self._limited.isdisjoint(slots):
-            sample = rebuilt(runner.stage.declaration, slots, {})
+        runner, declaration = self._runner, self._runner.stage.declaration
+        for name in slots:
+            if name not in declaration.sources or name in self._absent:
+                near = did_you_mean(name, declaration.sources.keys() - self._absent)
+                raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
+        if runner.limits and any(limit.name in slots for limit in runner.limits):
+            sample = rebuilt(declaration, slots, {})
             runner.check_limits(sample.batch, sample.side, slots)
-        given = keys, tuple(map(slots.get, runner.stage.declaration.sources)), tuple(slots)
+        given = keys, tuple(map(slots.get, declaration.sources)), slots
         self._writes.append(self._edits.take_known(*given) or self._edits.admit(*given))
 
     @property
@@ -234,25 +236,23 @@ class Chain(Generic[V]):
 
     def _prepare(self, *, moved: bool) -> None:
         """Do for the next step what its graph does not. moved: whether other ranks change slots of this one."""
-        edits, last, requests = self._edits, self._work, len(self._keys)
+        edits, last, requests, wrote = self._edits, self._work, len(self._keys), self._moves_host
         is_edit = moved or bool(self._leaving or self._writes)
-        resized, wrote = moved, self._moves_host
         if self._hosts.possible:
             self._hosts.wait()
         last.advance(before_edit=is_edit)
-        if is_edit:
-            moves, writes = self._rearrange()
-            moving = edits.rows if self._edit_graph is None else edits.apart
-            if moving or any(write.slots for write, _ in writes):
-                edits.write(moves, writes, moving)
-                wrote = True
-            if moved or requests != len(self._keys):
-                resized = True
-                self._take_graph()  # before a packet is sent: a graph may be captured now
+        moves, writes = self._rearrange() if is_edit else ((), [])
+        moving = edits.rows if self._edit_graph is None else edits.apart
+        if is_edit and (moving or any(write.slots for write, _ in writes)):
+            edits.write(moves, writes, moving)
+            wrote = True
+        resized = moved or requests != len(self._keys)
+        if resized:
+            self._take_graph()  # before a packet is sent: a graph may be captured now
         work = self._work
         work.reset_tails(resized=resized)
-        if is_edit and self._edit_graph is not None:
-            values = work.packed_values(self._fields) if resized or wrote else {}
+        if self._edit_graph is not None:
+            values = work.packed_values(self._fields) if writes and (resized or wrote) else {}
             before = last.counts
             for write, rows in writes:  # most often one
                 edits.send(work.counts, before, moves, write, rows, values)
@@ -287,8 +287,8 @@ class Chain(Generic[V]):
         if work is None:
             sides: tuple[Placement, ...] = (DEVICE, HOST) if self._edit_graph is None else (HOST,)
             whole = () if self._edit_graph is None or self._moves_host else edits.whole
-            live, counts = edits.live_of(requests), edits.counts_of(requests)
-            work = HostWork.of(captured.filling.bucket, live, counts, sides, edits.bucket.fused, whole)
+            live = edits.live_of(requests)
+            work = HostWork.of(captured.filling.bucket, live, sides, edits.bucket.fused, whole)
             keep_newest(self._works, SIZES)[rows, requests] = work
         self._work = work
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)

@@ -29,50 +29,45 @@ class HostWork:
 
     step: Step
     counts: Sequence[int]
-    advances: Sequence[Callable[[], None]]
-    rules: Sequence[Callable[[], None]]
-    tails: Sequence[tuple[torch.Tensor, Any]] = ()
-    other_tails: Sequence[tuple[torch.Tensor, Any]] = ()
-    values: Sequence[Computation] = ()
-    packed: Sequence[PackedValue] = ()
+    advances: list[Callable[[], None]] = attrs.field(factory=list)
+    rules: list[Callable[[], None]] = attrs.field(factory=list)
+    tails: list[tuple[torch.Tensor, Any]] = attrs.field(factory=list)
+    other_tails: list[tuple[torch.Tensor, Any]] = attrs.field(factory=list)
+    values: list[Computation] = attrs.field(factory=list)
+    packed: list[PackedValue] = attrs.field(factory=list)
 
     @classmethod
     def of(
-        cls,
-        bucket: Bucket,
-        live: Live,
-        counts: Sequence[int],
-        sides: Iterable[Placement],
-        lanes: Collection[str],
-        whole: Collection[str],
+        cls, bucket: Bucket, live: Live, sides: Iterable[Placement], lanes: Collection[str], whole: Collection[str]
     ) -> "HostWork":
         """Find what a bucket leaves to the host.
 
         Args:
             bucket: The bucket.
             live: Live rows on each varying axis.
-            counts: The live counts of an edit's packet.
             sides: Where slots lie that no graph advances.
             lanes: Slots that an edit's kernel advances.
             whole: Slots whose values an edit's packet carries.
         """
-        step = bucket.step(live)
-        transitions, sizes = bucket.transitions, step.live_sizes
-        advances = [transitions[side].of(sizes) for side in sides if transitions[side].sources]
-        in_graph = [one for side, one in transitions.items() if side not in sides]
-        rules = [one.of(sizes, lanes) for one in in_graph if one.leaves(lanes)]
-        computed = [one.slot for one in bucket.plan.computed if one.on == HOST]
-        if not computed and all(tail.fused for tail in bucket.plan.tails):
-            return cls(step, counts, advances, rules)
-        values, packed = list[Computation](), list[PackedValue]()
-        for slot in computed:
-            value = bucket.computation(slot, bucket.views)
-            if slot in whole:
-                packed.append(PackedValue.of(value))
-            else:
-                values.append(value)
-        tails, others = (list(bucket.tails(live, always=each)) for each in (True, False))
-        return cls(step, counts, advances, rules, tails, others, values, packed)
+        step, transitions = bucket.step(live), bucket.transitions
+        sizes = step.live_sizes
+        work = cls(step, bucket.declaration.counts(sizes))
+        for side, transition in transitions.items():
+            if side not in sides:
+                if transition.leaves(lanes):
+                    work.rules.append(transition.of(sizes, lanes))
+            elif transition.sources:
+                work.advances.append(transition.of(sizes))
+        work.tails += bucket.tails(live, always=True)
+        work.other_tails += bucket.tails(live, always=False)
+        for one in bucket.plan.computed:
+            if one.on == HOST:
+                value = bucket.computation(one.slot, bucket.views)
+                if one.slot in whole:
+                    work.packed.append(PackedValue.of(value))
+                else:
+                    work.values.append(value)
+        return work
 
     def advance(self, *, before_edit: bool) -> None:
         """Advance slots, before an edit also those that otherwise the step's graph advances."""

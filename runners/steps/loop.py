@@ -40,7 +40,7 @@ class LaunchedStep:
 
     def __init__(self, loop: "StepLoop[Any]", number: int, keys: Keys, outputs: Any) -> None:
         self.number = number
-        self.keys = keys
+        self.keys: tuple[Any, ...] = keys
         self._loop = loop
         self._outputs = outputs
 
@@ -180,23 +180,13 @@ class StepLoop(Generic[V]):
         self._hold_next = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # by key of each request that is not to leave, its first step
-        self._ended: dict[Hashable, list[range]] = {}  # by key, lives that ended with rows that still count
+        self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps in which their rows still count
         self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
         self._in_flight: dict[int, tuple[Event, Copies]] = {}
-        self._growths = {name: self._growth_of(name) for name in needs}
+        self._growths = {name: chain.growth_of(name) for name in needs}
         self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
         for name in self._growths:
             self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
-
-    def _growth_of(self, slot: str) -> int:
-        """Return what a slot of one number a request grows by in each step. ConfigError for any other slot."""
-        growth = self._chain.growth_of(slot)
-        if growth is None:
-            raise ConfigError(
-                f"needs names {slot!r}: name slots of one number a request that advance by a number, as "
-                "then=lambda seq_lens: seq_lens + 1 does"
-            )
-        return growth
 
     def _note_values(self, slot: str, keys: Iterable[Hashable], source: Any) -> None:
         """Keep what a slot holds in the next step for some requests. A tensor may be on the device: it is read late."""
@@ -227,7 +217,7 @@ class StepLoop(Generic[V]):
                         counts[f"held: {held}" if held else "ahead"] += 1
                     step = waiting.popleft()
                     if self._ended:
-                        self._forget_lives()
+                        self._forget_ended()
                     yield step
         finally:  # a kernel may still write there
             self._has_ended = True
@@ -299,22 +289,12 @@ class StepLoop(Generic[V]):
         """Choose the rows of a step that still count: of live requests, and of others until their known end."""
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
-        rows = list[int]()
-        for row, key in enumerate(keys):
-            if self._since.get(key, self.launched) <= number or any(
-                number in life for life in self._ended.get(key, ())
-            ):
-                rows.append(row)
-        return rows
+        ended, launched = {key for key, steps in self._ended if number in steps}, self.launched
+        return [row for row, key in enumerate(keys) if key in ended or self._since.get(key, launched) <= number]
 
-    def _forget_lives(self) -> None:
-        """Forget lives of which no step can be read any more: their last one is overwritten."""
-        lives = dict[Hashable, list[range]]()
-        for key, ended in self._ended.items():
-            readable = [life for life in ended if not self._is_overwritten(life.stop - 1)]
-            if readable:
-                lives[key] = readable
-        self._ended = lives
+    def _forget_ended(self) -> None:
+        """Forget requests that left before any step that can still be read."""
+        self._ended = [(key, steps) for key, steps in self._ended if not self._is_overwritten(steps.stop - 1)]
 
     def leave(self, keys: SomeKeys, *, now: bool) -> None:
         """See `LaunchedStep.leave`."""
@@ -322,7 +302,7 @@ class StepLoop(Generic[V]):
         for key in gone:
             since = self._since.pop(key)
             if not now:
-                self._ended.setdefault(key, []).append(range(since, self.launched))
+                self._ended.append((key, range(since, self.launched)))
         self._chain.leave(gone)
 
     def join(self, batch: Any, keys: SomeKeys) -> None:
@@ -347,17 +327,16 @@ class StepLoop(Generic[V]):
         """See `LaunchedStep.needs`."""
         if slot not in [*self._growths]:  # it may be anything
             raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
-        known, lists, found = self._values[slot], dict[int, list[Any]](), dict[Hashable, int]()
-        self._values[slot] = {}
+        growth, lists, kept = self._growths[slot], dict[int, list[Any]](), dict[Hashable, tuple[int, Any, int]]()
         for key in self._since:
-            step, values, row = known[key]
+            step, values, row = self._values[slot][key]
             if isinstance(values, torch.Tensor):
                 if id(values) not in lists:
                     lists[id(values)] = values.tolist()
                 values = lists[id(values)]
-            self._values[slot][key] = step, values, row
-            found[key] = int(values[row]) + self._growths[slot] * (self.launched - step)
-        return found
+            kept[key] = step, values, row
+        self._values[slot] = kept
+        return {key: int(values[row]) + growth * (self.launched - step) for key, (step, values, row) in kept.items()}
 
     def hold(self, why: str) -> None:
         """See `LaunchedStep.hold`."""
@@ -368,11 +347,12 @@ class StepLoop(Generic[V]):
     def _live_keys(self, keys: SomeKeys, call: str) -> Keys:
         """Return keys of live requests. BatchError where one is none, or comes twice. call: as of `keys_in`."""
         found = keys_in(keys, call)
-        if len({*found}) != len(found):
+        different = {*found}
+        if len(different) != len(found):
             raise BatchError("one request is named twice: name each once")
-        for key in found:
-            if key not in self._since:
-                one = found in self._since
-                instead = f"a key is one object: {call.format([found])}" if one else "it has left, or never joined"
-                raise BatchError(f"there is no request {key!r}: {instead}")
+        if not self._since.keys() >= different:
+            key = next(key for key in found if key not in self._since)
+            one = found in self._since
+            instead = f"a key is one object: {call.format([found])}" if one else "it has left, or never joined"
+            raise BatchError(f"there is no request {key!r}: {instead}")
         return found

@@ -498,12 +498,12 @@ def rules_see_what_a_step_left(old: Any, self: Any, *given: Any) -> None:
 
 
 @fault(
-    AHEAD, loop.StepLoop, "_forget_lives", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count"
+    AHEAD, loop.StepLoop, "_forget_ended", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count"
 )
 def last_tokens_are_lost(old: Any, self: Any) -> None:
     """Forget requests that have left: one that leaves with now=False loses its last token."""
     del old
-    self._ended = {}
+    self._ended = []
 
 
 @fault(AHEAD, chain.Chain, "go_on", "runners/test_ahead.py::test_what_ends_the_loop")

@@ -317,8 +317,8 @@ def broken(chain: Any, where: str) -> Iterator[bool]:
         finally:
             SHOULD_RAISE[0] = False
         return
-    place: Any = {"write": chain._edits, "send": chain, "replay": chain}[where]
-    name = {"write": "write", "send": "_send", "replay": "_replay"}[where]
+    place: Any = {"write": chain._edits, "send": chain._edits, "replay": chain}[where]
+    name = {"write": "write", "send": "send", "replay": "_replay"}[where]
     is_there = where == "replay" or (where == "write") == (chain._edit_graph is None)
     if chain._by_calls or not is_there:
         yield False

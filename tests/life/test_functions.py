@@ -311,7 +311,8 @@ class Steps:
     def play(self) -> None:
         """Run a loop, with what is drawn between its steps."""
         draw, ahead, count = self.draw, self.draw(st.sampled_from([0, 0, 2])), self.draw(st.integers(1, BUCKETS[-1]))
-        self.keys, self.row_of = tuple(range(count)), {key: key for key in range(count)}
+        self.keys: tuple[Any, ...] = tuple(range(count))
+        self.row_of: dict[Any, int] = {key: key for key in self.keys}
         self.next_key, self.alive = count, [*range(count)]
         self.live, self.found, self.made, self.bucket = self.rows(count), Tensors(), torch.zeros(0), 0
         self.news, self.history = dict[int, list[News]](), list[dict[Any, int]]()

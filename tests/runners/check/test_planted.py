@@ -285,7 +285,8 @@ def _late_tails() -> CheckReport:
 
 def _rules_over_the_largest_bucket() -> CheckReport:
     """Rules that are run over all rows of the largest bucket, in the step of an edit."""
-    made, runner = HostWork.of, runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph")
+    made: Callable[..., HostWork] = HostWork.of
+    runner = runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph")
 
     def whole(bucket: Any, live: Any, sides: Any, lanes: Any, carried: Any) -> HostWork:
         largest = runner.graphs.get(max(runner.sizes), frozenset())
