@@ -190,12 +190,13 @@ class Bucket:
         return {**dict.fromkeys(self.declaration.disabled), **views}
 
     def _views_of(self, live: Live) -> Views:
-        """Slice the live rows of the slots that are there."""
+        """Make tensors of the live rows of the slots that are there."""
         found = dict(self.views)
         with outside_inference():
             for name, rows in self.rows.items():
                 if found[name] is not None:
-                    found[name] = rows.cut(self.buffers[name].tensor, live)
+                    tensor = self.buffers[name].tensor
+                    found[name] = rows.cut(tensor, live) if rows.dims else tensor.detach()
         return found
 
     def part(self, left: frozenset[str]) -> "Bucket":
