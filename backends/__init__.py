@@ -11,8 +11,8 @@ from typing import Final
 from ..dataflow import log
 from ..dataflow.capabilities import AUTO, DEVICE, HOST, Capabilities, Placement
 from ..dataflow.errors import BackendUnavailableError, ConfigError, hint
+from ..dataflow.lowering import LOWERINGS
 from ..dataflow.packet import Upload
-from ..dataflow.plan import FUSED
 from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
 
 __all__ = [
@@ -113,7 +113,7 @@ def _checked(backend: Backend) -> Backend:
     record, kind = backend.capabilities, type(backend)
     if not isinstance(record, Capabilities):
         raise ConfigError(f"backend {kind.name!r}: expected a Capabilities as its record, got {type(record).__name__}")
-    fused = next((lowering for lowering in record.lowerings if lowering in FUSED), None)
+    fused = next((lowering for lowering in record.lowerings if LOWERINGS[lowering].has_kernel), None)
     uploads = "packed_uploads" if record.packed_uploads else fused
     if (fused and kind.fusion is Backend.fusion) or (uploads and kind.upload is Backend.upload):
         verbs = f"upload() and fusion(), for {fused}" if fused else "upload(), for packed_uploads"

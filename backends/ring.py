@@ -55,14 +55,18 @@ class Ring(Upload):
         weakref.finalize(self, _end, self._finish, self._kept).atexit = False
 
     def send(self, data: bytes, kept: object) -> None:
-        """Write the next entry and start its copy."""
+        """Write the next entry and start its copy. One that is read at once, and keeps nothing, takes no entry."""
+        size = len(data)
+        is_inline = self._inline is not None and size <= self._most_inline
+        if is_inline and kept is None:
+            self._inline(data, size)  # type: ignore[misc] # there is one
+            return
         index = self._next
         if index % SEGMENT == 0:
             self._turn(index // SEGMENT)
-        size = len(data)
         self._kept[index] = kept
-        if self._inline is not None and size <= self._most_inline:
-            self._inline(data, size)
+        if is_inline:
+            self._inline(data, size)  # type: ignore[misc] # likewise
         else:
             if size > self._room:
                 self._grow(size)

@@ -137,26 +137,27 @@ def wrong_rank(slot: str, shape: Shape, came: Sequence[int]) -> Fault:
 
 def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[Fault]:
     """Each thing that is wrong with a source that can be read."""
-    name, expected = to.name, _expected(to, shape)
+    name = to.name
     if not isinstance(source, torch.Tensor):
-        yield Fault(name, f"{expected}, got {type(source).__name__}; make a tensor of it")
+        yield Fault(name, f"{_expected(to, shape)}, got {type(source).__name__}; make a tensor of it")
         return
     dtype, device, came = to.tensor.dtype, to.tensor.device, tuple(source.shape)
-    if not takes(to, source.dtype):
+    if source.dtype != dtype and not takes(to, source.dtype):
         lossy = source.dtype.is_floating_point and not dtype.is_floating_point
         way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"
-        yield Fault(name, f"{expected}, got {dtype_text(source.dtype)}; {way_out}")
+        yield Fault(name, f"{_expected(to, shape)}, got {dtype_text(source.dtype)}; {way_out}")
     if source.device != device and not (source.is_cpu and to.slot.placement == DEVICE):
-        yield Fault(name, f"{expected}, got a tensor on {source.device}; move it there first")
+        yield Fault(name, f"{_expected(to, shape)}, got a tensor on {source.device}; move it there first")
     if len(came) != len(shape):
         yield wrong_rank(name, to.slot.shape, came)
     elif came != shape:
         dims = [dim for dim, size in enumerate(shape) if size != came[dim]]
-        text = f"{expected} ({', '.join(map(str, to.slot.shape))}), got shape {list(came)}"
+        text = f"{_expected(to, shape)} ({', '.join(map(str, to.slot.shape))}), got shape {list(came)}"
         yield Fault(name, text, tuple(dims))
     elif not (source.is_contiguous() or to.slot.strided):
         way_out = "pass `.contiguous()`, or declare strided=True"
-        yield Fault(name, f"{expected}, contiguous, got one with strides {list(source.stride())}; {way_out}")
+        strides = list(source.stride())
+        yield Fault(name, f"{_expected(to, shape)}, contiguous, got one with strides {strides}; {way_out}")
 
 
 def lane_takes(to: Buffer, dtype: torch.dtype) -> bool:

@@ -86,8 +86,12 @@ NOT_BOUND: Final[Mapping[str, Bound]] = {}
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last address that a tensor's elements lie in."""
     first = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.itemsize * bool(tensor.numel())
+    if not tensor.numel():
+        return first, first
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return first, first + (last + 1) * tensor.itemsize
 
 
 def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
@@ -225,8 +229,12 @@ class Buffers:
 
     def moved(self) -> list[str]:
         """Slots whose buffer, or the tensor that was handed in for it, is not where it was."""
-        at = self.addresses
-        return [b.name for b in self if any(t is not None and t.data_ptr() != at[b.name] for t in (b.tensor, b.owner))]
+        found = list[str]()
+        for buffer in self:
+            owner = buffer.tensor if buffer.owner is None else buffer.owner
+            if {buffer.tensor.data_ptr(), owner.data_ptr()} != {self.addresses[buffer.name]}:
+                found.append(buffer.name)
+        return found
 
 
 def aligned(shape: Extent, dtype: torch.dtype) -> int:

@@ -17,9 +17,9 @@ DEVICE: Final = "device"
 """Where a slot lies: in the device's memory."""
 HOST: Final = "host"
 """Where a slot lies: in host memory, pinned where the device copies from it."""
-Lowering = Literal["in_graph", "fused", "direct", "foreach", "slot_by_slot"]
+LoweringName = Literal["in_graph", "fused", "direct", "foreach", "slot_by_slot"]
 AUTO: Final = "auto"
-LADDER: Final[tuple[Lowering, ...]] = get_args(Lowering)
+LADDER: Final[tuple[LoweringName, ...]] = get_args(LoweringName)
 """How a plan is run, the fewest calls first: by one kernel in the graph, or before it; by address; foreach copies; the
 oracle."""
 
@@ -123,13 +123,13 @@ class Capabilities:
         default=None,
         validator=_must("a whole number, at least 1, or None", lambda value: value is None or _is_whole(value, 1)),
     )
-    lowerings: tuple[Lowering, ...] = attrs.field(
+    lowerings: tuple[LoweringName, ...] = attrs.field(
         default=("foreach", "slot_by_slot"),
         validator=_must(f"a tuple of at least one of {', '.join(LADDER)}, each once", _are_lowerings),
     )
 
 
-def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> Lowering:
+def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> LoweringName:
     """The device's preferred lowering, or the one that is wanted. ConfigError where the device has no such one."""
     if wanted is None or wanted == AUTO:
         return capabilities.lowerings[0]

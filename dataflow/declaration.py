@@ -17,6 +17,7 @@ from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Sou
 from .tails import holds
 
 Faults = Iterator[tuple[str, str]]  # the names of slots or fields, and what is wrong with each
+SlotNames = Literal["", "optional", "copied"]
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
 
 
@@ -145,9 +146,13 @@ class Declaration:
         if faults := self.field_faults(batch):
             raise BatchError("; ".join(faults))
 
-    def check_names(self, argument: str, names: Iterable[str], kind: Literal["", "optional", "copied"] = "") -> None:
+    def check_names(self, argument: str, names: Iterable[str], kind: SlotNames = "") -> None:
         """ConfigError where an argument names what is not a slot of the class, or none of a kind."""
-        kinds = {"": (*self.slots, *self.disabled), "optional": [*dict(self.optional)], "copied": [*self.sources]}
+        kinds = {
+            "": [*self.slots, *self.disabled],
+            "optional": [*dict(self.optional)],
+            "copied": [*self.sources],
+        }
         for name in names:
             if name not in kinds[kind]:
                 instead = hint(name, kinds[kind], f"{kind or 'known'} are {', '.join(kinds[kind]) or 'none'}")

@@ -1,8 +1,10 @@
-"""Edits: requests that leave, join or change between two steps, in every slot that has rows of requests."""
+"""Edits between two steps: requests leave, join or change, and their rows are moved and written in the slots."""
 
+import array
+import ctypes
 import functools
 import struct
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -13,29 +15,22 @@ from .axes import BATCH, TOKENS, Live
 from .errors import BatchError, ConfigError
 from .fill.bound import BoundPlan
 from .fill.bucket import Bucket
-from .fill.reach import reach_of
 from .fill.writers import Taken
+from .guard import below_modes
 from .packet import EDIT, WORD, head_bytes
 from .slots import Copied, Staged
 from .sources import NO_SIDE, Sources
 from .transition import rows_of_requests, words
 
-
-@functools.lru_cache(1024)
-def _words(count: int) -> Callable[..., bytes]:
-    """What packs so many words."""
-    return struct.Struct(f"<{count}q").pack
-
-
-_ONE: Final = struct.Struct("<q")
 Moves = Sequence[tuple[int, int]]
 """Rows that move, and where to."""
+Keys = tuple[Hashable, ...]
 NOWHERE: Final = -1
-"""The row of a request that left before what is brought for it was written."""
-NO_SLOTS: Final[Mapping[str, torch.Tensor]] = {}
+"""The row of a request that left before its rows were written."""
+_WORD: Final = struct.Struct("<q")
 
 
-def keys_in(keys: Any, call: str) -> tuple[Hashable, ...]:
+def keys_in(keys: Any, call: str) -> Keys:
     """Return the keys of requests. BatchError for a single key, and for one that cannot be hashed.
 
     Args:
@@ -54,60 +49,58 @@ def keys_in(keys: Any, call: str) -> tuple[Hashable, ...]:
     return found
 
 
-class Order:
-    """Requests by key, in the order of their rows."""
+def rearrange(
+    keys: Keys, rows: dict[Hashable, int], leaving: Iterable[Hashable], joining: Sequence[Hashable]
+) -> tuple[Keys, Moves]:
+    """Have requests leave and join.
 
-    def __init__(self, keys: Iterable[Hashable]) -> None:
-        """BatchError where two requests have one key."""
-        self.keys = keys_in(keys, "steps(batch, keys={})")
-        self.rows = {key: row for row, key in enumerate(self.keys)}
-        if len(self.rows) != len(self.keys):
-            raise BatchError(f"two requests have one key: {len(self.keys)} keys, {len(self.rows)} different ones")
+    Requests that join take the rows of those that leave, then rows behind the last one. Requests in the last rows move
+    to rows that are still free.
 
-    def arrange(self, leaving: Iterable[Hashable], joining: Sequence[Hashable]) -> Moves:
-        """Have requests leave and join; which row moves to which.
+    Args:
+        keys: The requests, in the order of their rows.
+        rows: The row of each request. This changes it.
+        leaving: Requests that leave.
+        joining: Requests that join.
 
-        Those that join take the rows of those that leave, then rows behind the last. The last take other free rows.
-        """
-        rows, keys, before = self.rows, [*self.keys], len(self.keys)
-        free = sorted(map(rows.pop, leaving))
-        after = before - len(free) + len(joining)
-        keys += [None] * (after - before)
-        for row, key in zip((*free, *range(before, after)), joining, strict=False):
-            keys[row], rows[key] = key, row
-        moves: Moves = ()
-        if after < before:
-            taken = {*free}
-            last = [row for row in range(before - 1, after - 1, -1) if row not in taken]
-            moves = [*zip(last, free[len(joining) :], strict=False)]
-            for row, to in moves:
-                keys[to] = key = keys[row]
-                rows[key] = to
-            del keys[after:]
-        self.keys = tuple(keys)
-        return moves
+    Returns:
+        The requests in the new order, and the rows that move.
+    """
+    order, before = [*keys], len(keys)
+    free = sorted(map(rows.pop, leaving))
+    after = before - len(free) + len(joining)
+    order += [None] * (after - before)
+    for row, key in zip((*free, *range(before, after)), joining, strict=False):
+        order[row], rows[key] = key, row
+    last = [row for row in range(before - 1, after - 1, -1) if row not in free]
+    moves = [*zip(last, free[len(joining) :], strict=False)]
+    for row, to in moves:
+        order[to] = key = order[row]
+        rows[key] = to
+    del order[after:]
+    return tuple(order), moves
 
 
 @attrs.define(eq=False)
-class Brought:
-    """What an edit brings for some requests, admitted.
+class RowWrite:
+    """Rows that are written for some requests, admitted.
 
     Attributes:
-        keys: The requests, in the order of what is brought.
-        slots: By name, what is written slot by slot.
-        packet: A packet that says the rest.
-        kept: What that points to.
+        keys: The requests, in the order of the rows.
+        packet: A packet that writes rows; empty if there is none.
+        kept: The sources that the packet points to.
+        slots: By name, rows that are written slot by slot.
     """
 
-    keys: tuple[Hashable, ...]
-    slots: Mapping[str, torch.Tensor]
+    keys: Keys = ()
     packet: bytes = b""
     kept: object = None
+    slots: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
 
 
 @final
 class RowBucket:
-    """The slots that keep rows of requests from step to step, in one bucket: takes what edits bring, and writes it.
+    """The slots that keep rows of requests from step to step, in one bucket: edits move and write these rows.
 
     Attributes:
         bucket: The bucket, which leaves alone what an edit does not bring.
@@ -120,17 +113,13 @@ class RowBucket:
         self.declaration, self.buffers = bucket.declaration, bucket.buffers
         slots, sizes = self.declaration.slots, bucket.sizes
         self._each = [sizes[axis] // sizes[BATCH] for axis in self.declaration.varying]
-        fixed = {axis: size for axis, size in sizes.items() if axis.fixed}
-        self._counted = [reach_of(size, self.declaration.varying, fixed) for size in self.declaration.counted]
         self._lanes_at = head_bytes(0, len(self.declaration.counted))
         kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
         self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in bucket.absent}
         # the kernel's edits know rows of requests, and no rows within them
         self.apart = tuple(name for name in self.rows if name not in bucket.fused or len(slots[name].varying) > 1)
-
-    def has_one_each(self, name: str) -> bool:
-        """Whether a slot has one number for each request."""
-        return self.rows.get(name) == (0, 1) and len(self.declaration.slots[name].shape) == 1
+        self._words = {name: words(self.buffers[name].tensor) for name in kept}
+        self._places = {name: (each, self._words[name].device) for name, (_, each) in self.rows.items()}
 
     def check(self) -> None:
         """ConfigError where rows of a slot cannot be told apart by request."""
@@ -143,87 +132,83 @@ class RowBucket:
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 
     def gather(self, batch: Any) -> Sources:
-        """Read what a batch brings."""
-        return self.bucket.table.gather(batch, NO_SIDE)
+        """Read what a batch brings for slots with rows of requests."""
+        table = self.bucket.table
+        every = zip(table.names, table.gather(batch, NO_SIDE), strict=True)
+        return tuple([source if name in self.rows else None for name, source in every])
 
-    def bring(self, keys: tuple[Hashable, ...], sources: Sources, names: Collection[str]) -> Brought:
-        """Admit sources of some slots for some requests. Raises as a fill does; nothing is written."""
-        bucket, live = self.bucket, self.live_of(len(keys))
-        given = dict(zip(bucket.table.names, sources, strict=True))
-        check_sources([(self.buffers[name], None, ()) for name in names if given[name] is None])
-        lanes = bucket.fused.intersection(names)
-        others = frozenset(names) - lanes
-        brought = Brought(keys, NO_SLOTS)
-        if lanes:
-            own = [self._outside(one) for one in self._some(sources, lanes)]
-            brought = self._packed(keys, bucket.admit(tuple(own), live), live)
-        if others:
-            found = bucket.tensors_of(self._some(sources, others), live)
-            slots = {name: one.to(self.buffers[name].tensor.dtype, copy=True) for name, one in found.items()}
-            brought = attrs.evolve(brought, slots=slots)
-        return brought
+    def take_known(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite | None:
+        """Admit sources like those before, one for each name, with a row for each key. Return None for any other."""
+        return below_modes(self._take_known, keys, sources, len(names))
 
-    def known(self, keys: tuple[Hashable, ...], sources: Sources, names: Collection[str]) -> Brought | None:
-        """Take sources like those before, a row for each of the keys. Return None for others, and never raise."""
-        if not self.bucket.fused.issuperset(names):
-            return None
+    def _take_known(self, keys: Keys, sources: Sources, count: int) -> RowWrite | None:
         live = self.live_of(len(keys))
-        found = self.bucket.take_known(self._some(sources, names), live)
-        return None if found is None else self._packed(keys, found, live)
+        for kinds in self.bucket.table.known:
+            if kinds.fit(sources, live):
+                found = self.bucket.take(kinds, sources, live)
+                if found is not None and len(found[0].ways) == count:
+                    return self._write_of(keys, live, *found)
+        return None
 
-    def _packed(self, keys: tuple[Hashable, ...], found: tuple[BoundPlan, Taken], live: Live) -> Brought:
-        """What a packet says of sources that were taken."""
-        plan, (sources, addresses) = found
-        packet = plan.packing.pack(sources, addresses, live)  # type: ignore[union-attr] # the kernel has one
-        return Brought(keys, NO_SLOTS, packet, sources)
-
-    def _some(self, sources: Sources, names: Collection[str]) -> Sources:
-        """The sources of some slots, and None for the others."""
-        every = self.bucket.table.names
-        return tuple([one if name in names else None for name, one in zip(every, sources, strict=True)])
-
-    def _outside(self, source: Any) -> Any:
-        """A source, or a copy of one that lies in slots: an edit has no rows of the slot's own."""
+    def admit(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite:
+        """Admit sources for some requests, one for each name. Raises as a fill does; nothing is written."""
+        given = dict(zip(self.bucket.table.names, sources, strict=True))
+        check_sources([(self.buffers[name], None, ()) for name in names if given[name] is None])
         low, high = self.buffers.near
-        is_inside = isinstance(source, torch.Tensor) and low <= source.data_ptr() < high
-        return source.clone() if is_inside else source
+        for name, source in given.items():  # an edit has no rows of the slot's own
+            if isinstance(source, torch.Tensor) and low <= source.data_ptr() < high:
+                given[name] = source.clone()
+        live = self.live_of(len(keys))
+        return self._write_of(keys, live, *self.bucket.admit(tuple(given.values()), live))
+
+    def _write_of(self, keys: Keys, live: Live, plan: BoundPlan, taken: Taken) -> RowWrite:
+        """Make the write of sources that were taken: a packet for the kernel, and copies for other slots."""
+        sources, addresses = taken
+        slots = dict[str, torch.Tensor]()
+        for way in plan.ways:
+            if way.slot not in self.bucket.fused:
+                rows = sources[way.place]
+                if way.is_bytes:
+                    made = torch.empty(self.bucket.rows[way.slot].extent(live), dtype=way.dtype, device="cpu")
+                    ctypes.memmove(made.data_ptr(), rows, len(rows))
+                    rows = made if way.target.is_cpu else self.bucket.feed.move(made)
+                slots[way.slot] = words(rows.to(way.target.dtype, copy=True))
+        packet = plan.packing.pack(sources, addresses, live) if plan.packing is not None else b""
+        return RowWrite(keys, packet, sources, slots)
 
     def send(
         self,
-        requests: int,
-        before: int | None,
+        counts: Sequence[int],
+        before: Sequence[int],
         moves: Moves,
-        brought: Brought | None,
+        write: RowWrite,
         rows: Sequence[int],
         values: Mapping[str, bytes],
     ) -> None:
         """Send an edit's packet.
 
         Args:
-            requests: Live requests after the edit.
-            before: Live requests of the step before, whose rows the kernel advances first; None to advance nothing.
+            counts: Live counts after the edit, see `Declaration.counts`.
+            before: Those of the step before, whose rows the kernel advances first; zeros to advance nothing.
             moves: Rows that move, and where to.
-            brought: What the edit brings; None if rows only move.
-            rows: The row of each request that it brings something for.
+            write: The rows that are written.
+            rows: The row of each of its requests.
             values: By slot, the bytes that the host has computed for slots without rows.
         """
-        data, kept = (brought.packet or self._left_alone, brought.kept) if brought else (self._left_alone, None)
-        words = [*[start | to << 32 for start, to in moves], *rows] if moves else rows
-        live = self.counts_of(requests)
-        last = [0] * len(live) if before is None else self.counts_of(before)
-        head = EDIT, next(self.bucket.feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *live, *last
-        parts = [_words(len(head))(*head), data[self._lanes_at :], _words(len(words))(*words)]
+        feed, data = self.bucket.feed, write.packet or self._left_alone
+        places = _words_of([*[start | to << 32 for start, to in moves], *rows])
+        head = _words_of([EDIT, next(feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *counts, *before])
+        lanes = data[self._lanes_at :]
         if values:
-            lanes = bytearray(parts[1])
-            at = self.bucket.feed.upload.packet.data_ptr() + len(data) + WORD * len(words)
-            for slot, made in values.items():
-                place, address = self.whole[slot]
-                _ONE.pack_into(lanes, place, 0)
-                _ONE.pack_into(lanes, address, at)
-                parts.append(made)
-                at += len(made)
-            parts[1] = bytes(lanes)
-        self.bucket.feed.start(b"".join(parts), kept)
+            changed = bytearray(lanes)
+            at = feed.upload.packet.data_ptr() + len(data) + len(places)
+            for slot, value in values.items():
+                code, address = self.whole[slot]
+                _WORD.pack_into(changed, code, 0)
+                _WORD.pack_into(changed, address, at)
+                at += len(value)
+            lanes = bytes(changed)
+        feed.start(b"".join((head, lanes, places, *values.values())), write.kept)
 
     @functools.cached_property
     def whole(self) -> Mapping[str, tuple[int, int]]:
@@ -239,39 +224,41 @@ class RowBucket:
     def _left_alone(self) -> bytes:
         """The bytes of a packet that brings nothing: every lane is left alone."""
         lanes = len(self.bucket.lanes)
-        return bytes(self._lanes_at) + struct.pack(f"<{3 * lanes}q", *[-1] * lanes, *[0] * 2 * lanes)
+        return bytes(self._lanes_at) + _words_of([-1] * lanes + [0] * 2 * lanes)
 
-    def write(self, moves: Moves, brought: Sequence[tuple[Brought, Sequence[int]]], names: Collection[str]) -> None:
-        """Move rows and write what is brought, slot by slot in plain code."""
+    @torch.no_grad()
+    def write(self, moves: Moves, writes: Sequence[tuple[RowWrite, Sequence[int]]], moving: Collection[str]) -> None:
+        """Move the rows of some slots, and write rows, slot by slot in plain code."""
         if moves:
-            starts, to = zip(*moves, strict=True)
-            for name in names:
-                tensor, (dim, _) = words(self.buffers[name].tensor), self.rows[name]
-                tensor.index_copy_(dim, self._index(name, to), tensor.index_select(dim, self._index(name, starts)))
-        for one, rows in brought:
-            there = [place for place, row in enumerate(rows) if row != NOWHERE]
-            for name, values in one.slots.items():
-                tensor = self.buffers[name].tensor
+            starts, ends = (self._places_of(rows) for rows in zip(*moves, strict=True))
+            for name in moving:
+                slot, (dim, _), place = self._words[name], self.rows[name], self._places[name]
+                slot.index_copy_(dim, ends[place], slot.index_select(dim, starts[place]))
+        for write, rows in writes:
+            there = [number for number, row in enumerate(rows) if row != NOWHERE]
+            to = self._places_of([rows[number] for number in there])
+            chosen = self._places_of(there) if len(there) < len(rows) else None  # of those that stay
+            for name, values in write.slots.items():
                 if name not in self.rows:
-                    tensor.copy_(values)
+                    self._words[name].copy_(values)
                     continue
-                dim, _ = self.rows[name]
-                new = words(values)
-                if len(there) < len(rows):
-                    new = new.index_select(dim, self._index(name, there))  # of those that stay
-                words(tensor).index_copy_(dim, self._index(name, [rows[place] for place in there]), new)
+                (dim, _), place = self.rows[name], self._places[name]
+                new = values if chosen is None else values.index_select(dim, chosen[place])
+                self._words[name].index_copy_(dim, to[place], new)
 
-    def _index(self, name: str, rows: Sequence[int]) -> torch.Tensor:
-        """The places of requests' rows in a slot, where it lies."""
-        _, each = self.rows[name]
-        places = rows if each == 1 else [row * each + part for row in rows for part in range(each)]
-        return torch.tensor(places, dtype=torch.int64, device="cpu").to(self.buffers[name].tensor.device)
+    def _places_of(self, rows: Sequence[int]) -> Mapping[tuple[int, torch.device], torch.Tensor]:
+        """Index the rows of requests, by the rows that a slot has for each of them and the slot's device."""
+        found = dict[tuple[int, torch.device], torch.Tensor]()
+        for each, device in {*self._places.values()}:
+            places = [row * each + part for row in rows for part in range(each)]
+            found[each, device] = torch.tensor(places, dtype=torch.int64, device=device)
+        return found
 
     def live_of(self, requests: int) -> Live:
-        """Live rows on each varying axis."""
+        """Give the live rows on each varying axis."""
         return tuple([requests * each for each in self._each])
 
-    def counts_of(self, requests: int) -> list[int]:
-        """A packet's live counts for so many requests."""
-        live = self.live_of(requests)
-        return [reach(live) for reach in self._counted]
+
+def _words_of(numbers: list[int]) -> bytes:
+    """Make a packet's words of numbers."""
+    return array.array("q", numbers).tobytes()

@@ -68,11 +68,11 @@ def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Strides:
     strides = tensor.stride()
     if not free or not tensor.is_contiguous():
         return [*strides]
-    dense, found = 1, list[int | None]()
+    dense, found, last = 1, list[int | None](), max(free)
     for dim in range(tensor.dim() - 1, -1, -1):
         if strides[dim] != dense:  # of a dim with one row at most: with more rows, this stride would leave gaps
             return [None] * tensor.dim()
-        found.append(None if any(other > dim for other in free) else dense)
+        found.append(None if dim < last else dense)
         dense *= tensor.shape[dim] or 1
     return found[::-1]
 

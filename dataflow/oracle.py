@@ -1,6 +1,6 @@
 """The oracle: a declaration filled slot by slot in the plainest code. Every lowering must leave the same bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ def fill_slot_by_slot(
     batch: Any,
     side: Side = NO_SIDE,
     given: Mapping[str, Any] | None = None,
+    *,
+    left: Collection[str] = (),
 ) -> Views:
     """Fill a bucket of `step`'s padded sizes from a batch of its live sizes, and return what the step sees.
 
-    given: values in the place of the batch's own. No grouping, no memory of earlier fills, no checks.
+    given: values in the place of the batch's own. left: slots that stay as they are. No grouping, no memory of earlier
+    fills, no checks.
     """
     views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
@@ -37,13 +40,16 @@ def fill_slot_by_slot(
         value = given.get(name) if given is not None else None if source is None else source.read(batch, side)
         if value is not None and not isinstance(value, torch.Tensor):
             value = tensor_of(value, view.dtype, extent(slot.shape, step.live_sizes))
+        if name in left:
+            views[name] = view
+            continue
         is_absent = source is not None and value is None
         views[name] = None if is_absent else view
         if not is_absent:
             _reset_tail(slot, view, capabilities, step)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
-    for name in declaration.functions:
+    for name in (name for name in declaration.functions if name not in left):
         known, target = {**declaration.given(step), **views}, buffers[name].view(step.padded_sizes)
         Computation.bind(name, declaration, known, target).run(batch)
     return views

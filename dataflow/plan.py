@@ -3,22 +3,21 @@
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import DEVICE, HOST, Capabilities, Lowering, Placement, dtype_text, resolve_dtype
+from .capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement, dtype_text, resolve_dtype
 from .declaration import Declaration
+from .lowering import LOWERINGS, How, Lowering
 from .packet import has_lane, head_bytes, rounded
 from .slots import Slot
 from .sources import OUT, linear
 from .tails import Number, Pad, resolve_value
 from .transition import Advance, rows_of_requests
 
-How = Literal["fused", "direct", "foreach", "single", "in place"]
-FUSED: Final = frozenset({"in_graph", "fused"})
 """Lowerings that launch the fused kernel."""
 
 
@@ -97,14 +96,14 @@ class FillPlan:
     computed: tuple[ComputeStep, ...]
     nbytes: int
     mixed: bool = False
-    lowering: Lowering = "foreach"
+    lowering: LoweringName = "foreach"
     packed: tuple[str, ...] = ()
     advances: tuple[Advance, ...] = ()
 
     @property
     def fused(self) -> tuple[str, ...]:
         """What the fused kernel writes, which is copies, tails of others, and values that ride in the upload."""
-        if self.lowering not in FUSED:
+        if not LOWERINGS[self.lowering].has_kernel:
             return ()
         copied = [name for group in self.copies if group.how == "fused" for name in group.slots]
         tails = [tail.slot for tail in self.tails if tail.fused and tail.slot not in copied]
@@ -125,7 +124,7 @@ class FillPlan:
         if self.absent:
             yield f"absent  {', '.join(self.absent)}"
         if self.fused:
-            where = "the graph's first node" if self.lowering == "in_graph" else "before the graph"
+            where = "the graph's first node" if LOWERINGS[self.lowering].is_in_graph else "before the graph"
             yield f"upload  one packet, then one kernel for {len(self.fused)} slots, {where}"
         if self.packed:
             yield f"upload  {', '.join(self.packed)} in one packet"
@@ -186,7 +185,7 @@ def plan_fill(
     capabilities: Capabilities,
     pattern: Pattern = PLAIN,
     *,
-    lowering: Lowering = "foreach",
+    lowering: LoweringName = "foreach",
     foreign: frozenset[str] = NONE,
 ) -> FillPlan:
     """The plan that fills one bucket.
@@ -194,7 +193,7 @@ def plan_fill(
     sizes: padded size of every axis. pattern: what the batch is like. lowering: how the plan is to be run. foreign:
     slots whose memory others may write between steps.
     """
-    return _Planning(declaration, sizes, capabilities, pattern, lowering, foreign).plan()
+    return _Planning(declaration, sizes, capabilities, pattern, LOWERINGS[lowering], foreign).plan()
 
 
 def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
@@ -244,7 +243,7 @@ class _Planning:
             computed=tuple(self._computed(packed)),
             nbytes=sum(self._nbytes(slot) for name, slot in copied.items() if name not in self.pattern.in_place),
             mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not packed,
-            lowering=self.lowering,
+            lowering=self.lowering.name,
             packed=packed,
             advances=tuple(self._advances(present)),
         )
@@ -258,7 +257,7 @@ class _Planning:
             if slot.varying and isinstance(rule, Pad):
                 value = resolve_value(rule.value, self.capabilities, self.sizes)
                 written = slot.rewritten or name in self.pattern.in_place or name in self.foreign
-                always = written or self.lowering == "slot_by_slot"
+                always = written or self.lowering.is_reference
                 yield TailReset(name, value, always, fused=not self._apart(slot))
 
     def _advances(self, slots: Mapping[str, Slot]) -> Iterable[Advance]:
@@ -291,7 +290,7 @@ class _Planning:
 
     def _packed(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
         """Slots that foreach copies take out of a packet: those that the batch brings, then computed ones."""
-        if self.lowering != "foreach" or not self.capabilities.packed_uploads:
+        if self.lowering.copies != "foreach" or not self.capabilities.packed_uploads:
             return ()
         room = self._room.keys() & slots.keys()
         brought = sorted(self.pattern.hosted & room)
@@ -330,17 +329,16 @@ class _Planning:
         """How a slot is copied, and what sets it apart."""
         if name in self.pattern.in_place:
             return "in place", ""
-        if self.lowering == "slot_by_slot":
+        if self.lowering.is_reference:
             return "single", "slot by slot"
-        if slot.placement == HOST or self.lowering == "direct":
+        if slot.placement == HOST or self.lowering.copies == "direct":
             return "direct", ""
-        together: How = "fused" if self.lowering in FUSED else "foreach"
-        why = self._apart(slot) if together == "fused" else self._alone(name, slot)
-        return ("single", why) if why else (together, "")
+        why = self._apart(slot) if self.lowering.has_kernel else self._alone(name, slot)
+        return ("single", why) if why else (self.lowering.copies, "")
 
     def _apart(self, slot: Slot) -> str:
         """Why the fused kernel does not write a slot, or nothing."""
-        if self.lowering not in FUSED:
+        if not self.lowering.has_kernel:
             return "not fused"
         if slot.placement != DEVICE:
             return "on the host"

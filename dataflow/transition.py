@@ -71,11 +71,6 @@ def _wrapped(add: int, dtype: torch.dtype) -> int:
     return (add - least) % (-2 * least) + least
 
 
-def _number_like(tensor: torch.Tensor, value: Number) -> torch.Tensor:
-    """Make a number a tensor of another's dtype, where that lies."""
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
-
-
 Mask = Sequence[tuple[torch.Tensor, int]]
 """Places along a dim that varies, and which of the live counts says how many are live; one for each such dim."""
 
@@ -127,10 +122,12 @@ class Transition:
         read = {(need, one.slot) for one in self._computations for need in one.compute.needs}
         names, others = {need for need, _ in read}, {need for need, slot in read if need != slot}
         self._apart = [] if lanes is None else [name for name in self.sources if name not in lanes]
+        self._written: dict[str, torch.Tensor] = {}
         with outside_inference():
-            self._written = {
-                name: _number_like(buffers[name].tensor, written[name]) for name in written if name in names
-            }
+            for name, value in written.items():
+                if name in names:
+                    like = buffers[name].tensor
+                    self._written[name] = torch.full((), value, dtype=like.dtype, device=like.device)
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
         device = next((buffers[name].tensor.device for name in self.sources), torch.device("cpu"))

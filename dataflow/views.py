@@ -36,8 +36,11 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 class Aliases:
     """Aliases of some tensors, by name: the same ones until one was changed in place (`unsqueeze_`, `.data =`)."""
 
-    def __init__(self, tensors: Views) -> None:
+    def __init__(self, tensors: Views, anew: Callable[[], Views] | None = None) -> None:
+        """Keep the tensors. anew: makes them anew; then the first call hands out `tensors` themselves."""
         self._tensors = tensors
+        self._anew = anew
+        self._handed_out = False
         self._made: Views = {}
         self._own: tuple[torch.Tensor, ...] = ()
         self._pointers: list[int] = []
@@ -45,8 +48,18 @@ class Aliases:
 
     def __call__(self) -> Views:
         """The aliases; None where there is no tensor. ReplayError where somebody resized their memory itself."""
-        guard = self._guard
-        if guard is None or not guard(*self._own) or [*map(POINTER, self._own)] != self._pointers:
+        if self._anew is not None:
+            if not self._handed_out:
+                self._handed_out = True
+                return self._tensors
+            self._tensors = self._anew()
+            self._anew = None
+        if not self._own:
+            self._make()  # nobody has had them yet
+            return self._made
+        if self._guard is None:
+            self._guard = own_guard([one for one in self._tensors.values() if one is not None])
+        if not self._guard(*self._own) or [*map(POINTER, self._own)] != self._pointers:
             self._make()
         return self._made
 
@@ -61,9 +74,8 @@ class Aliases:
             )
         with outside_inference():
             self._made = {**self._tensors, **{name: one.detach() for name, one in present.items()}}
-        self._own = tuple(one for one in self._made.values() if one is not None)
+        self._own = tuple([one for one in self._made.values() if one is not None])
         self._pointers = now
-        self._guard = own_guard(self._own)
 
 
 @attrs.frozen(eq=False)

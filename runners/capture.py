@@ -50,10 +50,13 @@ def frozen_garbage() -> Iterator[None]:
         return
     gc.collect(1)
     try:
-        gc.freeze()
-        yield
+        try:
+            gc.freeze()
+            yield
+        finally:
+            gc.unfreeze()
     finally:
-        gc.unfreeze()
+        gc.unfreeze()  # once more: an interrupt may come right before the first
 
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:

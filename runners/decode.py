@@ -14,25 +14,26 @@ from torch import nn
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
-from ..dataflow.capabilities import Lowering, chosen_lowering
+from ..dataflow.capabilities import LoweringName, chosen_lowering
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
+from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
-from .ahead import Ahead, LaunchedStep, Read
-from .chain import Chain
-from .config import RunnerConfig, Wanted, check_step, checked, checked_names, config_of, patterns_of
+from .config import RunnerConfig, Wanted, check_step, checked, checked_keys, checked_names, config_of, patterns_of
 from .eagerly import Eagerly
 from .graphs import Captured, Filler, GraphSet, ReadBatch
 from .hooks import watchers_of
 from .outputs import rows_each
-from .pool import Phase, Seat
+from .pool import Phase
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .routes import GraphRoute, Route
 from .runner import Runner
 from .stage import NO_SIZES, Stage, V, joined
 from .statistics import CaptureReport, Decision, Path, Why
+from .steps.chain import Chain
+from .steps.loop import LaunchedStep, StepLoop
 
 
 class CaptureArguments(TypedDict, total=False):
@@ -118,7 +119,7 @@ class GraphRunner(Runner[V]):
         path: Path = "graph",
         rows_each: int | None = None,
     ) -> None:
-        """Size the buckets, and take a seat in the pool. given: all arguments. path: of a batch that fits a bucket.
+        """Size the buckets, and join the pool. given: all arguments. path: of a batch that fits a bucket.
 
         counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. said: options that decide these, for
         errors. factor: the option that says how many tokens a request has, likewise. leading: their axes, that of rows
@@ -143,11 +144,11 @@ class GraphRunner(Runner[V]):
         # whether the leading rows and what is absent decide on a bucket
         self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
-        phase = given.get("phase")
-        self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
-            self.name, stage, self._capacity, given.get("bind", {}), phase, config.sharing
-        )
-        if phase is None:
+        self._bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
+        if given.get("phase") is not None:
+            phase = checked("phase", "a phase of a pool, such as pool['decode'], or None", given["phase"], Phase)
+            self.phase = phase.pool.join(phase, self.name, stage, self._capacity, self._bind, sharing=config.sharing)
+        else:
             _ = self.eager  # what is wrong with it is said now
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
@@ -160,11 +161,18 @@ class GraphRunner(Runner[V]):
         """Make the route of batches that a graph takes."""
 
     @functools.cached_property
+    def _buffers(self) -> Buffers:
+        """The memory of the slots; that of a pool is laid out when it is first asked for."""
+        if self.phase is not None and self.phase.member:
+            return self.phase.pool.take(self.phase.member)
+        return self.stage.allocate(self._capacity, self._bind)
+
+    @functools.cached_property
     def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
-        """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
-        config, stage, buffers = self.config, self.stage, self.seat.buffers()
+        """The captured buckets, and the buffers that they read."""
+        config, stage, buffers = self.config, self.stage, self._buffers
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
-        if lowering == "in_graph" and not self.is_whole:
+        if LOWERINGS[lowering].is_in_graph and not self.is_whole:
             lowering = "fused"  # what runs before the graphs reads the slots, too
         filler = Filler(stage, buffers, lowering, [*self.sizes.values()], self._table, config.error_mode)
         return GraphSet(
@@ -209,9 +217,9 @@ class GraphRunner(Runner[V]):
         return self.graphs.report
 
     @property
-    def lowering(self) -> Lowering:
+    def lowering(self) -> LoweringName:
         """How fills are run."""
-        return self.graphs.filler.lowering
+        return self.graphs.filler.lowering.name
 
     def plan(
         self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = (), hosted: Collection[str] = ()
@@ -275,7 +283,7 @@ class GraphRunner(Runner[V]):
                     return route
         decision = self._decide(call.live, call.absent, call.batch)
         if not self.coordinator.alone:
-            decision = self.coordinator.settle(decision, call.live, functools.partial(self._admit, decision, call))
+            decision = self.coordinator.agree(decision, call.live, functools.partial(self._admit, decision, call))
         route = self._graph_route(decision.bucket, call.absent)
         if route is None and decision.bucket is not None:
             if not self.coordinator.quiet:
@@ -402,7 +410,7 @@ class DecodeRunner(RequestRunner[V]):
         *,
         keys: Iterable[Hashable] | None = None,
         ahead: int = 0,
-        read: Read | None = None,
+        read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
         agree_every: int = 1,
     ) -> Iterator[LaunchedStep]:
@@ -446,11 +454,11 @@ class DecodeRunner(RequestRunner[V]):
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, keys, self.buckets, self._rows_each, loop, why)
-            return iter(Ahead(self, chain, ahead, read, needs))
+            chain = Chain(self, batch, self.buckets, self._rows_each, loop, why)
+            return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))
 
     def _why_by_calls(self) -> str:
         """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
-        if self.lowering not in {"in_graph", "foreach", "direct"}:
+        if not self.graphs.filler.lowering.runs_ahead:
             return f"the lowering is {self.lowering}"
         return "each step is watched" if self.watch.watchers or self.config.modes else ""

@@ -75,7 +75,7 @@ class EagerRunner(Runner[V]):
             def admit() -> None:
                 self.eager.route(call.live, call.absent, _ALWAYS, counts).filling.bucket.admit(call.sources, call.live)
 
-            decision = self.coordinator.settle(_ALWAYS, call.live, admit)
+            decision = self.coordinator.agree(_ALWAYS, call.live, admit)
         return self.eager.route(call.live, call.absent, decision, counts)
 
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:

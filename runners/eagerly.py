@@ -6,7 +6,7 @@ from typing import Any, Generic
 from ..dataflow import log
 from ..dataflow.axes import Live
 from ..dataflow.buffers import Buffers
-from ..dataflow.capabilities import Lowering
+from ..dataflow.capabilities import LoweringName
 from ..dataflow.errors import BatchError
 from ..dataflow.fill.bucket import FilledBucket, hand_over
 from ..dataflow.fill.kinds import KindTable
@@ -124,7 +124,7 @@ class Eagerly(Generic[V]):
     def _over(self, buffers: Buffers) -> Filler[V]:
         """Fill buffers by copies: no kernel knows live rows alone."""
         lowerings = self.stage.backend.capabilities.lowerings
-        by_copies: tuple[Lowering, ...] = "direct", "foreach", "slot_by_slot"
+        by_copies: tuple[LoweringName, ...] = "direct", "foreach", "slot_by_slot"
         lowering = next(one for one in by_copies if one in lowerings)
         return Filler(self.stage, buffers, lowering, [buffers.capacity], self._table)
 

@@ -17,14 +17,15 @@ from ..backends.base import Fusion, Graph
 from ..dataflow import log
 from ..dataflow.axes import BATCH, Live, Sizes
 from ..dataflow.buffers import Buffers, at_rest, overlaps, span
-from ..dataflow.capabilities import DEVICE, Lowering, chosen_lowering
+from ..dataflow.capabilities import DEVICE, chosen_lowering
 from ..dataflow.edits import RowBucket
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of, user_traceback
 from ..dataflow.fill.bucket import Bucket, run_all, table_for
 from ..dataflow.fill.kinds import KindTable, SourceKinds
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, outside_inference, without_gradients
+from ..dataflow.lowering import LOWERINGS
 from ..dataflow.packet import HEAD, WORD, Feed
-from ..dataflow.plan import FUSED, Absent, packet_bytes
+from ..dataflow.plan import Absent, packet_bytes
 from ..dataflow.slots import Output
 from ..dataflow.sources import Side, Sources
 from ..dataflow.views import alias
@@ -141,7 +142,7 @@ class Filling:
         turn, stream = filler.buffers.turn, filler.stream()
         if not stream == turn.stream == filler.clock.stream or (turn.neighbours and not turn.follows(stream)):
             filler.order()  # before sources are read, which may lie in slots
-        if filler.lowering == "slot_by_slot":
+        if filler.lowering.is_reference:
             self._fill_slot_by_slot(call)
             return
         found = None if FUNCTION_MODES() or call.kinds is None else bucket.take(call.kinds, call.sources, call.live)
@@ -153,10 +154,10 @@ class Filling:
             without_gradients(plan.write, taken, call.live, call.batch)
         else:
             plan.write(taken, call.live, call.batch)
-        if whole and filler.lowering == "in_graph":
+        if whole and filler.lowering.is_in_graph:
             filler.lowered["in_graph"] += 1
         elif self.kernel is None:
-            filler.lowered[filler.lowering] += 1
+            filler.lowered[filler.lowering.name] += 1
         else:  # a kernel in the graph reads sources later
             self.launch()
         if self.computes:
@@ -180,7 +181,7 @@ class Filling:
             alone = filler.capture_alone(self)
             filler.late = time.perf_counter_ns()
         alone.replay()
-        if filler.lowering == "in_graph":
+        if filler.lowering.is_in_graph:
             filler.was_disarmed()
 
 
@@ -215,18 +216,18 @@ class Filler(Generic[V]):
     def __attrs_post_init__(self) -> None:
         """Make what all buckets share."""
         backend = self.stage.backend
-        self.lowering: Lowering = chosen_lowering(backend.capabilities, self.wanted)
+        self.lowering = LOWERINGS[chosen_lowering(backend.capabilities, self.wanted)]
         self.stream = backend.stream_key()
         if self.buffers.turn.stream is None:
             self.buffers.turn.stream = self.stream()
         self.hosts = HostReads(backend, self.buffers)
-        self._fusion = backend.fusion() if self.lowering in FUSED else None
-        if self.lowering in FUSED and self._fusion is None:
+        self._fusion = backend.fusion() if self.lowering.has_kernel else None
+        if self.lowering.has_kernel and self._fusion is None:
             raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() gives none")
         slots, record = self.stage.declaration, backend.capabilities
         most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
         rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # of an edit
-        numbered = self.lowering == "in_graph" and bool(slots.rules)
+        numbered = self.lowering.is_in_graph and bool(slots.rules)
         self._feed = Feed(backend.upload, most + rows * numbered, numbered=numbered)
         if self._fusion is not None:
             _ = self._feed.upload
@@ -254,7 +255,7 @@ class Filler(Generic[V]):
 
     def _bucket(self, sizes: Sizes, absent: Absent, **options: Any) -> Bucket:
         over = self.stage.declaration, sizes, self.stage.backend.capabilities, self.buffers
-        given = {"lowering": self.lowering, "feed": self._feed, "table": self.table, **options}
+        given = {"lowering": self.lowering.name, "feed": self._feed, "table": self.table, **options}
         return Bucket(*over, absent=absent, **given)
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:
@@ -265,7 +266,7 @@ class Filler(Generic[V]):
 
         def alone() -> None:
             kernel()
-            if self.lowering == "in_graph":
+            if self.lowering.is_in_graph:
                 armed.zero_()
 
         if warm:
@@ -275,7 +276,7 @@ class Filler(Generic[V]):
 
     def first_node(self, filling: Filling) -> None:
         """Run what a step's graph begins with: rules of slots that are functions, and the kernel."""
-        if self.lowering != "in_graph":
+        if not self.lowering.is_in_graph:
             return
         bucket = filling.bucket
         rules = bucket.transitions[DEVICE]
@@ -288,7 +289,7 @@ class Filler(Generic[V]):
         """Make what edits rows of requests of a bucket, and its graph where the device has a kernel for that."""
         stage, fusion = self.stage, self._fusion
         own = {"table": table_for(stage.declaration, sizes), "partial": True}
-        if not by_kernel or self.lowering != "in_graph" or fusion is None or fusion.edit is None:
+        if not (by_kernel and self.lowering.is_in_graph) or fusion is None or fusion.edit is None:
             return RowBucket(self._bucket(sizes, absent, **{**own, "lowering": "slot_by_slot"})), None
         if absent not in self._edits:
             bucket = self._bucket(sizes, absent, **own)
@@ -418,11 +419,11 @@ class GraphSet(Generic[V]):
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
-        sizes, meet, most = self.sizes, self.coordinator.meet, self.stage.backend.capabilities.graphs_hint
+        sizes, most = self.sizes, self.stage.backend.capabilities.graphs_hint
         wanted = len(sizes) * len(self.patterns)
         if most is not None and wanted > most:  # which is said before minutes are spent on them
             log.warning("many_graphs", runner=self.runner, wanted=wanted, most=most)
-        meet("captures begin")
+        self.coordinator.barrier("captures begin")
         report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
         self._forks = FORKS.count
         if failed:
@@ -482,7 +483,7 @@ class GraphSet(Generic[V]):
             error = with_place(raised)
         finally:
             torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
-        failed = self.coordinator.meet(f"captured bucket {rows}", error)
+        failed = self.coordinator.barrier(f"captured bucket {rows}", error)
         if failed is not None:
             self.captured = {key: one for key, one in self.captured.items() if key[0] != rows}
             self.buffers.distrust()
@@ -510,7 +511,7 @@ class GraphSet(Generic[V]):
             graph = around(functools.partial(capture, parameters=parameters))
         if self.rows_each is not None:
             cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
-        if filler.lowering == "fused":
+        if filler.lowering.has_kernel and not filler.lowering.is_in_graph:
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
         return Captured(rows, filling, graph, step, state.taken)

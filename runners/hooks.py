@@ -1,4 +1,4 @@
-"""Hooks: what watches the steps of a runner, and what coordinates them with the same runner on other ranks."""
+"""Hooks: watchers of a runner's steps, and the coordinator of these with the same runner on other ranks."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -18,32 +18,32 @@ V = TypeVar("V", bound=Inputs)
 
 
 class Watcher:
-    """Is told of each step of a runner, in the order of these methods. Whatever it raises goes to the caller."""
+    """Watches each step of a runner, by these methods in this order. Whatever it raises goes to the caller."""
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """A batch has come; nothing was read or written."""
+        """Look at a batch; nothing was read or written yet."""
 
     def filled(self, view: Inputs) -> None:
-        """The slots are filled, and the view is what the caller gets; `runner.agreed` has what ranks agreed on."""
+        """Look at the view that the caller gets, of filled slots; `runner.agreed` has what ranks agreed on."""
 
     def before_replay(self, view: Inputs) -> None:
-        """The step is about to run on this view, by a graph or eagerly."""
+        """Look at the view that the step is about to run on, by a graph or eagerly."""
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
-        """The step has run; what is returned goes to the caller in the outputs' place."""
+        """Look at the outputs of the step, and return what the caller gets in their place."""
         del view
         return outputs
 
     def failed(self, error: BaseException) -> None:
-        """The fill or the step raised; the caller gets the error."""
+        """Look at the error of a fill or step, which the caller gets."""
 
 
 WATCHERS: Final[dict[str, Callable[..., Watcher]]] = {}
-"""What makes the watcher of each debug mode that has one, in the order in which they watch; `debug` fills it."""
+"""How to make the watcher of a debug mode, in the order in which they watch; `debug` fills it."""
 
 
 def watchers_of(runner: object, modes: Collection[str], *given: object) -> list[Watcher]:
-    """New watchers of a runner's steps, one for each of these debug modes that watches steps, and what it is given."""
+    """Make watchers of a runner's steps, one for each of these debug modes that watches steps."""
     return [make(runner, *given) for mode, make in WATCHERS.items() if mode in modes]
 
 
@@ -54,15 +54,15 @@ class Watch:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
-        """From the next step on, tell this one too."""
+        """Add a watcher from the next step on."""
         self.watchers = (*self.watchers, watcher)
 
     def remove(self, watcher: Watcher) -> None:
-        """Tell this one no more."""
+        """Remove a watcher."""
         self.watchers = tuple(one for one in self.watchers if one is not watcher)
 
     def fill(self, fill: Callable[[], V], batch: Any, side: Side) -> V:
-        """Fill, and tell of it."""
+        """Fill, with the watchers looking on."""
         with self._failures():
             for watcher in self.watchers:
                 watcher.before_fill(batch, side)
@@ -72,7 +72,7 @@ class Watch:
         return view
 
     def replay(self, replay: Callable[[], Any], view: Inputs) -> Any:
-        """Run the step, and tell of it."""
+        """Run the step, with the watchers looking on."""
         with self._failures():
             for watcher in self.watchers:
                 watcher.before_replay(view)
@@ -97,7 +97,7 @@ class Loop:
 
     Attributes:
         every: After how many steps they agree on a bucket.
-        bit: The bit by which all ranks know it; 0 where no other rank does.
+        bit: Its bit in the messages of ranks; 0 of a loop that no other rank knows.
     """
 
     every: int
@@ -111,13 +111,13 @@ Step = Callable[[], Any]
 class Coordinator:
     """Coordinates one runner's steps with the same runner on other ranks.
 
-    This class is for a single rank, which asks no other; `Agreement` is for a process group.
+    This class is for a single rank, which exchanges nothing; `Agreement` is for a process group.
 
     Attributes:
-        axes: Those of live sizes, the axis of the buckets last.
+        axes: The axes of live sizes, that of the buckets last.
         agreed: What all ranks did in the last step that they agreed on.
         empty: An idle rank's batch, once there was one.
-        alone: Whether there are no ranks: nothing is asked, and nothing told. A process group of one rank is told.
+        alone: Whether there are no ranks. A process group of one rank has an `Agreement`, too.
         rank: Which rank this is.
         size: How many ranks there are.
         quiet: Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches.
@@ -134,48 +134,51 @@ class Coordinator:
     timeout: float = 0.0
 
     def begin(self) -> None:
-        """A fill begins."""
+        """Begin a step."""
 
-    def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """What all ranks do, where this one would do `own`. admit: raises what the fill to come would raise."""
+    def agree(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
+        """Return what all ranks do, where this one would do `own`. admit: raises what the fill would raise."""
         del live, admit
         return own
 
     def refuse(self, error: BaseException) -> None:
-        """This rank's fill ends in an error."""
+        """Send the other ranks that this rank's fill ends in an error."""
 
     def run(self, step: Callable[..., T], *args: Any) -> T:
-        """Run a step that all ranks run. Ranks that wait for this one are told if it raises."""
+        """Run a step that all ranks run. If it raises, the others are sent that."""
         return step(*args)
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose errors the caller reports to the other ranks itself."""
+        """A block whose errors the caller sends to the other ranks itself."""
         return contextlib.nullcontext()
 
-    def before(self) -> contextlib.AbstractContextManager[None]:
-        """A block that looks at a batch before its fill. Ranks that wait for this one are told if it is refused."""
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """A block that looks at a batch before its step. If it raises, the others are sent that."""
         return contextlib.nullcontext()
 
-    def ahead(self, own: Decision, live: Live) -> None:
-        """Tell the other ranks now what `settle` will be asked for next."""
+    def agree_ahead(self, own: Decision, live: Live) -> None:
+        """Send the other ranks now what `agree` will be called with next."""
 
     def idle(self, own: Decision, live: Live) -> bool:
-        """Whether all ranks are idle, as this one is, so that none runs a step."""
+        """Return whether all ranks are idle, as this one is, so that none runs a step."""
         del own, live
         return True
 
-    def tell(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
-        """What each rank says at one place beside the steps, this one a text and a number."""
+    def gather(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
+        """Gather a text and a number from each rank, at a call site apart from steps."""
         del what, capturing
         return [(text, number)]
 
-    def meet(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
-        """Wait until all ranks are done with a part of a capture. The first that failed and its error, if any did."""
-        told = self.tell(what, "" if error is None else str(error), int(error is not None), capturing=True)
-        return next(((rank, text) for rank, (text, failed) in enumerate(told) if failed), None)
+    def barrier(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
+        """Wait until all ranks are done with a part of a capture. Return the first that failed, if any, and its error.
+
+        what: The part. error: This rank's, if it failed.
+        """
+        gathered = self.gather(what, "" if error is None else str(error), int(error is not None), capturing=True)
+        return next(((rank, text) for rank, (text, failed) in enumerate(gathered) if failed), None)
 
     def warm_up(self, step: Step, backend: Backend) -> Step:
-        """A step as warm-ups run it: it raises RankError once a rank is lost."""
+        """Make a step for warm-ups: it raises RankError once a rank is lost."""
         del backend
         return step
 
@@ -184,7 +187,7 @@ class Coordinator:
         return contextlib.nullcontext(Loop(every))
 
     def looping(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
-        """A block that hands out a loop's steps. Ranks that go on with the loop are told if it ends early."""
+        """A block that hands out a loop's steps. If it ends early, ranks that go on with the loop are sent that."""
         del loop
         return contextlib.nullcontext()
 
@@ -193,13 +196,13 @@ class Coordinator:
         del loop
         return contextlib.nullcontext()
 
-    def follow(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
-        """What all ranks do in a step of a loop, where this one would do `own`.
+    def agree_in_loop(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
+        """Return what all ranks do in a step of a loop, where this one would do `own`; None where all are idle.
 
-        idle: whether this rank has no request. None where all ranks are idle, so that none runs the step.
+        idle: Whether this rank has no request.
         """
-        del live, loop
-        return None if idle else own
+        with self.within(loop):
+            return None if idle and self.idle(own, live) else self.agree(own, live, lambda: None)
 
     def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:
         """Wait until a device is past an event. read: the end of a step, whose outputs only this rank may read."""
@@ -207,5 +210,5 @@ class Coordinator:
         event.synchronize()
 
     def as_data(self) -> RanksData:
-        """The books, as plain data."""
+        """Return the statistics as plain data."""
         return {"rank": self.rank, "size": self.size, "quiet": self.quiet, "over": None, "exchanges": 0, "forced": {}}

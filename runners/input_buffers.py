@@ -8,9 +8,9 @@ import attrs
 from ..backends.base import Backend
 from ..dataflow.axes import Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
-from ..dataflow.capabilities import AUTO, Lowering
+from ..dataflow.capabilities import AUTO, LoweringName
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
-from ..dataflow.fill.bucket import run_all, table_for
+from ..dataflow.fill.bucket import Bucket, run_all, table_for
 from ..dataflow.plan import Absent, FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
@@ -74,9 +74,9 @@ class InputBuffers(Generic[V]):
         return f"<InputBuffers of {on}: {sizes}, {self.lowering}, {human_bytes(self.nbytes)}>"
 
     @property
-    def lowering(self) -> Lowering:
+    def lowering(self) -> LoweringName:
         """How fills are run."""
-        return self._layer.filler.lowering
+        return self._layer.filler.lowering.name
 
     @property
     def nbytes(self) -> int:
@@ -103,6 +103,8 @@ class InputBuffers(Generic[V]):
         *,
         live: Sizes = NO_SIZES,
         absent: Collection[str] | None = None,
+        only: Collection[str] | None = None,
+        skip: Collection[str] = (),
         **side: Any,
     ) -> V:
         """Fill from a batch, reset the padding, compute what follows from slots, and return the view.
@@ -110,11 +112,19 @@ class InputBuffers(Generic[V]):
         If a graph of yours begins with `fill_in_graph` for these sizes, that part of the fill is left to its replay:
         replay it next, and read the view after it.
 
+        A fill in two parts writes some slots early, such as the metadata that attention plans from: first with `only`,
+        then with the same names as `skip`. With `skip` alone you say that these slots are unchanged since the last
+        fill. Slots of `skip` are written nevertheless where they do not hold this batch: if the last fill was of other
+        sizes, padded or live, or without other slots, or if a producer has a view to write by.
+
         Args:
             batch: An object or a mapping that has the sources.
             padded: The padded size of each axis; the capacity for an axis that is left out.
             live: Live rows of axes that no source tells.
             absent: Optional slots that the batch comes without; by default it is asked.
+            only: Copied slots to write, at once and not in a graph; others stay as they are. What is computed from
+                slots that hold this batch is computed.
+            skip: Copied slots to leave as they are.
             side: Side arguments of slots that are declared with `source=side(...)`.
 
         Returns:
@@ -122,9 +132,10 @@ class InputBuffers(Generic[V]):
 
         Raises:
             BatchError: The batch does not fit; nothing was written.
-            ConfigError: A size is larger than the capacity, or an axis is unknown.
+            ConfigError: A size is larger than the capacity, an axis or a slot is unknown, or `only` and `skip` are both
+                given.
         """
-        return self.at(padded).fill(batch, live=live, absent=absent, **side)
+        return self.at(padded).fill(batch, live=live, absent=absent, only=only, skip=skip, **side)
 
     def at(self, padded: Sizes = NO_SIZES) -> "BucketBuffers[V]":
         """The fills of these padded sizes, the same object each time. To keep it saves looking them up.
@@ -199,6 +210,7 @@ class Layer(Generic[V]):
         reader: Reads batches.
         filler: Fills the buckets.
         checks_fields: Whether fields have converters or validators.
+        behind: The bucket of the last fill in part, and the slots that did not hold its batch when it was done.
     """
 
     def __init__(self, stage: Stage[V], buffers: Buffers, capacity: Sizes, lowering: str, *, waits: bool) -> None:
@@ -216,6 +228,7 @@ class Layer(Generic[V]):
         self.reader = Reader(stage, self.table, lambda batch, side: self.live(batch, NO_SIZES, side))
         self.filler = Filler(stage, buffers, lowering, [capacity], self.table)
         self.checks_fields = bool(stage.declaration.checked_fields)
+        self.behind: tuple[Bucket | None, frozenset[str]] = None, frozenset()
 
     def pattern(self, absent: Collection[str]) -> Absent:
         """Absent slots as a set. ConfigError where one is unknown, or not optional."""
@@ -269,6 +282,7 @@ class BucketBuffers(Generic[V]):
         self._layer = layer
         self._padded = padded
         self._fillings = dict[Absent, tuple[Filling, Viewer[V]]]()
+        self._parts = dict[tuple[Absent, frozenset[str]], Filling]()
         self._in_graph = set[Absent]()
 
     def __repr__(self) -> str:
@@ -279,16 +293,33 @@ class BucketBuffers(Generic[V]):
         axes = self._layer.stage.declaration.varying
         return ", ".join(f"{axis} {size}" for axis, size in zip(axes, self._padded, strict=True))
 
-    def fill(self, batch: Any, *, live: Sizes = NO_SIZES, absent: Collection[str] | None = None, **side: Any) -> V:
+    def fill(
+        self,
+        batch: Any,
+        *,
+        live: Sizes = NO_SIZES,
+        absent: Collection[str] | None = None,
+        only: Collection[str] | None = None,
+        skip: Collection[str] = (),
+        **side: Any,
+    ) -> V:
         """Fill from a batch: see `InputBuffers.fill`."""
         layer = self._layer
         lock = layer.gate.lock
         if lock.locked():
             raise layer.gate.refusal()
         with lock:
-            return self._fill(batch, live, absent, side)
+            return self._fill(batch, live, absent, only, skip, side)
 
-    def _fill(self, batch: Any, live: Sizes, absent: Collection[str] | None, side: Side) -> V:
+    def _fill(
+        self,
+        batch: Any,
+        live: Sizes,
+        absent: Collection[str] | None,
+        only: Collection[str] | None,
+        skip: Collection[str],
+        side: Side,
+    ) -> V:
         layer, filler = self._layer, self._layer.filler
         if live is NO_SIZES and absent is None:
             call = layer.reader.read(batch, side)
@@ -299,15 +330,54 @@ class BucketBuffers(Generic[V]):
         filling, viewer = self._fillings.get(call.absent) or self._make(call.absent)
         if layer.waits and filler.hosts.possible:
             filler.hosts.note()
-        is_in_graph = call.absent in self._in_graph
+        is_in_graph = call.absent in self._in_graph and only is None
+        behind = frozenset[str]()
+        if only is not None or skip:
+            filling, behind = self._part(call, filling, only, skip)
         try:
             filling.fill(call, whole=is_in_graph)
         except BatchError as error:
             layer.sizer(frozenset(live)).explain(error, batch, side)
             raise
-        if not is_in_graph and filler.lowering != "slot_by_slot":
+        if not is_in_graph and not filler.lowering.is_reference:
             run_all(filling.bucket.functions(call.live).on_device, batch)
+        if filling.bucket.left:
+            layer.behind = filling.bucket, behind
         return viewer(batch, call.live)
+
+    def _part(
+        self, call: ReadBatch, whole: Filling, only: Collection[str] | None, skip: Collection[str]
+    ) -> tuple[Filling, frozenset[str]]:
+        """Choose what fills some slots alone, and tell which ones will not hold the batch then.
+
+        ConfigError where an argument names what is not copied, or both arguments are given.
+        """
+        layer = self._layer
+        declaration, clean = layer.stage.declaration, layer.buffers.clean
+        if only is not None and skip:
+            raise ConfigError("only= and skip= are both given: say which slots to write, or which ones to leave")
+        declaration.check_names("skip" if only is None else "only", skip if only is None else only, "copied")
+        copied = declaration.sources.keys() - call.absent
+        last, behind = layer.behind
+        is_part = last in [part.bucket for (absent, _), part in self._parts.items() if absent == call.absent]
+        if clean.was(whole.bucket, call.live):
+            behind = frozenset()
+        elif not (is_part and clean.was(last, call.live)):
+            behind = frozenset(copied)
+        if only is None:
+            left, behind = set(copied.intersection(skip) - behind), frozenset()
+        else:
+            left, behind = set(copied.difference(only)), behind.intersection(copied).difference(only)
+            for name, compute in declaration.functions.items():
+                if not behind.isdisjoint(compute.needs):  # it waits for the rest
+                    left.add(name)
+                    behind |= {name}
+        if not left:
+            return whole, behind
+        key = call.absent, frozenset(left)
+        if key not in self._parts:
+            self._parts[key] = attrs.evolve(whole, bucket=whole.bucket.part(key[1]), alone=None)
+        return self._parts[key], behind
 
     def fill_in_graph(self, *, absent: Collection[str] = ()) -> None:
         """Record the device's part of a fill: see `InputBuffers.fill_in_graph`."""

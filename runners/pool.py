@@ -1,79 +1,50 @@
 """Pools: input memory that several runners share, each in its phase."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Generic, final
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
 
 import attrs
 import torch
 
+from ..backends.base import Backend
 from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError, did_you_mean
 from ..dataflow.fill.tails import CleanTails
 from ..dataflow.guard import outside_inference
-from .config import checked, checked_keys, checked_names
+from .config import checked_names
 from .running import Unique
-from .sharing import Layout, Member, Schedule, lay_out
-from .stage import Stage, V
+from .sharing import Layout, PooledSlot, Schedule, lay_out, pooled_slots
+from .stage import Stage
 
 
 @attrs.frozen(eq=False)
 class Phase:
-    """One phase of a pool, `phase=pool["verify"]`; kept: slots of a runner whose bytes must hold from step to step."""
+    """One phase of a pool, `phase=pool["verify"]`.
+
+    Attributes:
+        pool: The pool.
+        name: The phase's name.
+        kept: Slots of a runner whose bytes must hold from step to step.
+        member: The runner's name in the pool; empty of one that has memory of its own.
+    """
 
     pool: "InputPool"
     name: str
     kept: frozenset[str] = frozenset()
+    member: str = ""
 
     def keeping(self, *slots: str) -> "Phase":
         """The phase for a runner of which some slots are never shared: a producer writes only what changed in them."""
         return attrs.evolve(self, kept=self.kept.union(checked_names("keeping", slots)))
 
-
-@attrs.define(eq=False)
-class Seat(Generic[V]):
-    """Where a runner's buffers come from: memory of its own, or its pool's. name: the runner's among the members.
-
-    sharing: whether they may come from the pool; None for what the backend says. layout: of memory that it shares.
-    """
-
-    runner: str
-    stage: Stage[V]
-    capacity: Sizes
-    bind: Mapping[str, Bound]
-    phase: Phase | None
-    sharing: bool | None
-    name: str = ""
-    layout: Layout | None = None
-    _made: Buffers | None = None
-
-    def __attrs_post_init__(self) -> None:
-        """Check what was given, and join the pool."""
-        self.bind = checked_keys("bind", "a mapping of slots' names to tensors", self.bind, str)
-        if self.phase is not None:
-            stage, expected = self.stage, "a phase of a pool, such as pool['decode'], or None"
-            stage.declaration.check_names("keeping", checked("phase", expected, self.phase, Phase).kept)
-            backend = stage.backend
-            check_bindings(stage.declaration, self.capacity, backend.capabilities, backend.empty, self.bind)
-            if self.shares:
-                self.phase.pool.join(self, self.phase)
-
     @property
-    def shares(self) -> bool:
-        """Whether the buffers may come from the pool."""
-        return self.stage.backend.capabilities.pools_inputs if self.sharing is None else self.sharing
-
-    def buffers(self) -> Buffers:
-        """The buffers, each with its initial value. A pool that was not sealed is sealed now."""
-        if self.phase is not None and self.shares:
-            self.phase.pool.seal()
-        return self.allocate() if self._made is None else self._made
-
-    def allocate(self, shared: SharedMemory | None = None) -> Buffers:
-        """Allocate what the pool does not give, and write all initial values."""
-        self._made = self.stage.allocate(self.capacity, self.bind, shared)
-        return self._made
+    def layout(self) -> Layout | None:
+        """The layout of the memory that the runner shares, if it shares any."""
+        return self.pool.layout if self.member else None
 
 
 @final
@@ -97,7 +68,10 @@ class InputPool(Unique):
     def __init__(self, *order: str, overlaps: Iterable[tuple[str, str]] = (), anytime: Iterable[str] = ()) -> None:
         self.schedule = Schedule(order, overlaps, anytime)
         self.layout: Layout | None = None
-        self._joined: list[tuple[Seat[Any], Member]] = []
+        self._slots: list[PooledSlot] = []
+        self._backends: dict[str, Backend] = {}  # by device
+        self._allocations: dict[str, Callable[[SharedMemory], Buffers]] = {}  # by member, until the pool is sealed
+        self._buffers: dict[str, Buffers] = {}  # by member, until it takes them
 
     def __getitem__(self, phase: str) -> Phase:
         """One of its phases, to be given to a runner. ConfigError for an unknown one."""
@@ -108,48 +82,73 @@ class InputPool(Unique):
             )
         return Phase(self, phase)
 
-    def join(self, seat: Seat[Any], phase: Phase) -> None:
-        """Take a runner in, or tell it that it comes too late."""
+    def join(
+        self,
+        phase: Phase,
+        runner: str,
+        stage: Stage[Any],
+        capacity: Sizes,
+        bind: Mapping[str, Bound],
+        *,
+        sharing: bool | None,
+    ) -> Phase:
+        """Have a runner join in a phase, and return the phase with the runner's name in the pool.
+
+        Args:
+            phase: The phase that the runner was given.
+            runner: The runner's kind, for the log.
+            stage: Its declaration and backend.
+            capacity: The largest size of each axis.
+            bind: Tensors to adopt, by slot.
+            sharing: Whether it shares memory; None leaves it to the backend.
+        """
+        declaration, backend = stage.declaration, stage.backend
+        capabilities, device = backend.capabilities, str(backend.device)
+        declaration.check_names("keeping", phase.kept)
+        check_bindings(declaration, capacity, capabilities, backend.empty, bind)
+        if not (capabilities.pools_inputs if sharing is None else sharing):
+            return phase
         if self.layout is not None:
-            log.info("joined_late", runner=seat.runner, phase=phase.name)
-            return
-        stage, before = seat.stage, sum(member.phase == phase.name for _, member in self._joined)
-        seat.name = f"{phase.name} {before + 1}" if before else phase.name  # such as "verify 2"
-        member = Member(
-            name=seat.name,
-            phase=phase.name,
-            declaration=stage.declaration,
-            capacity=seat.capacity,
-            capabilities=stage.backend.capabilities,
-            device=str(stage.backend.device),
-            bound=seat.bind,
-            kept=phase.kept,
-            shares=seat.sharing,
+            log.info("joined_late", runner=runner, phase=phase.name)
+            return phase
+        member, number = phase.name, 2
+        while member in self._allocations:
+            member, number = f"{phase.name} {number}", number + 1  # such as "verify 2"
+        self._backends[device] = backend
+        self._allocations[member] = functools.partial(stage.allocate, capacity, bind)
+        self._slots += pooled_slots(
+            declaration, capacity, capabilities, member, phase.name, device, bound=bind, kept=phase.kept
         )
-        self._joined.append((seat, member))
+        return attrs.evolve(phase, member=member)
+
+    def take(self, member: str) -> Buffers:
+        """The buffers of a runner, each with its initial value, which asks once. A first runner seals the pool."""
+        self.seal()
+        return self._buffers.pop(member)
 
     def seal(self) -> Layout:
         """Lay out and allocate the memory of all runners that have joined so far, unless that was done before."""
-        if self.layout is None:
-            seats = [seat for seat, _ in self._joined]
-            layout = lay_out([member for _, member in self._joined], self.schedule)
-            backends = {str(seat.stage.backend.device): seat.stage.backend for seat in seats}
-            with outside_inference():
-                blocks = [
-                    backends[one.device].empty((one.nbytes,), torch.uint8, one.placement) for one in layout.blocks
-                ]
-                memory = {one: carve(blocks[one.block], one.offset, one.shape, one.dtype) for one in layout.places}
-            clean, turns = CleanTails(), {seat.name: BufferTurn() for seat in seats}
-            for seat in seats:
-                turn, mine = turns[seat.name], [place for place in layout.places if place.member == seat.name]
-                sharing = {place.slot: layout.shared_with(seat.name, place.slot) for place in mine}
-                others = {other.member for touching in sharing.values() for other in touching}
-                turn.neighbours = tuple(turns[other] for other in sorted(others))
-                turn.overwriters = {
-                    slot: tuple({turns[one.member]: None for one in touching}) for slot, touching in sharing.items()
-                }
-                seat.allocate(SharedMemory({place.slot: memory[place] for place in mine}, clean, turn))
-                seat.layout = layout
-            self.layout, self._joined = layout, []
-            log.info("sealed", runners=[seat.name for seat in seats], nbytes=layout.nbytes, saved=layout.saved)
-        return self.layout
+        if self.layout is not None:
+            return self.layout
+        layout = lay_out(self._slots, self.schedule)
+        with outside_inference():
+            blocks = [
+                self._backends[block.device].empty((block.nbytes,), torch.uint8, block.placement)
+                for block in layout.blocks
+            ]
+            tensors: dict[str, dict[str, torch.Tensor]] = {member: {} for member in self._allocations}
+            for place in layout.places:
+                block = blocks[place.block]
+                tensors[place.member][place.slot] = carve(block, place.offset, place.shape, place.dtype)
+        clean, turns = CleanTails(), {member: BufferTurn() for member in self._allocations}
+        for member, allocate in self._allocations.items():
+            turn, overwriters = turns[member], dict[str, tuple[BufferTurn, ...]]()
+            for slot in tensors[member]:
+                others = {turns[place.member]: None for place in layout.shared_with(member, slot)}
+                overwriters[slot] = tuple(others)
+            turn.overwriters = overwriters
+            turn.neighbours = tuple(dict.fromkeys(itertools.chain(*overwriters.values())))
+            self._buffers[member] = allocate(SharedMemory(tensors[member], clean, turn))
+        log.info("sealed", runners=[*turns], nbytes=layout.nbytes, saved=layout.saved)
+        self.layout, self._slots, self._backends, self._allocations = layout, [], {}, {}
+        return layout

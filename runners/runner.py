@@ -24,7 +24,7 @@ from .eagerly import Eagerly
 from .graphs import GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
 from .outputs import own_copy
-from .pool import Seat
+from .pool import Phase
 from .routes import Route
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
@@ -68,7 +68,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         eager: Runs the batches that no graph takes.
         gate: Lets one step in at a time.
         limits: The largest values of slots' host data.
-        seat: Where its buffers come from; None where they grow.
+        phase: Its phase in the pool that it was given; None without a pool.
         sizes: Each bucket's padded sizes, by its rows.
         patterns: Those of absent slots that graphs are captured for.
         size: Tells a batch's live sizes, and last those of the leading axis.
@@ -79,7 +79,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     cuts: bool = True
     graphs: GraphSet[V] | None = None
     eager: Eagerly[V]
-    seat: Seat[V] | None = None
+    phase: Phase | None = None
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def __repr__(self) -> str:
         """One line. It lays out no memory of a pool."""
         stage, told = self.stage, "no memory yet"
-        if self.seat is None or "graphs" in vars(self):
+        if self.phase is None or "graphs" in vars(self):
             told, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
             if self.sizes:
                 failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
@@ -310,9 +310,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         if coordinator.quiet:
             self.stage.declaration.check_side(side)
             return
-        with coordinator.before():
+        with coordinator.preparing():
             own, live = self._decide_alone(batch, side)
-        coordinator.ahead(own, live)
+        coordinator.agree_ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
         """Take part in the other ranks' step without a request, and return outputs without rows.
@@ -331,7 +331,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         if coordinator.size == 1:
             self.stage.declaration.check_side(side)
             return None
-        with coordinator.before():
+        with coordinator.preparing():
             empty, given = self._empty(batch, side)
             own, live = self._decide_alone(empty, given)
         return None if coordinator.idle(own, live) else self(empty, **given)

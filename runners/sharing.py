@@ -4,7 +4,7 @@ A lifetime is made of the phases of a loop in which a slot's bytes must hold.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -94,12 +94,22 @@ class Schedule:
 
 
 @attrs.frozen(kw_only=True)
-class Place:
-    """A slot of a member: what its memory must be, when its bytes must hold, and where it lies.
+class PooledSlot:
+    """A slot in memory that runners share.
 
-    placement: the device's own memory, or what the host has for it. shape: at full capacity. always: whether its bytes
-    must hold in all phases and also between them, and not in the member's own phase alone; `why` says the reason.
-    block: the index of its block in the layout. offset: bytes from the start of the block.
+    Attributes:
+        member: The name of its runner.
+        phase: The phase that the runner is used in.
+        slot: The slot's name.
+        device: The device that the runner's slots lie on.
+        placement: Whether it lies in the memory of the device or of the host.
+        shape: Its shape at full capacity.
+        dtype: Its dtype.
+        always: Whether its bytes must hold in all phases and between them, not in its own phase alone.
+        why: The reason for that.
+        arenas: Whether its backend lays several slots in one allocation.
+        block: The index of its block in the layout.
+        offset: Bytes from the start of the block.
     """
 
     member: str
@@ -111,6 +121,7 @@ class Place:
     dtype: torch.dtype
     always: bool
     why: str
+    arenas: bool = True
     block: int = 0
     offset: int = 0
 
@@ -129,11 +140,11 @@ class Place:
         """When its bytes must hold, in words."""
         return "always" if self.always else f"in {self.phase}"
 
-    def touches(self, other: "Place") -> bool:
-        """Whether two places have a byte in common."""
+    def touches(self, other: "PooledSlot") -> bool:
+        """Whether two slots have a byte in common."""
         return self.block == other.block and self.offset < other.stop and other.offset < self.stop
 
-    def meets(self, other: "Place", schedule: Schedule) -> bool:
+    def meets(self, other: "PooledSlot", schedule: Schedule) -> bool:
         """Whether the bytes of both may have to hold at once."""
         return self.always or other.always or schedule.meet(self.phase, other.phase)
 
@@ -142,57 +153,52 @@ class Place:
         return f"{self.member}.{self.slot}"
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Member:
-    """A runner that shares memory with others, as far as the layout must know it.
+def pooled_slots(
+    declaration: Declaration,
+    capacity: Sizes,
+    capabilities: Capabilities,
+    member: str,
+    phase: str,
+    device: str = "cpu",
+    *,
+    bound: Collection[str] = (),
+    kept: Collection[str] = (),
+) -> list[PooledSlot]:
+    """The slots of a runner that shares memory, which have no place yet.
 
     Args:
-        name: The runner's name among the members.
-        phase: The phase that the runner is used in.
         declaration: The runner's slots, under its settings.
-        capacity: The size of every axis that buffers are made for.
+        capacity: The largest size of each axis.
         capabilities: The record of the runner's backend.
+        member: The runner's name among those that share.
+        phase: The phase that the runner is used in.
         device: The device that its device slots lie on.
-        bound: Slots whose memory was handed in. They get no place.
+        bound: Slots whose memory was handed in. They are left out.
         kept: Slots whose bytes must hold from step to step: their producer writes only what changed.
-        shares: Whether the runner shares at all. None leaves it to the backend's record.
     """
-
-    name: str
-    phase: str
-    declaration: Declaration = attrs.field(repr=lambda declaration: declaration.name)
-    capacity: Sizes
-    capabilities: Capabilities = attrs.field(repr=False)
-    device: str = "cpu"
-    bound: Collection[str] = frozenset()
-    kept: Collection[str] = frozenset()
-    shares: bool | None = None
-
-    @property
-    def pooled(self) -> bool:
-        """Whether its slots may share."""
-        return self.capabilities.pools_inputs if self.shares is None else self.shares
-
-    def lifetimes(self) -> Iterator[Place]:
-        """Its slots that need a place, each by itself."""
-        for name, slot in self.declaration.slots.items():
-            if name not in self.bound:
-                why = lasting(slot, name, self.kept) if self.pooled else "its backend pools no inputs"
-                yield Place(
-                    member=self.name,
-                    phase=self.phase,
-                    slot=name,
-                    device=self.device,
-                    placement=slot.placement,
-                    shape=extent(slot.shape, self.capacity),
-                    dtype=resolve_dtype(slot.dtype, self.capabilities),
-                    always=why is not None,
-                    why=why or f"each step of {self.phase} writes it",
-                )
+    found = list[PooledSlot]()
+    for name, slot in declaration.slots.items():
+        if name in bound:
+            continue
+        why = lasting(slot, name, kept)
+        pooled = PooledSlot(
+            member=member,
+            phase=phase,
+            slot=name,
+            device=device,
+            placement=slot.placement,
+            shape=extent(slot.shape, capacity),
+            dtype=resolve_dtype(slot.dtype, capabilities),
+            always=why is not None,
+            why=why or f"each step of {phase} writes it",
+            arenas=capabilities.arenas,
+        )
+        found.append(pooled)
+    return found
 
 
 def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
-    """Why a slot's bytes must hold beyond its runner's phase, or None; they do of a kind that says too little."""
+    """Return why a slot's bytes must hold beyond its runner's phase, or None. They must if its kind says too little."""
     rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes()
     written = slot.rewritten or slot.restored or read or computed
     ruled = isinstance(rule, Pad) or not slot.varying
@@ -231,7 +237,7 @@ class Layout:
 
     schedule: Schedule
     blocks: tuple[Block, ...]
-    places: tuple[Place, ...]
+    places: tuple[PooledSlot, ...]
     peak: int
 
     @property
@@ -249,7 +255,7 @@ class Layout:
         """Bytes saved by sharing."""
         return self.apart - self.nbytes
 
-    def place(self, member: str, slot: str) -> Place:
+    def place(self, member: str, slot: str) -> PooledSlot:
         """Where a slot lies. ConfigError where it has no place here."""
         for place in self.places:
             if (place.member, place.slot) == (member, slot):
@@ -258,7 +264,7 @@ class Layout:
             f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
         )
 
-    def shared_with(self, member: str, slot: str) -> tuple[Place, ...]:
+    def shared_with(self, member: str, slot: str) -> tuple[PooledSlot, ...]:
         """The places that have a byte in common with a slot's."""
         mine = self.place(member, slot)
         return tuple(place for place in self.places if place is not mine and place.touches(mine))
@@ -278,57 +284,62 @@ class Layout:
         return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])
 
 
-def lay_out(members: Sequence[Member], schedule: Schedule) -> Layout:
-    """Lay out all slots of all members, so that no two share a byte that both may need at once, and prove it.
+def lay_out(slots: Sequence[PooledSlot], schedule: Schedule) -> Layout:
+    """Lay out the slots of all members, so that no two share a byte that both may need at once, and prove it.
 
     Args:
-        members: The runners.
-        schedule: The phases that they are used in.
+        slots: Those of all members, as `pooled_slots` gives them.
+        schedule: The phases that the members are used in.
 
     Raises:
         ConfigError: Names or phases do not fit together.
         LayoutError: The proof fails.
     """
-    names = [member.name for member in members]
-    if len({*names}) < len(names):
-        raise ConfigError(f"two members have one name, of {', '.join(names)}: give one another name")
-    for one in members:
+    homes = dict[tuple[str, Placement], list[PooledSlot]]()
+    for one in slots:
         if one.phase not in schedule.phases:
             known = ", ".join(map(repr, schedule.phases)) or "none"
-            raise ConfigError(f"member {one.name!r}: phase {one.phase!r} is not in the schedule: phases are {known}")
-    slots = [place for member in members for place in member.lifetimes()]
-    homes: set[tuple[str, Placement]] = {(one.device, one.placement) for one in slots}
-    blocks, spots, peak = list[Block](), dict[Place, Place](), 0
-    for device, placement in sorted(homes):
-        arenas = all(member.capabilities.arenas for member in members if member.device == device)
-        mine = [one for one in slots if (one.device, one.placement) == (device, placement)]
-        mine.sort(key=lambda one: (not one.always, -one.nbytes, str(one)))
-        placed = _first_fit(mine, schedule, len(blocks), arenas=arenas)
-        spots |= zip(mine, placed, strict=True)
+            raise ConfigError(f"member {one.member!r}: phase {one.phase!r} is not in the schedule: phases are {known}")
+        homes.setdefault((one.device, one.placement), []).append(one)
+    if len({str(one) for one in slots}) < len(slots):
+        raise ConfigError(f"two members have one name, of {', '.join(one.member for one in slots)}")
+    blocks, places, peak = list[Block](), dict[str, PooledSlot](), 0
+    for (device, placement), mine in sorted(homes.items()):
+        placed = _first_fit(mine, schedule, len(blocks))
+        places |= {str(one): one for one in placed}
         for block in sorted({one.block for one in placed}):
             nbytes = max(one.stop for one in placed if one.block == block)
             blocks.append(Block(device=device, placement=placement, nbytes=nbytes))
         peak += max(sum(one.nbytes for one in mine if one.always or one.phase in some) for some in schedule.at_once)
-    layout = Layout(schedule=schedule, blocks=tuple(blocks), places=tuple(spots[one] for one in slots), peak=peak)
+    ordered = tuple(places[str(one)] for one in slots)
+    layout = Layout(schedule=schedule, blocks=tuple(blocks), places=ordered, peak=peak)
     check_layout(layout)
     return layout
 
 
-def _first_fit(slots: Sequence[Place], schedule: Schedule, block: int, *, arenas: bool) -> list[Place]:
-    """Each slot at the lowest place that is free while it is needed, the largest first. block: the first one's index.
+def _first_fit(slots: Sequence[PooledSlot], schedule: Schedule, block: int) -> list[PooledSlot]:
+    """Give each slot the lowest place that is free while it is needed, the largest first.
 
-    arenas: it holds all slots, at any offset; else all slots of a block begin where it does, the largest first.
+    With arenas one block holds all slots, at any offset. Else all slots of a block begin where it does.
+
+    Args:
+        slots: Those of one kind of memory.
+        schedule: The phases.
+        block: The index of the first block.
     """
-    taken, starts = [one.nbytes if arenas else 1 for one in slots], list[int]()
-    for one, length in zip(slots, taken, strict=True):
-        placed, start = zip(starts, taken, slots, strict=False), 0
-        for at, size in sorted((at, size) for at, size, other in placed if one.meets(other, schedule)):
+    arenas = all(one.arenas for one in slots)
+    starts = dict[PooledSlot, int]()
+    for one in sorted(slots, key=lambda one: (not one.always, -one.nbytes, str(one))):
+        start, length = 0, one.nbytes if arenas else 1
+        taken = [(at, other.nbytes if arenas else 1) for other, at in starts.items() if one.meets(other, schedule)]
+        for at, size in sorted(taken):
             if at - start >= length:
                 break
             start = max(start, at + size)
-        starts.append(start)
-    spots = [(block, start) if arenas else (block + start, 0) for start in starts]
-    return [attrs.evolve(one, block=at, offset=start) for one, (at, start) in zip(slots, spots, strict=True)]
+        starts[one] = start
+    if arenas:
+        return [attrs.evolve(one, block=block, offset=start) for one, start in starts.items()]
+    return [attrs.evolve(one, block=block + start) for one, start in starts.items()]
 
 
 def check_layout(layout: Layout) -> None:

@@ -29,7 +29,7 @@ import typer.testing
 from torch.utils._device import _device_constructors
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, EagerRunner, InputBuffers, Inputs, copied
 from slotgraph.backends import load, names
 from slotgraph.errors import SlotGraphError
 from slotgraph_cli import app
@@ -263,6 +263,10 @@ class Three(Inputs):  # three slots of a decode step
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
 
 
+class Growing(Three):  # which knows its next step
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda ids: ids + 1)
+
+
 def step(view: Three) -> torch.Tensor:
     """A row a token."""
     return view.ids + view.places
@@ -317,13 +321,11 @@ def structure() -> Iterator[Figure]:
     yield Figure("names in the face", len(slotgraph.__all__), 24)
 
 
-def path_of(runner: Callable[[Any], Any], batch: Any) -> tuple[int, int]:
-    """Our own files and Python frames of one step like those before it, without gradients, as engines call it.
+def path_of(run: Callable[[], object]) -> tuple[int, int]:
+    """Our own files and Python frames of one call, without gradients, as engines call it.
 
     On `cpu` a graph is the step called again: what is below a replay there stands for the device.
     """
-    for _ in range(40):
-        runner(batch)
     seen, below = list[str](), 0
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -337,29 +339,80 @@ def path_of(runner: Callable[[Any], Any], batch: Any) -> tuple[int, int]:
     with torch.no_grad():
         sys.setprofile(note)
         try:
-            runner(batch)
+            run()
         finally:
             sys.setprofile(None)
     return len(set(seen)), len(seen)
 
 
-def paths() -> Iterator[Figure]:
-    """How far a batch goes in a steady step of three slots."""
-    batch = {"ids": torch.arange(5), "places": torch.arange(5), "lengths": torch.ones(5, dtype=torch.int32)}
-    found: list[tuple[str, Any, Any]] = []
+def batch_of(rows: int) -> dict[str, torch.Tensor]:
+    """A batch of three slots."""
+    return {"ids": torch.arange(rows), "places": torch.arange(rows), "lengths": torch.ones(rows, dtype=torch.int32)}
+
+
+Call = Callable[[], object]
+
+
+def known(runner: Callable[[Any], object], batch: Any) -> Call:
+    """Run a batch until nothing about it is new; the call that runs it again."""
+    for _ in range(40):
+        runner(batch)
+    return lambda: runner(batch)
+
+
+def never_seen(runner: Callable[[Any], object]) -> Call:
+    """The call of a size that never came, after other sizes."""
+    for rows in (7, 3, 6, 2):
+        runner(batch_of(rows))
+    batch = batch_of(5)
+    return lambda: runner(batch)
+
+
+def an_edit(runner: Any) -> Call:
+    """The call of a step for which two requests change."""
+    steps = runner.steps(batch_of(5))
+    few = torch.arange(2)
+    last = next(steps)
+
+    def go_on() -> None:
+        nonlocal last
+        last.edit([1, 2], places=few)
+        last = next(steps)
+
+    for _ in range(5):
+        go_on()
+    return go_on
+
+
+def calls() -> Iterator[tuple[str, Call]]:
+    """Calls whose way through the house is counted, by name."""
     for name in ("cpu", "cpu-capture"):
         backend = load(name)()
         for lowering in filter("slot_by_slot".__ne__, backend.capabilities.lowerings):
-            decode = decoder(Three, step, buckets=[8], backend=backend, lowering=lowering)
-            found.append((f"decode, {name}, {lowering}", decode, batch))
-        found.append((f"eager, {name}", EagerRunner(Three, step, backend=backend), batch))
+            make: Any = functools.partial(decoder, Three, step, buckets=[8], backend=backend, lowering=lowering)
+            yield f"a known step: {name}, {lowering}", known(make(), batch_of(5))
+        yield f"a known step: eager, {name}", known(EagerRunner(Three, step, backend=backend), batch_of(5))
     for kind in ("breakable", "piecewise"):
         prefill = ready(prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu-capture"))
-        found.append((f"{kind}, cpu-capture", prefill, prefilled.batch_of([3, 2], 0)))
-    for name, runner, batch in found:
-        files, frames = path_of(runner, batch)
-        yield Figure(f"files of a step: {name}", files, 7)
-        yield Figure(f"frames of a step: {name}", frames, 20)
+        yield f"a known step: {kind}, cpu-capture", known(prefill, prefilled.batch_of([3, 2], 0))
+    for lowering in ("direct", "foreach", "in_graph"):
+        make = functools.partial(decoder, step=step, buckets=[8], backend="cpu-capture", lowering=lowering)
+        yield f"a size never seen: {lowering}", never_seen(make(Three))
+        first = make(Three)
+        yield f"a first batch: {lowering}", functools.partial(first, batch_of(5))
+        buffers = InputBuffers(Three, {BATCH: 8, TOKENS: 8}, backend="cpu-capture", lowering=lowering)
+        yield f"a fill of InputBuffers: {lowering}", known(buffers.at({BATCH: 8, TOKENS: 8}).fill, batch_of(5))
+        yield f"an edit: {lowering}", an_edit(make(Growing, output_rows=None))
+
+
+def paths() -> Iterator[Figure]:
+    """How far a batch of three slots goes."""
+    for name, call in calls():
+        files, frames = path_of(call)
+        is_known = name.startswith("a known step")
+        is_whole = is_known and not any(kind in name for kind in ("eager", "breakable", "piecewise"))
+        yield Figure(f"files of {name}", files, 6 if is_whole else None)
+        yield Figure(f"frames of {name}", frames, 14 if is_whole else None)
 
 
 def main() -> int:

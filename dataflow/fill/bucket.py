@@ -1,9 +1,10 @@
 """Buckets: the fills of one set of padded sizes and one pattern of absent slots, bound anew for each kind of batch."""
 
+import copy
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -14,20 +15,31 @@ import torch
 from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Live, Sizes, Step
 from ..buffers import Buffers
-from ..capabilities import DEVICE, HOST, Capabilities, Lowering, Placement
+from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
+from ..lowering import LOWERINGS, How
 from ..oracle import fill_slot_by_slot
 from ..packet import Feed, Lane, table_of
-from ..plan import FUSED, NONE, Absent, CopyGroup, FillPlan, How, Pattern, TailReset, packed_bytes, plan_fill
+from ..plan import (
+    NONE,
+    Absent,
+    ComputeStep,
+    CopyGroup,
+    FillPlan,
+    Pattern,
+    TailReset,
+    packed_bytes,
+    plan_fill,
+)
 from ..sizing import Sizer
 from ..slots import Slot
 from ..sources import NO_SIDE, RANKS, SETTINGS, STEP, Side, Sources
 from ..tails import Number
 from ..transition import Transition, rows_of_requests
-from ..views import Aliases, Views
+from ..views import Aliases, Views, alias
 from .bound import BoundPlan, Functions, Writers, order_of
 from .kinds import KindTable, SourceKinds
 from .packing import Carried, Packing
@@ -124,6 +136,7 @@ class Bucket:
         lowering: How fills are run.
         exact: Whether steps see live rows only. Such a bucket takes any size up to its own, and has no tails.
         partial: Whether slots for which nothing is brought are left alone.
+        left: Slots that its fills leave as they are.
         feed: What packets are sent by.
         table: The kinds of batches that came.
         plan: The plan for tensors of the slots' own dtypes.
@@ -138,7 +151,7 @@ class Bucket:
         buffers: Buffers,
         *,
         absent: Absent = NONE,
-        lowering: Lowering = "foreach",
+        lowering: LoweringName = "foreach",
         feed: Feed = NO_FEED,
         table: KindTable | None = None,
         exact: bool = False,
@@ -149,18 +162,19 @@ class Bucket:
         self.padded: Live = tuple([sizes[axis] for axis in declaration.varying])
         self.absent = absent
         self.buffers = buffers
-        self.lowering: Lowering = lowering
+        self.lowering = LOWERINGS[lowering]
         self.exact = exact
         self.partial = partial
+        self.left: frozenset[str] = frozenset()
         self.feed = feed
         self.table = table_for(declaration, sizes) if table is None else table
         self.rows = self.table.rows
         self._capabilities = capabilities
-        self._packs = lowering in FUSED or (capabilities.packed_uploads and lowering != "direct")
+        self._packs = self.lowering.has_kernel or (capabilities.packed_uploads and self.lowering.copies != "direct")
         self._room = packed_bytes(declaration, sizes, capabilities) if self._packs else {}
         self._plans = dict[Pattern, FillPlan]()
         self.plan = self._planned(Pattern(absent))
-        self.owner = feed.number() if lowering in FUSED else 0
+        self.owner = feed.number() if self.lowering.has_kernel else 0
         self.views = self._views(sizes)
         self._last: ShownSlots | None = None
         self._asked = False
@@ -184,6 +198,13 @@ class Bucket:
                     found[name] = rows.cut(self.buffers[name].tensor, live)
         return found
 
+    def part(self, left: frozenset[str]) -> "Bucket":
+        """Make the bucket whose fills leave some slots as they are."""
+        made = copy.copy(self)
+        made.left = left
+        made._last = None  # noqa: SLF001 - its own
+        return made
+
     @functools.cached_property
     def fused(self) -> frozenset[str]:
         """What the fill kernel writes."""
@@ -193,9 +214,10 @@ class Bucket:
         """Give what steps of these sizes see; of an exact bucket what was shown last is kept."""
         last = self._last
         if last is None or (self.exact and last.live != live):
-            sizes = self.step(live).live_sizes if self.exact else self.sizes
-            views = self._views_of(live) if self.exact else self.views
-            last = self._last = ShownSlots(live, views, Aliases(views), self._functions(views, sizes))
+            views, anew = self.views, None
+            if self.exact:  # for many sizes there is no second step, and its views need no aliases
+                views, anew = self._views_of(live), functools.partial(self._views_of, live)
+            last = self._last = ShownSlots(live, views, Aliases(views, anew), self._functions(views))
         return last
 
     def compute_on_device(self) -> None:
@@ -280,7 +302,9 @@ class Bucket:
         """Fill by the oracle, what the device computes included. Raises as a fill. given: what `tensors` gave."""
         given = self.tensors(batch, live, side) if given is None else given
         self.buffers.distrust()
-        fill_slot_by_slot(self.declaration, self.buffers, self._capabilities, self.step(live), batch, side, given)
+        step = self.step(live)
+        fill_slot_by_slot(self.declaration, self.buffers, self._capabilities, step, batch, side, given, left=self.left)
+        self.buffers.clean.done(self, live)
         return FilledBucket(self.at(live).views, live, ())
 
     def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
@@ -298,30 +322,33 @@ class Bucket:
         """Give the functions for a call of these sizes."""
         return self.at(live).functions
 
-    def _functions(self, views: Views, sizes: Sizes) -> Functions:
-        """Bind the functions to views. sizes: of what they write."""
+    def _functions(self, views: Views) -> Functions:
+        """Bind the functions to views."""
         if not self._asked:
             self._ask(self.step(self.padded))
             self._asked = True
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
-        for one in self.plan.computed:
-            computation = self.computation(one.slot, views, sizes)
-            if one.slot in self._packed_values:
+        for one in self._computed:
+            computation = self.computation(one.slot, views)
+            if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
         ask_step = any(one.asks_step for one in on_host) or any(one.computation.asks_step for one in packed)
         return Functions(on_host, packed, on_device, ask_step)
 
-    def computation(self, slot: str, views: Views, sizes: Sizes) -> Computation:
-        """Bind a computed slot's function to what it needs of views. sizes: of what it writes."""
+    def computation(self, slot: str, views: Views) -> Computation:
+        """Bind a computed slot's function to what it needs of views, and to its own."""
         given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
-        return Computation.bind(slot, self.declaration, {**given, **views}, self.buffers[slot].view(sizes))
+        target = views[slot]
+        if target is None:
+            raise ValueError(f"slot {slot!r} is absent, so that nothing computes it")
+        return Computation.bind(slot, self.declaration, {**given, **views}, alias(target))
 
-    @functools.cached_property
-    def _packed_values(self) -> tuple[str, ...]:
-        """Computed slots whose values ride in the packet, in the order in which they are computed."""
-        return tuple([one.slot for one in self.plan.computed if one.packed])
+    @property
+    def _computed(self) -> list[ComputeStep]:
+        """What fills compute, in its order."""
+        return [one for one in self.plan.computed if one.slot not in self.left]
 
     def _ask(self, step: Step) -> None:
         """Call each function of sizes alone once: DeclarationError where it asks for an unknown size.
@@ -370,7 +397,7 @@ class Bucket:
         found: dict[Placement, Transition] = {}
         for side in (DEVICE, HOST):
             rules = [one for one in self.plan.advances if slots[one.slot].placement == side]
-            lanes = self.fused if self.lowering == "in_graph" and side == DEVICE else None
+            lanes = self.fused if self.lowering.is_in_graph and side == DEVICE else None
             found[side] = Transition(rules, written, lanes, self.declaration, self.buffers, self.views, self.sizes)
         return found
 
@@ -403,7 +430,7 @@ class Bucket:
 
     def _is_left_out(self, name: str, source: Any) -> bool:
         """Say whether nothing is brought for a slot."""
-        return name in self.absent or (self.partial and source is None)
+        return name in self.absent or name in self.left or (self.partial and source is None)
 
     def _ways(self, sources: Sources, live: Live) -> list[Way]:
         """Choose how each source reaches its slot. MissingSourceError and BatchError where one does not fit."""
@@ -412,22 +439,24 @@ class Bucket:
         for to, source, tensor in self._admitted(sources, live):
             name = to.name
             is_lane = name in self.fused
-            is_packed = name in self._room and (is_lane or self.lowering not in FUSED)
+            is_packed = name in self._room and (is_lane or not self.lowering.has_kernel)
             move = self.feed.move if self._packs and to.slot.placement == DEVICE else None
-            direct = self._is_direct(name)
+            direct = name in self._direct
             chooser = Chooser(
                 to, self.rows[name], self.buffers, is_direct=direct, is_lane=is_lane, is_packed=is_packed, move=move
             )
             ways.append(chooser.choose(places[name], source, tensor))
         return ways
 
-    def _is_direct(self, name: str) -> bool:
-        """Say whether a slot is written by its address in host memory."""
-        return self.lowering == "direct" or self.declaration.slots[name].placement == HOST
+    @functools.cached_property
+    def _direct(self) -> frozenset[str]:
+        """What is written by its address in host memory."""
+        every = self.lowering.copies == "direct"
+        return frozenset([name for name, slot in self.declaration.slots.items() if every or slot.placement == HOST])
 
     def _pattern(self, ways: Sequence[Way]) -> Pattern:
         """Tell which plan sources need: the kernel takes them all by one."""
-        if self.lowering in FUSED:
+        if self.lowering.has_kernel:
             return Pattern(self.absent)
         in_place = [way.slot for way in ways if way.in_place]
         hosted = [way.slot for way in ways if way.is_bytes and way.slot in self._room]
@@ -438,31 +467,34 @@ class Bucket:
         known = self._plans.get(pattern)
         if known is None:
             given = self.declaration, self.sizes, self._capabilities, pattern
-            known = plan_fill(*given, lowering=self.lowering, foreign=self.buffers.foreign)
+            known = plan_fill(*given, lowering=self.lowering.name, foreign=self.buffers.foreign)
             keep_newest(self._plans, PATTERNS)[pattern] = known
         return known
 
     def _writers(self, plan: FillPlan, ways: Sequence[Way]) -> Writers:
         """Make what a plan writes with."""
         order, packing = order_of(ways), None
-        if plan.lowering in FUSED or plan.packed:
+        if self.lowering.has_kernel or plan.packed:
             packing = self._packing(plan, ways, order)
         early, late = list[Copies](), list[Copies]()
         for group in _merged(plan):
-            ways_of_group = [way for way in ways if way.slot in group.slots and not way.in_place]
+            names = set(group.slots).difference(self.left)
+            ways_of_group = [way for way in ways if way.slot in names and not way.in_place]
             is_late = packing is not None and group.placement == DEVICE
-            made = self._copies(group.how, ways_of_group, [n for n in plan.packed if n in group.slots], packing, order)
+            made = self._copies(group.how, ways_of_group, [n for n in plan.packed if n in names], packing, order)
             (late if is_late else early).extend(made)
-        resets = [] if self.exact or self.partial else [tail for tail in plan.tails if not tail.fused]
+        are_reset = not (self.exact or self.partial)
+        resets = [tail for tail in plan.tails if are_reset and not tail.fused and tail.slot not in self.left]
+        copied = {way.slot for way in ways if not way.in_place}
         in_place = any(way.in_place and way.slot not in self.fused for way in ways)
         return Writers(
-            always=self._tails([tail for tail in resets if tail.always]),
-            tails=self._tails([tail for tail in resets if not tail.always]),
+            always=self._tails([tail for tail in resets if tail.always], copied),
+            tails=self._tails([tail for tail in resets if not tail.always], copied),
             early=early,
             late=late,
             packing=packing,
-            computes=not self.partial and any(one.on == HOST for one in plan.computed),
-            distrusts=in_place and plan.lowering in FUSED,  # of which no plan of these says so
+            computes=not self.partial and any(one.on == HOST for one in self._computed),
+            distrusts=bool(in_place) and self.lowering.has_kernel,  # of which no plan of these says so
         )
 
     def _packing(self, plan: FillPlan, ways: Sequence[Way], order: Mapping[int, int]) -> Packing:
@@ -471,14 +503,18 @@ class Bucket:
         for way in ways:
             if way.is_bytes and (way.slot in self.fused or way.slot in plan.packed):
                 carried.append(Carried(way.slot, way.target, way.dtype, self.rows[way.slot], None, way.place))
-        for name in () if self.partial else self._packed_values:
-            target = self.buffers[name].tensor
-            padded = None if self.exact else self.padded
-            carried.append(Carried(name, target, target.dtype, self.rows[name], padded))
+        for one in () if self.partial else self._computed:
+            if one.packed:
+                target = self.buffers[one.slot].tensor
+                padded = None if self.exact else self.padded
+                carried.append(Carried(one.slot, target, target.dtype, self.rows[one.slot], padded))
         fixed = {axis: size for axis, size in self.sizes.items() if axis.fixed}
         counted = [reach_of(size, self.declaration.varying, fixed) for size in self.declaration.counted]
-        lanes = self.lanes if plan.lowering in FUSED else ()
-        made = Packing(self.feed, lanes, self.owner, counted, ways, order, carried, partial=self.partial)
+        lanes = self.lanes if self.lowering.has_kernel else ()
+        left = self.left
+        if self.partial:
+            left = self.fused.difference([way.slot for way in ways if not way.in_place])
+        made = Packing(self.feed, lanes, self.owner, counted, ways, order, carried, left=left)
         if made.nbytes(self.padded) > self.feed.room:
             raise ValueError(f"the packet has {self.feed.room} bytes, too few for a bucket that it was not made for")
         return made
@@ -505,12 +541,12 @@ class Bucket:
         for name in packed:
             yield ForeachCopies((), (name,), packing, self.rows)
 
-    def _tails(self, tails: Sequence[TailReset]) -> list[Tails]:
-        """Make what resets some tails."""
+    def _tails(self, tails: Sequence[TailReset], copied: Collection[str]) -> list[Tails]:
+        """Make what resets some tails. copied: slots whose live rows are copied afterwards."""
         direct, others = list[TailOf](), list[TailOf]()
         for one in tails:
-            tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value)
-            (direct if self._is_direct(one.slot) else others).append(tail)
+            tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value, one.slot in copied)
+            (direct if one.slot in self._direct else others).append(tail)
         made: list[Tails] = [HostTails(direct)] if direct else []
         return [*made, SlicedTails(others, self.padded)] if others else made
 
@@ -536,7 +572,7 @@ def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> F
     own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**bucket.at(live).shown(), **own}
     step = bucket.step(live)
-    computed = [(one.on, bucket.computation(one.slot, views, step.live_sizes)) for one in bucket.plan.computed]
+    computed = [(one.on, bucket.computation(one.slot, views)) for one in bucket.plan.computed]
     with torch.no_grad():
         for on, computation in computed:
             if on == HOST:

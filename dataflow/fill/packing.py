@@ -1,7 +1,7 @@
 """Packing: what a bound plan's packet holds in one call, and where: see `..packet` for the layout."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -68,6 +68,7 @@ class Packing:
         "_order",
         "_owner",
         "_parts",
+        "_sized",
         "_spare",
         "_start",
         "feed",
@@ -83,7 +84,7 @@ class Packing:
         order: Mapping[int, int],
         carried: Sequence[Carried],
         *,
-        partial: bool,
+        left: Collection[str],
     ) -> None:
         """Lay out what does not depend on sizes.
 
@@ -95,7 +96,7 @@ class Packing:
             ways: How sources reach their slots.
             order: By a source's place, where its address is among those that are taken.
             carried: What travels in the packet: first host data in the order of its ways, then computed values.
-            partial: Whether lanes for which nothing is brought are left alone.
+            left: Slots that the kernel leaves as they are.
         """
         self.feed = feed
         self._owner = owner
@@ -112,9 +113,10 @@ class Packing:
         nowhere = len(order) + len(carried)
         for lane in lanes:
             way = by_slot.get(lane.slot)
-            if way is None:
-                is_left = partial and lane.slot not in places
-                codes.append(-1 if is_left else 0)
+            if lane.slot in left:
+                codes.append(-1)
+            elif way is None:
+                codes.append(0)
             else:
                 codes.append(code_of(way.dtype, lane.target.dtype))
             paces.append(0 if way is None else way.pace)
@@ -125,6 +127,7 @@ class Packing:
         fill = self._start - WORD * (HEAD + 2 * len(counted) + 3 * len(lanes))
         self._addresses = struct.Struct(f"<{len(lanes)}Q{fill}x")
         self._last: tuple[tuple[int, ...] | None, Live, bytes] = None, (), b""
+        self._sized: tuple[Live | None, bytes, Sequence[int]] = None, b"", ()
 
     def nbytes(self, live: Live) -> int:
         """Tell the bytes of the packet of a call."""
@@ -137,7 +140,7 @@ class Packing:
         data = self.pack(sources, addresses, live)
         for value in values:
             data += value.bytes_of(*given)
-        self.feed.send(data, sources)
+        self.feed.send(data, sources if addresses else None)
 
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
         """Pack the words and the host data of a call."""
@@ -155,10 +158,13 @@ class Packing:
 
     def _pack_words(self, addresses: tuple[int, ...], live: Live) -> bytes:
         """Pack the words, and keep them for a call of the same sizes and addresses."""
-        counts = [reach(live) for reach in self._counted]
-        starts = [self._base + start for start in self._starts(live)]
-        head = self._head.pack(self._owner, 0, 0, 0, *counts, *self._spare)
-        words = head + self._codes + self._addresses.pack(*self._order((*addresses, *starts, 0)))
+        last_live, begin, carried = self._sized
+        if live != last_live:
+            counts = [reach(live) for reach in self._counted]
+            begin = self._head.pack(self._owner, 0, 0, 0, *counts, *self._spare) + self._codes
+            carried = [self._base + start for start in self._starts(live)]
+            self._sized = live, begin, carried
+        words = begin + self._addresses.pack(*self._order((*addresses, *carried, 0)))
         self._last = addresses, live, words  # in one assignment: an interrupt finds all or none of them
         return words
 

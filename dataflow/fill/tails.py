@@ -45,6 +45,10 @@ class CleanTails:
         self._live = live
         self._filled_by = by  # last: an interrupt before it leaves every tail dirty
 
+    def was(self, by: object, live: Live) -> bool:
+        """Say whether the last fill was this one, of these live sizes, and nobody else wrote slots since."""
+        return self._filled_by is by and self._live == live and not self.handed_out
+
     def forget(self) -> None:
         """Take every tail for dirty: somebody else wrote slots, or a fill broke off."""
         self._filled_by = None

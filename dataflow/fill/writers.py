@@ -39,10 +39,10 @@ _WORDS: Final[Mapping[int, torch.dtype]] = {
     16: torch.complex128,
 }
 """By itemsize, a dtype in which NumPy holds the bits of a slot whose own dtype it may not know."""
-SLICE_BYTES: Final = 700
-"""What a tensor that is a slice takes of the host's memory, about."""
-MEMO_BYTES: Final = 1 << 20
-"""What the slices that one object keeps may take together. The oldest go first."""
+PARTS: Final = 8
+"""Parts of a bucket's rows at which the slices of its tails begin."""
+_MOST_STARTS: Final = 32
+"""Beginnings of tails whose slices one object keeps."""
 Taken: TypeAlias = tuple[Sources, tuple[int, ...]]
 """Sources as writers read them, and the addresses of those that are tensors."""
 
@@ -75,11 +75,13 @@ class TailOf:
         target: The slot's buffer, at full capacity.
         rows: Its rows.
         value: What padded rows hold.
+        is_copied: Whether all live rows are copied afterwards.
     """
 
     target: torch.Tensor
     rows: Rows
     value: Number
+    is_copied: bool = False
 
 
 def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -151,43 +153,64 @@ class PlainCopies(Copies):
 
 
 class ForeachCopies(Copies):
-    """Copies into several slots by one foreach call, or into a single one."""
+    """Copies into several slots by one foreach call, or into a single one.
 
-    __slots__ = ("_choose", "_known", "_most", "_packed", "_packing", "_targets")
+    Its targets are tensors over the slots' buffers. For other live sizes they are resized in place, which takes less
+    than half as long as slicing; what varies along other dims than the first is sliced.
+    """
+
+    __slots__ = ("_choose", "_cut", "_live", "_own", "_packed", "_packing", "_parts", "_resized", "_targets")
 
     def __init__(
         self, ways: Sequence[Way], packed: Sequence[str], packing: Packing | None, rows: Mapping[str, Rows]
     ) -> None:
         """Bind the slots. packed: those that are copied from parts of the packet. packing: what knows these parts."""
-        self._targets = [(way.target, rows[way.slot]) for way in ways]
         self._choose = chosen([way.place for way in ways])
         self._packed = packed
         self._packing = packing
-        self._known = dict[Live, tuple[list[torch.Tensor], list[torch.Tensor]]]()
-        self._most = slices_kept(len(ways) + 2 * len(packed))
+        self._live: Live | None = None
+        self._parts = list[torch.Tensor]()
+        with outside_inference():
+            self._targets = [way.target.detach() for way in ways]
+        self._own = len(ways)
+        self._cut = list[tuple[int, torch.Tensor, Rows]]()
+        found = dict[Dim, tuple[Reach, list[tuple[torch.Tensor, tuple[int, ...]]]]]()
+        for place, way in enumerate(ways):
+            along, target = rows[way.slot], self._targets[place]
+            if along.dims == (0,) and target.is_contiguous():
+                _, alike = found.setdefault(along.sizes[0], (along.reaches[0], []))
+                alike.append((target, tuple(target.shape[1:])))
+            elif along.dims:
+                self._cut.append((place, way.target, along))
+        self._resized = [*found.values()]
 
     def copy(self, taken: Taken, live: Live) -> None:
-        """Copy into slices that are kept, or made now."""
-        targets, parts = self._known.get(live) or self._slice(live)
-        sources = self._choose(taken[0])
-        if parts:
-            sources = (*sources, *parts)
+        """Copy the live rows."""
+        if live != self._live:
+            self._move(live)
+        targets, sources = self._targets, self._choose(taken[0])
+        if self._parts:
+            sources = (*sources, *self._parts)
         if len(targets) == 1:  # of some dtypes torch copies no lists
             targets[0].copy_(sources[0])
         else:
             _FOREACH_COPY(targets, sources)
 
-    def _slice(self, live: Live) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Slice the slots, and the parts of the packet that some are copied from."""
-        with outside_inference():
-            targets = [rows.cut(target, live) for target, rows in self._targets]
-            parts = list[torch.Tensor]()
-            for slot in self._packed:
-                target, part = self._packing.part(slot, live)  # type: ignore[union-attr] # there is one
-                targets.append(target)
-                parts.append(part)
-        keep_newest(self._known, self._most)[live] = targets, parts
-        return targets, parts
+    def _move(self, live: Live) -> None:
+        """Have the targets be other live rows."""
+        self._live = None  # an interrupt may come between two of them
+        for reach, targets in self._resized:
+            rows = reach(live)
+            for target, row in targets:
+                target.resize_((rows, *row))
+        if self._cut or self._packed:
+            with outside_inference():
+                for place, buffer, along in self._cut:
+                    self._targets[place] = along.cut(buffer, live)
+                found = [self._packing.part(slot, live) for slot in self._packed]  # type: ignore[union-attr] # there is one
+            self._targets[self._own :] = [target for target, _ in found]
+            self._parts = [part for _, part in found]
+        self._live = live
 
 
 class HostTails(Tails):
@@ -220,31 +243,38 @@ class HostTails(Tails):
 
 
 class SlicedTails(Tails):
-    """Resets tails wherever they lie, all padded rows of the bucket, whichever of them are dirty."""
+    """Resets tails wherever they lie, all padded rows of the bucket, whichever of them are dirty.
 
-    __slots__ = ("_known", "_most", "_padded", "_tails")
+    Of slots that are copied afterwards it resets some live rows, too, so that few sizes have slices of their own.
+    """
+
+    __slots__ = ("_copied", "_exact", "_known", "_padded", "_steps")
 
     def __init__(self, tails: Sequence[TailOf], padded: Live) -> None:
         """Bind the tails. padded: padded rows on each axis."""
-        self._tails = tails
+        self._exact = [tail for tail in tails if not tail.is_copied]
+        self._copied = [tail for tail in tails if tail.is_copied]
         self._padded = padded
-        self._known = dict[Live, tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]]()
-        self._most = slices_kept(len(tails))
+        self._steps = [max(1, rows // PARTS) for rows in padded]
+        self._known = dict[Live, TailSlices]()
 
     def reset(self, live: Live, dirty: Live) -> None:
         """Zero some together, and fill the others one by one."""
         del dirty
-        zeros, others = self._known.get(live) or self._slice(live)
-        if zeros:
-            _FOREACH_ZERO(zeros)
-        for tail, number in others:
-            tail.fill_(number)
+        if self._copied:
+            start = tuple([rows - rows % step for rows, step in zip(live, self._steps, strict=False)])
+            slices = self._known.get(start)
+            if slices is None:
+                slices = keep_newest(self._known, _MOST_STARTS)[start] = self._slice(self._copied, start)
+            slices.reset()
+        if self._exact:
+            self._slice(self._exact, live).reset()
 
-    def _slice(self, live: Live) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]:
+    def _slice(self, tails: Sequence[TailOf], live: Live) -> "TailSlices":
         """Slice the padded rows; -0.0 equals 0 but is another number."""
         zeros, others = list[torch.Tensor](), list[tuple[torch.Tensor, Number]]()
         with outside_inference():
-            for tail in self._tails:
+            for tail in tails:
                 is_zero = tail.value == 0 and math.copysign(1.0, tail.value) > 0
                 for part in tail.rows.tails(tail.target, live, self._padded):
                     if is_zero and part.dtype in _ZEROED:
@@ -253,13 +283,27 @@ class SlicedTails(Tails):
                         zeros.append(part.view(torch.int32))
                     else:
                         others.append((part, tail.value))
-        keep_newest(self._known, self._most)[live] = zeros, others
-        return zeros, others
+        return TailSlices(zeros, others)
 
 
-def slices_kept(tensors: int) -> int:
-    """Tell for how many live sizes slices are kept, so many tensors for each."""
-    return max(1, MEMO_BYTES // (SLICE_BYTES * max(1, tensors)))
+@attrs.frozen(eq=False)
+class TailSlices:
+    """Padded rows of some slots.
+
+    Attributes:
+        zeros: Those that become zero.
+        others: The others, and what they become.
+    """
+
+    zeros: list[torch.Tensor]
+    others: list[tuple[torch.Tensor, Number]]
+
+    def reset(self) -> None:
+        """Write them."""
+        if self.zeros:
+            _FOREACH_ZERO(self.zeros)
+        for tail, number in self.others:
+            tail.fill_(number)
 
 
 def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:

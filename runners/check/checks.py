@@ -222,7 +222,7 @@ def _checked(
         groups = itertools.groupby(one.bucket for one in decisions)  # on ranks that take the same steps the same
         buckets = ", ".join(f"{len([*group])} for {bucket}" for bucket, group in groups)
         found = f"looked for on {len(firsts)} batches" if state is None else "known"
-        ranks.tell(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
+        ranks.gather(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
     known = State(stage.backend) if given is None else State.of(stage.backend, given)
     for make in firsts.values() if given is None else ():
         view = subject.fill(make())

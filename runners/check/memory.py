@@ -175,7 +175,7 @@ def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, drawn[0]) for tensor in part.values())
     room = int(SHARE * subject.backend.memory().free / max(2 * nbytes, 1))
-    rooms = subject.runner.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
+    rooms = subject.runner.coordinator.gather("how many steps there is room for", "", min(STEPS, room))
     wanted = list(itertools.islice(itertools.cycle(drawn), max(2, min(steps for _, steps in rooms))))
     try:
         given = [_copied(subject, one) for one in wanted]

@@ -35,7 +35,7 @@ class Together:
 
     def first(self, text: str, number: int = 0) -> tuple[int, str, int] | None:
         """Return the first rank that has something to say, what, and its number. None if none has."""
-        texts = self.ranks.tell("a look at a step, of a check or a debug mode", text, number)
+        texts = self.ranks.gather("a look at a step, of a check or a debug mode", text, number)
         return next(((rank, *one) for rank, one in enumerate(texts) if one[0]), None)
 
     @contextlib.contextmanager

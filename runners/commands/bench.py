@@ -10,7 +10,7 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
-from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
+from ...dataflow.capabilities import CACHE_LOC, LoweringName, Role
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
@@ -20,8 +20,13 @@ from ..sampling import sample_batch
 from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
 from ..testing.timing import Run, measure
 
-SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))  # live and padded rows
-ORACLE: Final[Lowering] = "slot_by_slot"
+SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
+"""Live and padded rows."""
+ANY: Final = "any"
+"""Stands for live rows that are other ones in each step: each size up to the bucket's once, in no order."""
+ANY_OF: Final = 256
+"""The bucket of these steps."""
+ORACLE: Final[LoweringName] = "slot_by_slot"
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("input_ids", TOKENS, torch.int64, 0),
     ("seq_lens", BATCH, torch.int32, 1),
@@ -101,7 +106,7 @@ def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str
 
 
 def captured_runner(
-    inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any
+    inputs: type[Inputs], backend: Backend, padded: int, lowering: LoweringName, **options: Any
 ) -> DecodeRunner[Any]:
     """A captured runner: the public path, with sizing, routing and checks."""
     options |= {"buckets": [padded], "lowering": lowering, "progress": False}
@@ -110,14 +115,21 @@ def captured_runner(
     return runner
 
 
+def shuffled(most: int) -> list[int]:
+    """All sizes up to one, in an order of their own."""
+    return [1 + place for place in torch.randperm(most, generator=torch.Generator().manual_seed(3)).tolist()]
+
+
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
     """Whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
-    for count, (live, padded) in itertools.product(counts, SIZES):
+    cases: tuple[tuple[int | str, int], ...] = (*SIZES, (ANY, ANY_OF))
+    for count, (live, padded) in itertools.product(counts, cases):
         inputs = declare_decode(count)
         found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend)
-        batches = [drawn(live, number) for number in range(SETS)]
-        others = [drawn(size) for size in (padded, 1, live)]  # that grow and shrink
+        sizes = shuffled(padded) if isinstance(live, str) else [live] * SETS
+        batches = [drawn(size, number) for number, size in enumerate(sizes)]
+        others = [drawn(size) for size in (padded, 1, sizes[0])]  # that grow and shrink
         sized = ((dict.fromkeys((BATCH, TOKENS), one.rows), one) for one in (*batches, *others))
         verify(f"{count} slots", inputs.slotgraph, backend, found[ORACLE], found, sized)
         rows += [{"slots": count, "live": live, "padded": padded, "lowering": name} for name in found]
@@ -129,7 +141,10 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
 def tables_of_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> Iterator[Table]:
     """Medians of whole steps, and how many times more than ours the hand-written ones take. about: the conditions."""
     ours, device = about["ours"], about["device"]
-    told = f"A whole step is fill, view and replay; rows are live/padded. Ours is {ours}, which this backend prefers.\n"
+    told = (
+        "A whole step is fill, view and replay; rows are live/padded, and any/256 are steps that each have another "
+        f"number of live rows. Ours is {ours}, which this backend prefers.\n"
+    )
     title = f"slotgraph bench on {device}; slotgraph {about['slotgraph']}, torch {about['torch']}; {about['date']}"
     yield Table(title, text=told + ON_A_CPU * (device == "cpu"))
     for time, which, missing in (("host_us", "host", ""), ("gpu_us", "device", _WAITS)):

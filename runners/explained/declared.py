@@ -7,7 +7,15 @@ from typing import Final
 import attrs
 
 from ...dataflow.axes import Axis, Sizes, extent
-from ...dataflow.capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
+from ...dataflow.capabilities import (
+    Capabilities,
+    LoweringName,
+    Placement,
+    Role,
+    chosen_lowering,
+    dtype_text,
+    resolve_dtype,
+)
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
@@ -155,7 +163,7 @@ def explain_declaration(
     backend: str,
     extents: Extents = NOT_SIZED,
     pattern: Pattern = PLAIN,
-    lowering: Lowering | None = None,
+    lowering: LoweringName | None = None,
 ) -> Explanation:
     """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 
 from ...dataflow.buffers import Buffer
-from ...dataflow.capabilities import DEVICE, HOST, Lowering, dtype_text
+from ...dataflow.capabilities import DEVICE, HOST, LoweringName, dtype_text
 from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import Output
 from ..decode import GraphRunner
@@ -308,9 +308,9 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     Args:
         runner: Any runner, captured or not.
     """
-    stage, seat, buffers = runner.stage, runner.seat, runner.eager.buffers
+    stage, phase, buffers = runner.stage, runner.phase, runner.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
-    lowering: Lowering = "foreach"
+    lowering: LoweringName = "foreach"
     path, buckets = "eager", tuple[BucketFacts, ...]()
     if isinstance(runner, GraphRunner):
         path, lowering = runner.tally.path, runner.lowering
@@ -323,7 +323,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
         plan = attrs.evolve(plan_fill(declared, buffers.capacity, capabilities), tails=())
         eager = _fill(plan, stage, parts=0, whole=False)
     configuration, statistics = json.loads(json.dumps([runner.config.as_data(), runner.stats()]))  # text for keys
-    pool, ranks = None if seat is None else seat.layout, declared.ranks
+    pool, ranks = None if phase is None else phase.layout, declared.ranks
     where = None if ranks is None or ranks.quiet else ranks.on
     return RunnerExplanation(
         kind=type(runner).__name__,
@@ -335,9 +335,9 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
         declaration=declaration,
         buckets=buckets,
         eager=eager,
-        memory=_memory(runner, declaration.plan, pool),
+        memory=_memory(runner, declaration.plan),
         statistics=statistics,
-        member=seat.name if seat is not None and pool is not None else None,
+        member=None if phase is None else phase.member or None,
         pool=pool,
         ranks=None if ranks is None else RankFacts.of(ranks, on=where, agreed=runner.agreed),
     )
@@ -422,13 +422,15 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
     return Fill(plan, tuple(steps))
 
 
-def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
-    """Return where slots lie. plan: of a bucket, which tells when they are written. pool: of memory that is shared."""
-    seat, buffers = runner.seat, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
-    member, kept, shared = "", frozenset[str](), frozenset[str]()
-    if seat is not None and seat.phase is not None and pool is not None:
-        member, kept = seat.name, seat.phase.kept
-        shared = frozenset(place.slot for place in pool.places if place.member == member)
+def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
+    """Return where slots lie. plan: of a bucket, which tells when they are written."""
+    phase, buffers = runner.phase, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
+    kept, shares = frozenset[str](), dict[str, tuple[str, ...]]()
+    if phase is not None and phase.layout is not None:
+        kept = phase.kept
+        for slot in phase.layout.places:
+            if slot.member == phase.member:
+                shares[slot.slot] = tuple(map(str, phase.layout.shared_with(slot.member, slot.slot)))
     phases: tuple[Phase, ...] = ("fill", "kernel", "replay", "outputs")
     if plan is None or not plan.fused:
         phases = ("fill", "replay", "outputs")
@@ -455,7 +457,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> 
                 since=since,
                 until=until,
                 lasting=lasts,
-                shares=tuple(map(str, pool.shared_with(member, buffer.name))) if pool and buffer.name in shared else (),
+                shares=shares.get(buffer.name, ()),
             )
             inside.append(place)
         places += sorted(inside, key=lambda place: (place.offset, place.nbytes, place.slot))

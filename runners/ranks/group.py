@@ -1,4 +1,4 @@
-"""Ranks: the processes that run each step together, what they tell each other, and the wires that carry it."""
+"""Ranks: the processes that run each step together, the messages that they exchange, and what carries these."""
 
 import contextlib
 import datetime as dt
@@ -26,82 +26,81 @@ from ..config import check_seconds, checked, refuse
 from ..running import Unique
 from .shared import RankMemory
 
-Exchange = Callable[[float], "list[Message]"]
-"""An exchange under way: called with a timeout in seconds, it returns every rank's message."""
+Exchange = Callable[[], "list[Message]"]
+"""An exchange under way: called, it waits for every rank's message and returns them."""
 HOST: Final = "host"
-EXCHANGE: Final = "exchange"
-WAIT: Final = "wait"
+_EXCHANGE: Final = "exchange"
+_WAIT: Final = "wait"
 _STOPPED: Final = "stopped before exchange"
-PATIENCE: Final = 0.2
-"""Seconds after which a rank that waits says in the store that it is there, and looks there whether one broke off."""
+_PATIENCE: Final = 0.2
+"""Seconds after which a rank that waits says so in the store, and looks there for a rank that broke off."""
 GRACE: Final = 2.0
-"""Seconds that others have to say that they are there, once one rank knows that something is wrong."""
-_LOOK: Final = 0.02
-PAUSE: Final = 0.5
-"""Seconds between two looks of ranks that exchange nothing."""
-_ABORTED: Final = 20.0
-"""Seconds in which collectives are gone that were aborted."""
+"""Seconds that other ranks have to write to the store, once one rank knows that something is wrong."""
+_POLL: Final = 0.02
+CHECK_INTERVAL: Final = 0.5
+"""Seconds between two looks into the store by ranks that exchange nothing."""
+_ABORT_SECONDS: Final = 20.0
+"""Seconds in which collectives end that were aborted."""
 FITS, EAGER, REFUSED, FAILED, STOPPED, LEFT = range(6)
-"""What a rank says of its batch: a bucket takes it, none does, or the rank refuses it.
+"""The kinds of messages: a bucket takes the rank's batch, none does, or the rank refuses it. The highest decides.
 
-Or, in the place of that: it failed in the step before, which the others ran; it was stopped before it could say
-anything of this one; it left a loop of steps.
+Or, in place of these: the rank failed in the step before, which the others ran; it was interrupted before it could send
+a message of this one; it left a loop of steps.
 """
 AXES: Final = 8
-"""Varying axes whose live sizes one message holds, at most."""
+"""The most varying axes whose live sizes one message holds."""
 _TEXT: Final = 256
 _LAYOUT: Final = struct.Struct(f"<{5 + AXES}q{_TEXT}s")
 _SPIN: Final = 0.001
-"""Seconds that a rank asks without a pause; then each pause is 1 % of what it has waited. An idle rank waits often."""
+"""Seconds that a rank polls without a pause; then each pause is 1 % of what it has waited. An idle rank waits often."""
 _LOOPS: Final = 62
-"""Loops of steps that may be open at once, at most: each has a bit of a message's number."""
+"""The most loops of steps that may be open at once: each has a bit of a message's number."""
 
 
 @attrs.frozen
-class Place:
-    """A place in the program, which ranks reach together.
+class CallSite:
+    """A point of the program that all ranks reach together.
 
     Attributes:
-        at: The place in words.
+        name: The point in words.
         parts: What must be the same on all ranks there, by name.
     """
 
-    at: str
+    name: str
     parts: Mapping[str, str] = types.MappingProxyType({})
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The call site as JSON."""
+        return json.dumps([self.name, dict(self.parts)])
 
     @functools.cached_property
     def digest(self) -> int:
         """A number for it, the same on all ranks."""
-        text = json.dumps([self.at, dict(self.parts)])
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-@attrs.frozen
-class Stop:
-    """What this rank says in an exchange in place of what it would say, because it broke off a step or a loop.
-
-    Attributes:
-        answer: FAILED, STOPPED or LEFT.
-        text: What it broke off, and why.
-        loops: The loops of steps that it left, as bits.
-    """
-
-    answer: int
-    text: str
-    loops: int = 0
+        return int.from_bytes(hashlib.blake2b(self.text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 @attrs.frozen
 class Message:
-    """What one rank tells the others."""
+    """The message of one rank in an exchange.
 
-    place: int  # a digest of the place in the program, the same on all ranks
+    Attributes:
+        place: The digest of the rank's call site.
+        answer: One of `FITS` to `LEFT`.
+        bucket: The bucket of its batch, 0 for none. `gather` sends other numbers in it; one who stops, loops as bits.
+        why: The index of the reason among those that are known.
+        idle: Whether the rank has no request.
+        live: Live sizes by axis; zeros follow them in a message that was received.
+        text: The reason, of which the first 256 bytes are sent.
+    """
+
+    place: int
     answer: int = FITS
-    bucket: int = 0  # that takes the batch, 0 for none, or any other number to tell
-    why: int = 0  # the reason's index among the known ones
+    bucket: int = 0
+    why: int = 0
     idle: bool = False
-    live: tuple[int, ...] = ()  # sizes by axis; zeros follow them in a message that came
-    text: str = ""  # the reason, of which the first 256 bytes are sent
+    live: tuple[int, ...] = ()
+    text: str = ""
 
     def pack_into(self, memory: Any) -> None:
         """Write the message into a buffer of bytes."""
@@ -112,7 +111,7 @@ class Message:
 
 
 def _unpacked(memory: Any) -> list[Message]:
-    """The messages in a buffer of bytes."""
+    """Read the messages in a buffer of bytes."""
     return [
         Message(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
         for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
@@ -138,16 +137,15 @@ class HostWire:
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, for so many seconds at most. RuntimeError if a connection is lost."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the time is over; the work may end between that and the next line
             self._work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:
-            if self._work.is_completed():
-                raise
+        if not self._work.is_completed():
             return False
+        self._work.wait()  # returns at once, or raises what ended the work
         return True
 
     def messages(self) -> list[Message]:
-        """Every rank's message, once they have arrived."""
+        """Return every rank's message, once they have arrived."""
         return _unpacked(self._all.numpy())
 
 
@@ -163,7 +161,7 @@ class DeviceWire(HostWire):
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, for so many seconds at most."""
-        return _passes(self._event.query, seconds)
+        return _poll(self._event.query, seconds)
 
     def send(self, message: Message) -> None:
         """Begin an exchange with this rank's message."""
@@ -189,15 +187,18 @@ class SharedWire:
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, for so many seconds at most. RuntimeError if a process has ended."""
-        return _passes(functools.partial(self._memory.came, self._number), seconds)
+        return _poll(functools.partial(self._memory.has_arrived, self._number), seconds)
 
     def messages(self) -> list[Message]:
-        """Every rank's message, once they have arrived."""
+        """Return every rank's message, once they have arrived."""
         return _unpacked(self._memory.take(self._number))
 
 
-def _passes(query: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a query says yes, for so many seconds at most; whether it does."""
+Wire = HostWire | SharedWire
+
+
+def _poll(query: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a query is true, for so many seconds at most; return whether it is."""
     begin = time.monotonic()
     while not query():
         waited = time.monotonic() - begin
@@ -206,7 +207,7 @@ def _passes(query: Callable[[], bool], seconds: float) -> bool:
         if waited < _SPIN:
             os.sched_yield()
         else:
-            time.sleep(min(waited / 100, _LOOK))
+            time.sleep(min(waited / 100, _POLL))
     return True
 
 
@@ -228,7 +229,7 @@ class Ranks(Unique):
             on the current device.
         equal: Whether all ranks get the same batches, as those of tensor parallelism do. Nothing is exchanged then.
         shards: Over how many ranks a bucket's tokens are spread: every bucket must divide by it. If the group divides,
-            too, each `shards` ranks in a row share a batch and must bring the same sizes.
+            too, each `shards` ranks in a row share a batch, and its sizes must be the same on all of them.
         timeout: Seconds that a rank waits for the others before a step.
         capture_timeout: The same for each bucket of a capture. Stay below the ten minutes after which NCCL, by default,
             ends a process without a word of who was missing.
@@ -240,23 +241,22 @@ class Ranks(Unique):
 
     over: str | None = None
     """What carries exchanges: "shared memory" if all ranks are on one host, else the backend; None for one rank."""
-    _memory: RankMemory | None = None
     alone = False
-    """Whether this is the only process, and the other ranks speak from a recording."""
-    said: tuple[Message, ...] = ()
-    """What each rank said of the last step that was agreed on."""
-    brought: Mapping[Axis, tuple[int, ...]] = types.MappingProxyType({})
-    """Live rows that each rank brings to the present step, by axis."""
+    """Whether this is the only process, and the messages of other ranks come from a recording."""
+    messages: tuple[Message, ...] = ()
+    """Every rank's message about the last step that was agreed on."""
+    live_sizes: Mapping[Axis, tuple[int, ...]] = types.MappingProxyType({})
+    """Live rows of each rank in the present step, by axis."""
     runners = 0
     """How many runners were made with these ranks."""
-    open = 0
+    open_loops = 0
     """The loops of steps that no rank has left, as bits."""
-    ended = "it has ended"
-    """What ranks said that broke off last."""
-    turns = 0
+    last_stop = "it has ended"
+    """Which ranks broke off last, and why."""
+    quiet_steps = 0
     """Steps of equal ranks since one broke off last."""
     _loops = 0
-    _due = math.inf
+    _next_check = math.inf
 
     def __init__(
         self,
@@ -286,16 +286,14 @@ class Ranks(Unique):
         self.timeout, self.capture_timeout = timeout, capture_timeout
         self.exchanges = self._waits = 0
         self.broken: str | None = None
-        self._stops: list[Stop] = []
-        self._under_way: dict[int, HostWire | SharedWire] = {}
-        self._late: list[int] = []
-        self._heard_stop = False  # that a rank broke off, before the end of the exchange that it ended
+        self._stops: list[Message] = []  # what this rank broke off, and has not sent yet
+        self._under_way: dict[int, Wire] = {}
+        self._late = set[int]()  # of these, the exchanges that this rank stopped waiting for
+        self._knows_stop = False  # that a rank broke off, before the end of the exchange that it ended
+        self._free: list[Wire] = []
         if self.size > 1:
-            self._due = 0.0
+            self._next_check = 0.0
             self._connect()
-            self._free = [self._wire()]
-            if self.on == HOST:
-                self._share()
 
     def _connect(self) -> None:
         """Make the group that sizes are exchanged in, and a store that all ranks reach and nothing else uses."""
@@ -304,9 +302,9 @@ class Ranks(Unique):
         whole = _get_process_group_store(self.group)
         count = functools.partial(whole.add, f"slotgraph ranks of {self.rank}")
         self._store = PrefixStore(f"slotgraph {count(1)}", whole)
-        mine = Place("Ranks", {"equal=": repr(self.equal), "shards=": repr(self.shards), "on=": repr(self.on)})
+        own = CallSite("Ranks", {"equal=": repr(self.equal), "shards=": repr(self.shards), "on=": repr(self.on)})
         try:
-            named = self._named("made by", self.rank, mine, [*range(self.size)], self.capture_timeout)
+            sites = self._share_sites("made by", self.rank, own, [*range(self.size)], self.capture_timeout)
         except RuntimeError as error:
             lost = [str(rank) for rank in range(self.size) if not self._store.check([f"made by {rank}"])]
             self._store.delete_key(f"made by {self.rank}")
@@ -316,39 +314,37 @@ class Ranks(Unique):
                 f"Ranks: {who} did not come within {self.capture_timeout:g} s: make Ranks on all ranks at once, in the "
                 "same order"
             ) from error
-        if differing := _differing(named):
-            raise RankError(f"Ranks were made otherwise on each rank: {differing}; give all the same arguments")
+        if different := _differences(sites):
+            raise RankError(f"Ranks were made otherwise on each rank: {different}; give all the same arguments")
         members = dist.get_process_group_ranks(self.group)
         limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
         self.over = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
         try:
-            self._connection: Any = dist.new_group(
+            connection: Any = dist.new_group(
                 members, timeout=limit, backend=self.over, use_local_synchronization=True, group_desc="slotgraph"
             )
         except RuntimeError as error:
             raise RankError(f"Ranks: the ranks could not connect over {self.over}: {error}") from error
-
-    def _share(self) -> None:
-        """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
-        told, memory = "the choice of what carries exchanges", RankMemory(self.rank, self.size, _LAYOUT.size)
-        place, seconds = "" if self.rank else memory.open(self._connection), self.capture_timeout
-        first, *_ = self.begin(Message(0, text=place), told, seconds)(seconds)
-        place = place or (first.text and memory.open(self._connection, first.text))
-        if all(one.text for one in self.begin(Message(0, text=place), told, seconds)(seconds)):
-            self._memory, self._free, self.over = memory, [], "shared memory"
-
-    def _wire(self) -> HostWire | SharedWire:
-        """What carries one more exchange at a time."""
-        if self._memory:
-            return SharedWire(self._memory)
         if self.on == HOST:
-            return HostWire(self._connection, self.size)
-        device = torch.device(self.on, torch.get_device_module(self.on).current_device())
-        return DeviceWire(self._connection, self.size, device)
+            self._new_wire: Callable[[], Wire] = functools.partial(HostWire, connection, self.size)
+            self._share(connection)
+        else:
+            device = torch.device(self.on, torch.get_device_module(self.on).current_device())
+            self._new_wire = functools.partial(DeviceWire, connection, self.size, device)
+            self._free.append(self._new_wire())  # it takes time to make, which no step should wait for
+
+    def _share(self, connection: "dist.ProcessGroup") -> None:
+        """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
+        memory = RankMemory(self.rank, self.size, _LAYOUT.size)
+        site, path = CallSite("the choice of what carries exchanges"), "" if self.rank else memory.open(connection)
+        first, *_ = self.begin(Message(0, text=path), site, self.capture_timeout)()
+        path = path or (first.text and memory.open(connection, first.text))
+        if all(one.text for one in self.begin(Message(0, text=path), site, self.capture_timeout)()):
+            self._new_wire, self._free, self.over = functools.partial(SharedWire, memory), [], "shared memory"
 
     @property
     def batches(self) -> int:
-        """How many batches they bring where each `shards` ranks in a row share one; 0 where they do not divide so."""
+        """The number of batches where each `shards` ranks in a row share one; 0 where ranks do not divide so."""
         return 0 if self.size % self.shards else self.size // self.shards
 
     @property
@@ -357,112 +353,96 @@ class Ranks(Unique):
         return self.size == 1 or self.equal
 
     def live(self, axis: Axis) -> tuple[int, ...]:
-        """Live rows on an axis that each rank brought to the step, in the order of ranks; zeros before the first.
+        """Live rows of each rank on an axis, in the order of ranks; zeros before the first step.
 
-        ConfigError of an axis that batches do not vary on, whose rows no rank tells.
+        ConfigError of an axis that batches do not vary on, whose rows are not exchanged.
         """
-        if self.brought and axis not in self.brought:
+        if self.live_sizes and axis not in self.live_sizes:
             raise ConfigError(
                 f"ranks do not tell each other their live rows on {axis}: declare a copied slot that has this axis"
             )
-        return self.brought.get(axis, (0,) * self.size)
+        return self.live_sizes.get(axis, (0,) * self.size)
 
     def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
-        """Say in the next exchange that this rank broke off, and at once to ranks that wait for it.
+        """Send in the next exchange that this rank broke off, and say so in the store to ranks that wait for it.
 
         Args:
             answer: FAILED, STOPPED or LEFT.
             text: What it broke off, and why.
             loop: The bit of the loop of steps that it left, which includes what was broken off within it.
-            is_new: Whether it is a step that `attend` has not counted.
+            is_new: Whether it is a step that `quiet_step` has not counted.
 
         Returns:
-            What another rank has said before, if one has.
+            Which other rank broke off before, and why; empty if none did.
         """
         if self.size == 1:
             return ""
-        self._due, self.turns = 0.0, self.turns + is_new
-        key = f"{_STOPPED} {self.exchanges + len(self._stops) + 1}"
+        self._next_check = 0.0
+        self.quiet_steps += is_new
         if loop and self._stops:
             last = self._stops.pop()
-            self._stops.append(Stop(LEFT, f"{last.text}, and {text}", last.loops | loop))
+            self._stops.append(Message(0, LEFT, last.bucket | loop, text=f"{last.text}, and {text}"))
             return ""
-        self._stops.append(Stop(answer, text, loop))
-        _, other = self._noted_stop(key)
-        if not self._heard_stop:  # else the others know that the loop ended, and this need not be sent
-            self._note(key, f"{self.turns} rank {self.rank} {text}")
+        self._stops.append(Message(0, answer, loop, text=text))
+        number = self.exchanges + len(self._stops)
+        _, other = self._stop_at(number)
+        if not self._knows_stop:  # else the others know that the loop ended, and this need not be sent
+            self._announce_stop(number, text)
         return other
 
-    def resolve(self, told: str, timeout: float) -> None:
-        """End the exchanges that were broken off, so that all ranks begin the next one together. told: the next one.
-
-        RankError if an exchange before failed, or if the others come with the step after one that failed here.
-        """
-        if self.broken:
-            raise RankError(f"{told}: these ranks are lost to each other: {self.broken}")
-        while self._late:
-            self._end(self._late[0], told, timeout, heeds=False)
-        self._heard_stop = False
-        while self._stops:
-            stop = self._stops.pop(0)
-            loops = stop.loops & self.open
-            if stop.loops and not loops:  # all ranks know that they ended
-                continue
-            said = Message(0, stop.answer, bucket=loops, text=stop.text)
-            messages = self._end(self._send(said), told, timeout, heeds=False)
-            if stop.answer == FAILED and any(one.answer not in (FAILED, LEFT) for one in messages):
-                raise RankError(self.ended)
-
-    def attend(self, told: str, timeout: float) -> None:
+    def quiet_step(self, site: CallSite, timeout: float) -> None:
         """Count one more step of ranks that exchange nothing. RankError, soon, if one broke off a step before it."""
-        self.turns += 1
-        if self._due < time.monotonic():
-            self._due = time.monotonic() + PAUSE
-            self.resolve(told, timeout)
-            turn, why = self._noted_stop(f"{_STOPPED} {self.exchanges + 1}")
-            if why and turn < self.turns:
-                self.begin(Message(0), told, timeout)(timeout)  # which raises
+        self.quiet_steps += 1
+        if self._next_check < time.monotonic():
+            self._next_check = time.monotonic() + CHECK_INTERVAL
+            self._end_stopped(site.name, timeout)
+            step, why = self._stop_at(self.exchanges + 1)
+            if why and step < self.quiet_steps:
+                self.begin(Message(0), site, timeout)()  # which raises
 
     def begin_loop(self) -> int:
-        """Open a loop of steps, as all ranks do now; its bit."""
+        """Open a loop of steps, as all ranks do now, and return its bit."""
         self._loops += 1
         bit = 1 << self._loops % _LOOPS
-        self.open |= bit
+        self.open_loops |= bit
         return bit
 
-    def wait(self, event: Event, device: torch.device, told: str, seconds: float, *, together: bool) -> None:
-        """Wait until a device is past an event. told: what ends there. together: whether all ranks wait for it.
+    def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
+        """Wait until a device is past an event. what: what ends there. together: whether all ranks wait for it.
 
         RankError after so many seconds. The group's collectives are aborted then.
         """
         if self.size == 1:
             event.synchronize()
             return
-        if together:
-            self._waits += 1
-            at = WAIT, self._waits
-        else:
-            at = EXCHANGE, self.exchanges + 1  # the one that follows: other ranks may be there
-        if not self._came(functools.partial(_passes, event.query), at, seconds, self.exchanges + 1, GRACE):
-            lost = self._lost(at, told, f"within {seconds:g} s")
+        self._waits += together
+        # a wait of this rank alone counts as the next exchange, where the other ranks may be
+        at = (_WAIT, self._waits) if together else (_EXCHANGE, self.exchanges + 1)
+        if not self._arrives(functools.partial(_poll, event.query), at, seconds, self.exchanges + 1, GRACE):
+            lost = self._lose(at, what, f"within {seconds:g} s")
             self._abort(event, device)
             raise lost
 
-    def _came(
-        self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, before: int, grace: float = 0.0
+    def _arrives(
+        self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, stops: int = 0, grace: float = 0.0
     ) -> bool:
-        """Whether what is waited for arrives in time. at: what this rank then says that it waits for.
+        """Return whether what this rank waits for arrives in time.
 
-        before: wait only `grace` seconds longer once a rank says that it broke off before this exchange; 0 for none.
+        Args:
+            arrives: Waits for so many seconds.
+            at: The kind and number of the wait, for the store.
+            timeout: Seconds to wait.
+            stops: Wait only `grace` seconds longer once a rank broke off before this exchange; 0 for any case.
+            grace: Those seconds.
         """
-        deadline, is_noted, is_stopped = time.monotonic() + timeout, False, False
-        while not arrives(min(PATIENCE, max(deadline - time.monotonic(), 0.0))):
+        deadline, is_noted, is_stopped = time.monotonic() + timeout, False, not stops
+        while not arrives(min(_PATIENCE, max(deadline - time.monotonic(), 0.0))):
             if time.monotonic() >= deadline:
                 return False
             if not is_noted:
-                self._note(f"{at[0]} {self.rank}", at[1])
+                self._set(f"{at[0]} {self.rank}", at[1])
                 is_noted = True
-            if before and not is_stopped and self._stop_before(before):
+            if not is_stopped and self._stop_before(stops):
                 deadline, is_stopped = min(deadline, time.monotonic() + grace), True
         return True
 
@@ -473,98 +453,138 @@ class Ranks(Unique):
         with contextlib.suppress(RuntimeError):  # which is how a group says that it has none on the device
             abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no other name for it
             threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
-            _passes(event.query, _ABORTED)
+            _poll(event.query, _ABORT_SECONDS)
 
-    def begin(self, message: Message, told: str, timeout: float, loop: int = 0) -> Exchange:
-        """Tell all ranks a message, after what is left of exchanges before it has ended.
+    def begin(self, message: Message, site: CallSite, timeout: float, loop: int = 0) -> Exchange:
+        """Send all ranks a message, after what is left of exchanges before it has ended.
 
         Args:
-            message: What this rank says.
-            told: The place in the program, in words.
-            timeout: Seconds to wait for the end of earlier exchanges.
+            message: This rank's.
+            site: The call site, for errors.
+            timeout: Seconds to wait for the messages, and for the end of earlier exchanges.
             loop: The bit of the loop of steps that the message belongs to.
 
         Raises:
-            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop.
+            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop. The
+                exchange raises it if ranks are lost, broke off, or are at other call sites.
         """
-        self.resolve(told, timeout)
-        if loop & ~self.open:
-            raise RankError(f"{told}: {self.ended}: begin again with all live requests")
-        return functools.partial(self._end, self._send(message), told)
+        self._end_stopped(site.name, timeout)
+        self.check_loop(site, loop)
+        number = self._send(message)
+
+        def exchange() -> list[Message]:
+            messages = self._receive(number, site.name, timeout)
+            if any(one.place != message.place for one in messages):
+                raise self._mismatch(site, messages)
+            return messages
+
+        return exchange
+
+    def check_loop(self, site: CallSite, loop: int) -> None:
+        """RankError if a rank has left the loop with this bit."""
+        if loop & ~self.open_loops:
+            raise RankError(f"{site.name}: {self.last_stop}: begin again with all live requests")
+
+    def _end_stopped(self, site: str, timeout: float) -> None:
+        """End the exchanges that were broken off, so that all ranks begin the next one together. site: the next one's.
+
+        RankError if an exchange before failed, or if the others come with the step after one that failed here.
+        """
+        if self.broken:
+            raise RankError(f"{site}: these ranks are lost to each other: {self.broken}")
+        while self._late:
+            self._receive(min(self._late), site, timeout, is_late=True)
+        self._knows_stop = False
+        while self._stops:
+            stop = self._stops.pop(0)
+            loops = stop.bucket & self.open_loops
+            if stop.bucket and not loops:  # all ranks know that they ended
+                continue
+            messages = self._receive(self._send(attrs.evolve(stop, bucket=loops)), site, timeout, is_late=True)
+            if stop.answer == FAILED and any(one.answer not in (FAILED, LEFT) for one in messages):
+                raise RankError(self.last_stop)
 
     def _send(self, message: Message) -> int:
-        """Send a message; the number of its exchange."""
-        wire = self._free.pop() if self._free else self._wire()
+        """Send a message, and return the number of its exchange."""
+        wire = self._free.pop() if self._free else self._new_wire()
         wire.send(message)
         self.exchanges += 1
         self._under_way[self.exchanges] = wire
         return self.exchanges
 
-    def _end(self, number: int, told: str, timeout: float, *, heeds: bool = True) -> list[Message]:
-        """Every rank's message. RankError, in time, names the ranks that did not come, and ends all exchanges.
+    def _receive(self, number: int, site: str, timeout: float, *, is_late: bool = False) -> list[Message]:
+        """Return every rank's message. RankError names the ranks that did not come, and ends all exchanges.
 
-        heeds: whether it also raises if a rank broke off before: at once, so that the exchange is ended later.
+        Another RankError is raised at once if a rank broke off before, and the exchange is ended later: with `is_late`,
+        when this is not raised any more.
         """
-        at, wire = (EXCHANGE, number), self._under_way[number]
+        at, wire, stops = (_EXCHANGE, number), self._under_way[number], 0 if is_late else number
         try:
-            came = self._came(wire.arrives, at, timeout, number if heeds else 0)
+            has_arrived = self._arrives(wire.arrives, at, timeout, stops)
         except RuntimeError as error:
-            self._note(f"{EXCHANGE} {self.rank}", number)
-            raise self._lost(at, told, "before its connection was lost") from error
+            self._set(f"{_EXCHANGE} {self.rank}", number)
+            raise self._lose(at, site, "before its connection was lost") from error
         except BaseException:
-            self._put_off(number)
+            self._end_later(number)
             raise
-        if not came:
-            if heeds and (why := self._stop_before(number)):
-                self._put_off(number)
-                self._heard_stop = True
+        if not has_arrived:
+            if stops and (why := self._stop_before(number)):
+                self._end_later(number)
+                self._knows_stop = True
                 raise RankError(why)
-            raise self._lost(at, told, f"within {timeout:g} s")
+            raise self._lose(at, site, f"within {timeout:g} s")
         messages = wire.messages()
         self._free.append(self._under_way.pop(number))
-        self._late = [one for one in self._late if one != number]
-        stops = [(rank, one) for rank, one in enumerate(messages) if one.answer >= FAILED]
-        if stops:
-            self.turns, self.ended = 0, "; ".join(f"rank {rank} {one.text}" for rank, one in stops)
-            for _, one in stops:
-                self.open &= ~one.bucket
-            if heeds:
-                raise RankError(self.ended)
+        self._late.discard(number)
+        stopped = [f"rank {rank} {one.text}" for rank, one in enumerate(messages) if one.answer >= FAILED]
+        if stopped:
+            self.quiet_steps, self.last_stop = 0, "; ".join(stopped)
+            for one in messages:
+                if one.answer >= FAILED:
+                    self.open_loops &= ~one.bucket
+            if not is_late:
+                raise RankError(self.last_stop)
         return messages
 
-    def _put_off(self, number: int) -> None:
+    def _end_later(self, number: int) -> None:
         """Leave the end of an exchange to the next one's begin."""
-        self._due = 0.0
-        if number not in self._late:
-            self._late.append(number)
+        self._next_check = 0.0
+        self._late.add(number)
 
-    def apart(self, mine: Place, messages: Sequence[Message]) -> RankError:
-        """The error of ranks that are at different places: where each is, or what differs there."""
+    def _mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
+        """Make the error of ranks at different call sites: where each is, or what differs there."""
         digests = [one.place for one in messages]
         try:
-            named = self._named("place", mine.digest, mine, digests, GRACE)
+            sites = self._share_sites("place", own.digest, own, digests, GRACE)
         except RuntimeError:  # what stores raise, whichever it is
-            return RankError(f"ranks do not run the same steps: this one is at {mine.at}, and others do not say where")
-        where = "; ".join(f"rank {rank} is at {one.at}" for rank, one in enumerate(named))
-        if len({one.at for one in named}) == 1:
-            where = f"their runners differ: {_differing(named)}; all are at {mine.at}"
+            return RankError(f"ranks do not run the same steps: this one is at {own.name}, and others do not say where")
+        where = "; ".join(f"rank {rank} is at {one.name}" for rank, one in enumerate(sites))
+        if len({one.name for one in sites}) == 1:
+            where = f"their runners differ: {_differences(sites)}; all are at {own.name}"
         return RankError(f"ranks do not run the same steps: {where}")
 
-    def _named(self, what: str, own: int, mine: Place, keys: Sequence[int], seconds: float) -> list[Place]:
-        """Leave a place in the store, and read what others leave there. RuntimeError if they do not in time."""
-        self._store.set(f"{what} {own}", json.dumps([mine.at, dict(mine.parts)]))
+    def _share_sites(self, what: str, key: int, own: CallSite, keys: Sequence[int], seconds: float) -> list[CallSite]:
+        """Write a call site to the store, and read those of other keys. RuntimeError if they do not come in time."""
+        self._store.set(f"{what} {key}", own.text)
         self._store.wait([f"{what} {key}" for key in keys], dt.timedelta(seconds=seconds))
-        return [Place(*json.loads(self._store.get(f"{what} {key}"))) for key in keys]
+        return [CallSite(*json.loads(self._store.get(f"{what} {key}"))) for key in keys]
 
-    def _lost(self, at: tuple[str, int], told: str, how: str) -> RankError:
-        """The error of a rank that has waited in vain, from now on. told: for what. how: how long, or until when."""
+    def _lose(self, at: tuple[str, int], site: str, how: str) -> RankError:
+        """Give up the other ranks from now on, and return the error that names those that did not come.
+
+        Args:
+            at: The kind and number of the wait.
+            site: The call site in words.
+            how: How long this rank waited, or until when.
+        """
+        kind, number = at
         missing, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + GRACE
         try:
-            while missing := [rank for rank in missing if int(self._noted(f"{at[0]} {rank}") or 0) < at[1]]:
+            while missing := [rank for rank in missing if int(self._get(f"{kind} {rank}") or 0) < number]:
                 if time.monotonic() > deadline:
                     break
-                time.sleep(_LOOK)
-            why = self._stop_before(at[1] if at[0] == EXCHANGE else self.exchanges + 1)
+                time.sleep(_POLL)
+            why = self._stop_before(number if kind == _EXCHANGE else self.exchanges + 1)
             lost = "; ".join(
                 f"rank {rank} did not come: it {why.removeprefix(f'rank {rank} ')}"
                 if why.startswith(f"rank {rank} ")
@@ -573,39 +593,42 @@ class Ranks(Unique):
             )
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
-        self.broken = f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
-        self._note(f"{_STOPPED} {self.exchanges + 1}", f"{self.turns} rank {self.rank} lost others: {self.broken}")
+        self.broken = f"{site}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
+        self._announce_stop(self.exchanges + 1, f"lost others: {self.broken}")
         return RankError(self.broken)
 
     def _stop_before(self, number: int) -> str:
-        """What a rank says that broke off before an exchange, or before one under way; nothing if none did."""
-        found = (self._noted_stop(f"{_STOPPED} {one}")[1] for one in {*self._under_way, number})
-        return next(filter(None, found), "")
+        """Return which rank broke off before an exchange, or before one under way, and why; empty if none did."""
+        return next(filter(None, (self._stop_at(one)[1] for one in {*self._under_way, number})), "")
 
-    def _noted_stop(self, key: str) -> tuple[int, str]:
-        """What a rank says that broke off, and the step of equal ranks after which it did; nothing if none did."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lost` says
-            if found := self._noted(key):
-                turn, _, text = found.partition(" ")
-                return int(turn), text
+    def _announce_stop(self, number: int, text: str) -> None:
+        """Write to the store that this rank broke off before an exchange."""
+        self._set(f"{_STOPPED} {number}", f"{self.quiet_steps} rank {self.rank} {text}")
+
+    def _stop_at(self, number: int) -> tuple[int, str]:
+        """Return after which quiet step a rank broke off before this exchange, which and why; empty if none did."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lose` says
+            if found := self._get(f"{_STOPPED} {number}"):
+                step, _, text = found.partition(" ")
+                return int(step), text
         return 0, ""
 
-    def _note(self, key: str, text: object) -> None:
-        """Leave word in the store: the EXCHANGE or WAIT that this rank is at or past, or why it broke off."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lost` says
-            self._store.set(key, str(text))
+    def _set(self, key: str, value: object) -> None:
+        """Write to the store: the exchange or wait that this rank has reached, or why it broke off."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lose` says
+            self._store.set(key, str(value))
 
-    def _noted(self, key: str) -> str:
-        """What ranks have left there, or nothing."""
+    def _get(self, key: str) -> str:
+        """Read what ranks have written to the store; empty if nothing."""
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
 
-def _differing(named: Sequence[Place]) -> str:
-    """What is not the same on all ranks, and which of them have which."""
+def _differences(sites: Sequence[CallSite]) -> str:
+    """Say what is not the same on all ranks, and which of them have which."""
     found = list[str]()
-    for part in dict.fromkeys(name for one in named for name in one.parts):
+    for part in dict.fromkeys(name for one in sites for name in one.parts):
         ranks = dict[str, list[str]]()
-        for rank, one in enumerate(named):
+        for rank, one in enumerate(sites):
             ranks.setdefault(one.parts.get(part, "not there"), []).append(str(rank))
         if len(ranks) > 1:
             each = [f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items()]
@@ -614,7 +637,7 @@ def _differing(named: Sequence[Place]) -> str:
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":
-    """The group, or the default one. ConfigError where this process is not in it."""
+    """Return the group, or the default one. ConfigError where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
             "ranks need a process group: call torch.distributed.init_process_group first, as under torchrun"

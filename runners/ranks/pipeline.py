@@ -1,4 +1,4 @@
-"""Pipelines: each stage runs a part of the model's layers on a rank of its own, and hands on what it computed."""
+"""Pipelines: each stage runs a part of the model's layers on a rank of its own, and sends on what it computed."""
 
 import contextlib
 import datetime as dt
@@ -26,17 +26,24 @@ Proxies = Mapping[str, torch.Tensor]
 _NBYTES: Final = 6144
 """Bytes of a stage's message, which its reader must know."""
 _TEXT: Final = 1000
-"""Characters of an error that are told, at most."""
-_SOON: Final = 0.99
+"""The most characters of an error that are sent."""
 _HEADSTART: Final = 1.0
 """Seconds that a rank which learns of a loss from others waits longer than they: their errors name who is lost."""
 
 
 @attrs.define(eq=False)
 class Neighbour:
-    """The stage before or after. host: the group of messages and host tensors, `group`: of tensors on `device`.
+    """The stage before or after.
 
-    rank: its rank. me, other: both ranks in words. patience: seconds to wait. broken: why nothing can be said any more.
+    Attributes:
+        host: The group of messages and of tensors in host memory.
+        group: The group of tensors on the device.
+        device: The device that tensors are received on.
+        rank: The neighbour's rank.
+        me: This rank in words.
+        other: The neighbour in words.
+        timeout: Seconds to wait.
+        broken: Why nothing can be sent or received any more.
     """
 
     host: "dist.ProcessGroup"
@@ -45,13 +52,16 @@ class Neighbour:
     rank: int
     me: str
     other: str
-    patience: float
+    timeout: float
     broken: str | None = None
     _sent: "list[tuple[Work, torch.Tensor]]" = attrs.field(factory=list)
 
     def receive(self) -> tuple[int, str, Proxies]:
-        """A step's number, the error of the stage before if it had one, and its tensors. RankError if it is lost."""
-        with self._talk(), outside_inference():
+        """Return a step's number, the error of the stage before if it had one, and its tensors.
+
+        RankError if it is lost.
+        """
+        with self._exchange(), outside_inference():
             raw = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu")
             self._wait(*self._post(dist.irecv, raw))
             step, error, specs = pickle.loads(raw.numpy().tobytes())  # noqa: S301 - of another rank, as all of torch's
@@ -74,17 +84,17 @@ class Neighbour:
             raise ConfigError(f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes")
         with outside_inference():
             message = torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
-        plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors.values() if tensor.numel()]
-        steady = [one.clone(memory_format=torch.contiguous_format) if one.is_cpu else one.contiguous() for one in plain]
-        with self._talk():
-            self._sent = [self._post(dist.isend, tensor) for tensor in (message, *steady)]
+        sent = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors.values() if tensor.numel()]
+        sent = [one.clone(memory_format=torch.contiguous_format) if one.is_cpu else one.contiguous() for one in sent]
+        with self._exchange():
+            self._sent = [self._post(dist.isend, tensor) for tensor in (message, *sent)]
             for work, tensor in self._sent:
                 if not tensor.is_cpu:
                     work.wait()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until the stage after has taken what was sent last. RankError if it is late or gone."""
-        with self._talk():
+        with self._exchange():
             sent, self._sent = self._sent, []
             for post in sent:
                 self._wait(*post)
@@ -100,17 +110,17 @@ class Neighbour:
             return
         start = time.monotonic()
         try:
-            work.wait(dt.timedelta(seconds=self.patience))
+            work.wait(dt.timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            if time.monotonic() - start < self.patience * _SOON:
+            if time.monotonic() - start < 0.99 * self.timeout:
                 raise
             raise TimeoutError(
-                f"said nothing for {self.patience:g} s: it is dead, stuck, or does other steps"
+                f"said nothing for {self.timeout:g} s: it is dead, stuck, or does other steps"
             ) from error
 
     @contextlib.contextmanager
-    def _talk(self) -> Iterator[None]:
-        """A part of the talk. Broken off, it leaves messages that are not read: RankError from then on."""
+    def _exchange(self) -> Iterator[None]:
+        """A block that sends or receives. If it is broken off, messages are left unread: RankError from then on."""
         if self.broken is not None:
             raise RankError(self.broken)
         try:
@@ -135,7 +145,7 @@ class PipelineStage(Unique):
     The step of a stage that is not the last returns proxies: a mapping of tensors by key, such as hidden_states and
     residual, of the batch's live rows (`output_rows=TOKENS`). The next stage's runner reads them from the side argument
     that `proxies` names: `copied(..., source=side("pp_proxy_tensors.hidden_states"))`, as in
-    `standard.PipelineProxies`. Optional ones may come or not: a message before each step tells which come.
+    `standard.PipelineProxies`. Optional ones may be there or not: a message before each step says which are.
 
     A runner with `ranks=` has the ranks that share the layers of its stage. Each of them has a pipeline of its own. If
     a step of one ends before its runner agrees with the others, all of the stage raise. Stages then wait as long as
@@ -152,8 +162,7 @@ class PipelineStage(Unique):
             `lazy`, captures take their part of that.
 
     Raises:
-        ConfigError: The group cannot move the runner's tensors, no slot of a later stage reads proxies, a slot of the
-            first one needs them, or one reads all of them.
+        ConfigError: The group cannot move the runner's tensors.
         RankError: A neighbour did not come to make its stage.
     """
 
@@ -173,7 +182,9 @@ class PipelineStage(Unique):
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         found: Any = None if alone else checked_group(group)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(found), dist.get_world_size(found))
-        self._keys = self._keys_of(proxies)
+        paths = [slot.reads(name) for name, slot in runner.stage.declaration.slots.items()]
+        read = [path.parts for path in paths if isinstance(path, Path) and path.beside]
+        self._keys = {parts[1] for parts in read if parts[0] == proxies and parts[1:]}
         self._argument = proxies
         self._coordinator = runner.coordinator
         self._steps = 0
@@ -220,31 +231,10 @@ class PipelineStage(Unique):
         Each step does so with those of the step before. Raises RankError if it does not come, on this rank alone.
         """
         if self._after is not None:
-            self._after.settle()
-
-    def _keys_of(self, proxies: str) -> set[str]:
-        """The keys of a side argument that slots read. ConfigError where the stage could run no step with these."""
-        keys, stage, source = set[str](), f"stage {self.rank} of {self.size}", f"source=side('{proxies}.hidden_states')"
-        for name, slot in self.runner.stage.declaration.slots.items():
-            path = slot.reads(name)
-            if not isinstance(path, Path) or not path.beside or path.parts[0] != proxies:
-                continue
-            if len(path.parts) == 1:
-                raise ConfigError(f"slot {name!r} reads all of {proxies}, which has tensors by key: set {source}")
-            if self.first and not slot.optional:
-                raise ConfigError(
-                    f"{stage} receives no {proxies}, which slot {name!r} needs: leave it out, or default=None"
-                )
-            keys.add(path.parts[1])
-        if not (self.first or keys):
-            raise ConfigError(
-                f"{stage} has no slot that reads a key of {proxies}: declare one with {source}, or name another "
-                "argument by proxies="
-            )
-        return keys
+            self._after.flush()
 
     def _received(self, side: Side) -> dict[str, Any]:
-        """All side arguments. Whatever is wrong with the step, its tensors are received: the next ones come after."""
+        """Return all side arguments. Proxies are received whatever is wrong with the step: the next ones come after."""
         given, before = dict(side), self._before
         if before is not None:
             step, error, proxies = before.receive()
@@ -260,12 +250,16 @@ class PipelineStage(Unique):
         return given
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the ranks of this stage, unless the runner has, and the next stage; note in the error what they say."""
+        """Send the error to the ranks of this stage, unless the runner has, and to the next stage."""
         after = self._after
-        _noting(error, lambda: self._coordinator.refuse(error))
+        with _noting(error):
+            self._coordinator.refuse(error)
         if after is not None and after.broken is None and isinstance(error, Exception):
-            told = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
-            _noting(error, after.settle, lambda: after.send(self._steps, {}, told), after.settle)
+            text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+            with _noting(error):
+                after.flush()
+                after.send(self._steps, {}, text)
+                after.flush()
 
     def _connect(self, group: "dist.ProcessGroup", timeout: float) -> None:
         """Make a group for each neighbour, since gloo gives up all of a group where one message is late.
@@ -274,15 +268,16 @@ class PipelineStage(Unique):
         itself, because torch.distributed names groups by how many a rank has.
         """
         device, ranks = self.runner.stage.backend.device, self._coordinator
-        ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
-        if device.type != "cpu" and ways.get(device.type, "gloo") == "gloo":  # which sends from host memory alone
+        backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
+        if device.type != "cpu" and backends.get(device.type, "gloo") == "gloo":  # which sends from host memory alone
             raise ConfigError(
-                f"the group moves tensors by {ways}, not those on {device.type} between two ranks: make one that does"
+                f"the group moves tensors by {backends}, not those on {device.type} between two ranks: make one that "
+                "does"
             )
         each = _HEADSTART if ranks.quiet else GRACE + 2 * _HEADSTART
         timeout = timeout if ranks.quiet else max(timeout, ranks.timeout)
-        patience, limit = timeout + self.rank * each, dt.timedelta(seconds=2 * (timeout + self.size * each))
-        ranks.timeout = max(ranks.timeout, patience + _HEADSTART)
+        own_timeout, limit = timeout + self.rank * each, dt.timedelta(seconds=2 * (timeout + self.size * each))
+        ranks.timeout = max(ranks.timeout, own_timeout + _HEADSTART)
         members = dist.get_process_group_ranks(group)
         me = members[self.rank]
         for turn in range(2):
@@ -295,21 +290,21 @@ class PipelineStage(Unique):
             except RuntimeError as error:
                 raise RankError(f"rank {me}: rank {other} did not come to make its stage of the pipeline") from error
             if other != me:
-                neighbour = Neighbour(host, group, device, other, f"rank {me}", f"rank {other}", patience)
+                neighbour = Neighbour(host, group, device, other, f"rank {me}", f"rank {other}", own_timeout)
                 setattr(self, "_before" if place < self.rank else "_after", neighbour)
 
 
-def _noting(error: BaseException, *says: Callable[[], None]) -> None:
-    """Say it all; what another rank says to that ends it, and is noted in the error."""
+@contextlib.contextmanager
+def _noting(error: BaseException) -> Iterator[None]:
+    """A block whose RankError is added as a note to an earlier error."""
     try:
-        for say in says:
-            say()
+        yield
     except RankError as other:
         error.add_note(str(other))
 
 
 def proxies_in(outputs: Any) -> Proxies:
-    """The tensors that a step returns by key, without what is None. ReplayError for anything else."""
+    """Return the tensors that a step returned by key, without what is None. ReplayError for anything else."""
     odd = [type(outputs).__name__]
     if isinstance(outputs, Mapping):
         found = {key: one for key, one in outputs.items() if one is not None}

@@ -33,9 +33,14 @@ class RankMemory:
         self._under_way: dict[int, list[bytes]] = {}
 
     def open(self, group: object, place: str = "") -> str:
-        """Make it, or open what another rank has made at its place; the place, or nothing if this process cannot.
+        """Make the memory, or open what another rank has made.
 
-        group: the process group that it ends with, as connections do.
+        Args:
+            group: The process group that it ends with, as connections do.
+            place: Where another rank has made it.
+
+        Returns:
+            Where it is; empty if this process cannot open it.
         """
         whole = self._size * _CELLS * self._stride
         try:
@@ -56,7 +61,7 @@ class RankMemory:
             return ""
 
     def send(self, data: bytes | bytearray) -> int:
-        """Begin an exchange with this rank's bytes; its number."""
+        """Begin an exchange with this rank's bytes, and return its number."""
         self._number += 1
         at = self._at(self._rank, self._number)
         self._cells[at + _TAG.size : at + self._stride] = data
@@ -64,35 +69,35 @@ class RankMemory:
         self._under_way[self._number] = [b""] * self._size
         return self._number
 
-    def came(self, number: int) -> bool:
-        """Whether all have sent their bytes. RuntimeError if a rank's process has ended that has not."""
+    def has_arrived(self, number: int) -> bool:
+        """Return whether all ranks have sent their bytes. RuntimeError if a rank's process has ended that has not."""
         self._read()
-        here = self._under_way[number]
-        ended = [rank for rank, data in enumerate(here) if not data and self._ended(rank)]
+        received = self._under_way[number]
+        ended = [rank for rank, data in enumerate(received) if not data and self._ended(rank)]
         self._read()
-        if not all(here[rank] for rank in ended):
+        if not all(received[rank] for rank in ended):
             raise RuntimeError(f"of ranks {ended}, whose processes have ended, one sent nothing")
-        return all(here)
+        return all(received)
 
     def take(self, number: int) -> bytes:
-        """Every rank's bytes, which have come, one behind another."""
+        """Return every rank's bytes, which have arrived, one behind another."""
         return b"".join(self._under_way.pop(number))
 
     def _read(self) -> None:
-        """Read what has come of all exchanges that are under way."""
-        for number, here in self._under_way.items():
-            for rank, known in enumerate(here):
+        """Read what has arrived of all exchanges that are under way."""
+        for number, received in self._under_way.items():
+            for rank, known in enumerate(received):
                 at = self._at(rank, number)
                 tag, data = _TAG.unpack_from(self._cells, at), self._cells[at + _TAG.size : at + self._stride]
                 if not known and tag == (number, zlib.crc32(data)):
-                    here[rank] = data
+                    received[rank] = data
 
     def _at(self, rank: int, number: int) -> int:
-        """Where a rank's cell of an exchange begins."""
+        """Return where a rank's cell of an exchange begins."""
         return (rank * _CELLS + number % _CELLS) * self._stride
 
     def _ended(self, rank: int) -> bool:
-        """Whether another rank's process has ended."""
+        """Return whether another rank's process has ended."""
         try:
             lockf(self._file, LOCK_SH | LOCK_NB, 1, rank)
         except OSError:
@@ -101,6 +106,6 @@ class RankMemory:
 
 
 def host_of() -> str:
-    """What the processes of one host have in common that see each other. OSError where there is no such thing."""
+    """Return what processes of one host have in common that see each other. OSError where there is no such thing."""
     boot, ids = pathlib.Path("/proc/sys/kernel/random/boot_id"), pathlib.Path("/proc/self/ns/pid")
     return f"{boot.read_text().strip()} {ids.readlink()}"

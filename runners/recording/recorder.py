@@ -86,7 +86,7 @@ class Recording(Watcher):
         del view
         ranks, step = self._declaration.ranks, self._step
         if ranks is not None and step is not None and not (ranks.quiet or step.messages):
-            step.messages, step.alone = ranks.said, "" if step.decision is None else step.decision.reason
+            step.messages, step.alone = ranks.messages, "" if step.decision is None else step.decision.reason
             step.decision = self._runner.agreed or step.decision
 
     def before_replay(self, view: Inputs) -> None:

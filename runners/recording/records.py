@@ -172,7 +172,7 @@ class RunnerRecord:
             "kind": runner.name,
             "inputs": declaration.name,
             "backend": stage.backend.name,
-            "lowering": "" if graphs is None else graphs.filler.lowering,
+            "lowering": "" if graphs is None else graphs.filler.lowering.name,
             "buckets": str(sorted(runner.sizes)),
             "disabled": ", ".join(declaration.disabled),
             "fields": ", ".join(declaration.fields),

@@ -17,7 +17,7 @@ from ..check.replays import COPIES, apart_from_step
 from ..check.trial import Subject, unwatched
 from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
 from ..explained.pages import Table
-from ..ranks.group import HOST, Exchange, Message, Ranks
+from ..ranks.group import HOST, CallSite, Exchange, Message, Ranks
 from ..runner import Runner
 from ..sampling import Sample, rebuilt
 from ..stage import Stage
@@ -43,7 +43,7 @@ class RecordedRanks(Ranks):
         self.on = HOST
         self.exchanges = 0
         self.broken = None
-        self.others: Sequence[Message] = ()  # what all send while a recorded step is replayed
+        self.others: Sequence[Message] = ()  # of all ranks, while a recorded step is replayed
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
@@ -53,23 +53,23 @@ class RecordedRanks(Ranks):
             raise RecordingError(f"{file.name}: its runner had no ranks")
         return cls(file.runner.ranks)
 
-    def begin(self, message: Message, told: str, timeout: float, loop: int = 0) -> Exchange:
-        """Answer at once with what all ranks sent in the recorded step."""
-        del told, timeout, loop
+    def begin(self, message: Message, site: CallSite, timeout: float, loop: int = 0) -> Exchange:
+        """Receive the recorded messages at once."""
+        del site, timeout, loop
         self.exchanges += 1
-        sent = [attrs.evolve(one, place=message.place) for one in self.others or [message] * self.size]
-        sent[self.rank] = message
-        return lambda _: sent
+        messages = [attrs.evolve(one, place=message.place) for one in self.others or [message] * self.size]
+        messages[self.rank] = message
+        return lambda: messages
 
-    def wait(self, event: Event, device: torch.device, told: str, seconds: float, *, together: bool) -> None:
+    def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
         """Wait until the device is past an event: no collective of it waits for another rank."""
-        del device, told, seconds, together
+        del device, what, seconds, together
         event.synchronize()
 
     def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
         """Nobody waits for this rank."""
         del answer, text, is_new
-        self.open &= ~loop
+        self.open_loops &= ~loop
         return ""
 
 

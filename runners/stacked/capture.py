@@ -13,15 +13,16 @@ import attrs
 import torch
 from torch import fx
 
-from ...dataflow.axes import BATCH, Axis, Live, Sizes, Step
+from ...dataflow.axes import BATCH, Axis, Live, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.computation import initial_value, write
 from ...dataflow.errors import CaptureError
 from ...dataflow.fill.bucket import Bucket
+from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
-from ...dataflow.views import Aliases, Viewer, ViewInfo, alias, carried
+from ...dataflow.views import Aliases, Viewer, ViewInfo, Views, alias, carried
 from ..capture import told_as_capture_error
 from ..config import is_collection, refuse
 from ..graphs import Around, Filling, Look
@@ -68,17 +69,24 @@ def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
     requests = varying.index(BATCH) if BATCH in varying else None
     over_requests = [name for name, slot in slots.items() if BATCH in slot.axes and bucket.views[name] is not None]
 
-    def sizes_of(live: Live) -> Sizes:
-        return bucket.sizes if requests is None else {**bucket.sizes, BATCH: live[requests]}
+    def views_of(live: Live) -> Views:
+        if requests is None:
+            return bucket.views
+        shown = [*bucket.padded]
+        shown[requests] = live[requests]
+        with outside_inference():
+            cut = {name: bucket.rows[name].cut(bucket.buffers[name].tensor, tuple(shown)) for name in over_requests}
+        return {**bucket.views, **cut}
 
     @functools.lru_cache(1)
     def aliases(live: Live) -> Aliases:
-        sizes = sizes_of(live)
-        return Aliases({**bucket.views, **{name: bucket.buffers[name].view(sizes) for name in over_requests}})
+        return Aliases(views_of(live))
 
     def info_of(live: Live) -> ViewInfo:
-        known, sizes = bucket.step(live).live_sizes, sizes_of(live)
-        return ViewInfo(Step(known, {axis: sizes[axis] for axis in known}), stage.relations, stage.declaration)
+        step = bucket.step(live)
+        if requests is not None:
+            step = Step(step.live_sizes, {**step.padded_sizes, BATCH: live[requests]})
+        return ViewInfo(step, stage.relations, stage.declaration)
 
     return Viewer(stage.views, lambda live: aliases(live)(), stage.declaration.fields, info_of)
 

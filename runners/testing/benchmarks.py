@@ -13,7 +13,7 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import Live, Sizes, Step, extent
 from ...dataflow.buffers import Buffers
-from ...dataflow.capabilities import Lowering
+from ...dataflow.capabilities import LoweringName
 from ...dataflow.computation import Computation
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
@@ -37,7 +37,7 @@ REGROUPED: Final = "regrouped"
 PADDED, LIVE = 256, 0.75  # a bucket's rows, and the part of them that is live, by default
 ATTEMPTS: Final = 3  # measurements of a ratio before it counts as too high: another program may have had the core
 KEY: Final = "slotgraph"  # the name of the figures in pytest-benchmark's `extra_info`
-_UNTIMED: Final[frozenset[Lowering]] = frozenset({"slot_by_slot", "in_graph"})
+_UNTIMED: Final[frozenset[LoweringName]] = frozenset({"slot_by_slot", "in_graph"})
 """Lowerings that no race of fills shows: the oracle, which is not there for speed, and the fused kernel under another
 name: what is spared by launching it in the step's graph, only whole steps show."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
@@ -200,7 +200,7 @@ class Figures:
 
 
 def ways_to_fill(
-    ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
+    ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[LoweringName]
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
     """Return the fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
     declaration, backend, padded, rows = ground.declaration, ground.backend, ground.most, ground.live(live)
@@ -215,7 +215,7 @@ def ways_to_fill(
         fill = fill_by_hand(declaration, backend, padded, buffers, grouped=name == REGROUPED)
         return Contestant(lambda one: fill(one.batch, rows, one.side), buffers)
 
-    def by(lowering: Lowering) -> Contestant:
+    def by(lowering: LoweringName) -> Contestant:
         layer = lowered(ground, lowering)
         fill = BucketBuffers(layer, ground.live(padded)).fill
         return Contestant(lambda one: fill(one.batch, live=untold, **one.side), layer.buffers)
@@ -247,7 +247,7 @@ class Timer:
         settings: object = None,
         relations: Relations = NO_RELATIONS,
         absent: Collection[str] = (),
-        lowerings: Sequence[Lowering] = (),
+        lowerings: Sequence[LoweringName] = (),
         **options: Any,
     ) -> Figures:
         """Time the fill of one bucket by each lowering, against two by hand, all compared with the oracle first.

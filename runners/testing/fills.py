@@ -18,7 +18,7 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import Sizes
-from ...dataflow.capabilities import Lowering, resolve_dtype
+from ...dataflow.capabilities import LoweringName, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
 from ..input_buffers import BucketBuffers
@@ -128,7 +128,7 @@ def assert_fill_equals_oracle(
     max_sizes: Sizes = NO_SIZES,
     *,
     backend: str | Backend = "auto",
-    lowerings: Sequence[Lowering] = (),
+    lowerings: Sequence[LoweringName] = (),
     values: Values = NO_VALUES,
     settings: object = None,
     relations: Relations = NO_RELATIONS,
@@ -169,7 +169,7 @@ def assert_fill_equals_oracle(
         suppress_health_check={*own.suppress_health_check, hypothesis.HealthCheck.too_slow},  # a device's first calls
     )
     @hypothesis.given(schedule=drawn, seed=st.integers(0, 1 << 30))
-    def fills(lowering: Lowering, schedule: list[Turn], seed: int) -> None:
+    def fills(lowering: LoweringName, schedule: list[Turn], seed: int) -> None:
         _play(ground, lowering, schedule, seed)
 
     for lowering in lowerings or ground.backend.capabilities.lowerings:
@@ -184,7 +184,7 @@ def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
     return torch.randint(low, _SPREAD, shape, device="cpu", generator=generator).to(dtype)
 
 
-def _play(ground: Ground, lowering: Lowering, schedule: list[Turn], seed: int) -> None:
+def _play(ground: Ground, lowering: LoweringName, schedule: list[Turn], seed: int) -> None:
     """Fill buffers by a lowering, others by the oracle; after each step slots that it may write hold anything."""
     layer, right, declaration = lowered(ground, lowering, seed), spoilt(ground, seed), ground.declaration
     bucket = functools.cache(functools.partial(BucketBuffers[Any], layer))

@@ -9,7 +9,7 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import Axis, Dim, Live, Sizes, extent
 from ...dataflow.buffers import Buffers
-from ...dataflow.capabilities import Lowering
+from ...dataflow.capabilities import LoweringName
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
@@ -101,7 +101,7 @@ class Ground:
         return fill_slot_by_slot(self.declaration, buffers, self.backend.capabilities, step, batch, side)
 
 
-def lowered(ground: Ground, lowering: Lowering, seed: int = 0) -> Layer[Any]:
+def lowered(ground: Ground, lowering: LoweringName, seed: int = 0) -> Layer[Any]:
     """Make fills by one lowering, over buffers of their own that begin with random bytes."""
     return Layer(ground.stage, spoilt(ground, seed), ground.most, lowering, waits=False)
 

@@ -5,6 +5,6 @@ from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role
 from slotgraph.dataflow.slots import Slot, slot
 from slotgraph.dataflow.sources import side
 from slotgraph.dataflow.tails import once
-from slotgraph.runners.ahead import LaunchedStep
+from slotgraph.runners.steps.loop import LaunchedStep
 
 __all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "LaunchedStep", "Role", "Slot", "once", "side", "slot"]

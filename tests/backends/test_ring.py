@@ -159,6 +159,20 @@ def test_sources_are_let_go(seed: int, sizes: tuple[int, int]) -> None:
     assert device.faults == []
 
 
+def test_packets_that_point_to_nothing_never_wait() -> None:
+    """Small ones, with host data alone: the host runs as far ahead as it likes, and each step finds its own packet."""
+    device, draw = LazyDevice(), chance(9)
+    ring = device.ring(SMALL)
+    held = Source()
+    for _ in range(5 * ENTRIES):
+        data = draw.randbytes(SMALL)
+        ring.send(data, None)
+        device.launch(data, held)
+    assert device.ran == 0
+    device.drain()
+    assert device.faults == []
+
+
 @pytest.mark.parametrize(("size", "stream"), [(SMALL, 0), (LARGE, 0), (LARGE, 1)])
 def test_the_end_of_a_ring(size: int, stream: int) -> None:
     """When a ring goes, it waits for what is in flight, whichever stream is current: nothing of it goes before."""

@@ -19,7 +19,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend
-from slotgraph.dataflow.capabilities import Lowering
+from slotgraph.dataflow.capabilities import LoweringName
 from slotgraph.extend import HOST, side
 from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw
 from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch, verify
@@ -67,7 +67,7 @@ def test_no_habit_leaves_its_lowering(backend: Backend, pytestconfig: pytest.Con
     """All habits by all lowerings but the oracle, round by round in turn."""
     found = dict[tuple[str, str], Run]()
     for habit in habits(backend):
-        names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
+        names: list[LoweringName] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [captured_runner(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
         ways: dict[str, Contestant] = {
             one: Contestant(habit.call(it), it.graphs.buffers) for one, it in zip(names, made, strict=True)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, copied
 from slotgraph.backends import choose
 from slotgraph.extend import LaunchedStep
-from slotgraph.runners.ranks.group import HOST, Message, Ranks
+from slotgraph.runners.ranks.group import HOST, CallSite, Message, Ranks
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 from tests.ranks.processes import ranks
@@ -127,7 +127,7 @@ def test_share_of_a_step(
 
 def exchanged(_: int, rounds: int, each: int) -> dict[str, list[float]]:
     """Microseconds of exchanges through shared memory and over gloo, one after another, and after 1.5 ms of sleep."""
-    both, runs = [soon(over) for over in OVER], dict[str, list[float]]()
+    both, runs, site = [soon(over) for over in OVER], dict[str, list[float]](), CallSite("a benchmark")
     for pause, when in ((0.0, "busy"), (0.0015, "after 1.5 ms of sleep")):
         for one in both:
             runs[f"{one.over}, {when}"] = times = list[float]()
@@ -136,7 +136,7 @@ def exchanged(_: int, rounds: int, each: int) -> dict[str, list[float]]:
                 for number in range(each):
                     time.sleep(pause) if pause else None
                     begin = time.perf_counter()
-                    one.begin(Message(number, live=(3, 4)), "a place", 60.0)(60.0)
+                    one.begin(Message(number, live=(3, 4)), site, 60.0)()
                     times.append((time.perf_counter() - begin) * 1e6)
     return runs
 

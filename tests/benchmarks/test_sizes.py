@@ -1,23 +1,26 @@
 """Steps by their live sizes: known, never seen, growing, at random; and the ways of a fill that must cost the same.
 
-Sizes are numbers of the call: nothing is bound to them. Each row's ratio is to the first, steps of one size.
+Sizes are numbers of the call: nothing is bound to them. Each row's ratio is to the first of its table.
 
 pytest tests/benchmarks/test_sizes.py -s
 """
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, Axis, InputBuffers, copied
 from slotgraph.backends import Backend
 from slotgraph.extend import HOST
-from slotgraph.runners.commands.bench import ORACLE, captured_runner, declare_decode, draw
+from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw, shuffled
+from slotgraph.runners.testing.benchmarks import fill_by_hand
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
+from tests.runners.models import ready
+from tests.runners.prefilled import Model, Prefill, batch_of, runner_of
 
 SLOTS, PADDED, LIVE, COLUMNS = 12, 512, 256, 64
 PAGES: Final = Axis("PAGES")
@@ -28,15 +31,20 @@ Way = tuple[Callable[[Any], Any], Sequence[Any]]
 """A call, and the batches that take turns in it."""
 
 
-def shuffled(most: int) -> list[int]:
-    """All sizes up to one, in an order of their own."""
-    sizes = [*range(1, most + 1)]
-    random.Random(3).shuffle(sizes)  # noqa: S311 - a seeded walk, no secret
-    return sizes
+def with_arrays(runner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A caller that makes arrays of its lists."""
+
+    def call(batch: Any) -> Any:
+        made = Batch(**vars(batch))
+        for name in LISTED:
+            setattr(made, name, np.array(getattr(made, name)))
+        return runner(made)
+
+    return call
 
 
-def ways(backend: Backend, lowering: Any) -> dict[str, Way]:
-    """All rows of one lowering, each with a runner of its own."""
+def groups(backend: Backend, lowering: Any) -> dict[str, dict[str, Way]]:
+    """All rows of one lowering, each with a runner of its own; in each group the first is what the others are of."""
     inputs, hosted = declare_decode(SLOTS), declare_decode(SLOTS, **_HOST_SLOTS)
     flat = declare_decode(SLOTS, table=copied(BATCH, COLUMNS, dtype=torch.int32, pad=0))
     paged = declare_decode(SLOTS, table=copied(BATCH, PAGES, dtype=torch.int32, pad=0))
@@ -45,7 +53,7 @@ def ways(backend: Backend, lowering: Any) -> dict[str, Way]:
     def runner(kind: Any = inputs, **options: Any) -> Any:
         return captured_runner(kind, backend, PADDED, lowering, **options)
 
-    def of_sizes(sizes: Sequence[int]) -> list[Any]:
+    def of_sizes(sizes: Sequence[int]) -> list[Any]:  # as many different batches, so that caches are as cold
         return [draw(inputs, backend, size, number) for number, size in enumerate(sizes)]
 
     def listed(make: Callable[[torch.Tensor], Any]) -> list[Any]:
@@ -64,19 +72,64 @@ def ways(backend: Backend, lowering: Any) -> dict[str, Way]:
     buffers = InputBuffers(inputs, {BATCH: PADDED, TOKENS: PADDED}, backend=backend, lowering=lowering)
     split, filled = runner(), runner()
     return {
-        "one size": (runner(), seen),
-        "sizes never seen": (runner(), of_sizes(shuffled(PADDED))),
-        "an axis that grows": (runner(), of_sizes(range(1, PADDED + 1))),
-        "beyond the largest bucket, one size": (runner(), of_sizes([PADDED + 8] * 8)),
-        "beyond the largest bucket, never seen": (runner(), of_sizes([PADDED + size for size in shuffled(PADDED)])),
-        "runner.fill": (filled.fill, seen),
-        "buffers.at(...).fill": (buffers.at({BATCH: PADDED, TOKENS: PADDED}).fill, seen),
-        "fill, then replay": (lambda batch: split.replay(split.fill(batch)), seen),
-        "host slots, arrays": (runner(hosted), listed(lambda one: one.numpy())),
-        "host slots, lists": (runner(hosted), listed(torch.Tensor.tolist)),
-        "a table over one axis": (runner(flat), with_table()),
-        "a table over two axes": (runner(paged, sizes={PAGES: COLUMNS}), with_table()),
+        "sizes": {
+            "one size": (runner(), of_sizes([LIVE] * PADDED)),
+            "never seen": (runner(), of_sizes(shuffled(PADDED))),
+            "growing": (runner(), of_sizes(range(1, PADDED + 1))),
+        },
+        "beyond the largest bucket": {
+            "one size": (runner(), of_sizes([PADDED + LIVE] * PADDED)),
+            "never seen": (runner(), of_sizes([PADDED + size for size in shuffled(PADDED)])),
+        },
+        "ways": {
+            "a call": (runner(), seen),
+            "fill, then replay": (lambda batch: split.replay(split.fill(batch)), seen),
+        },
+        "fills": {
+            "runner.fill": (filled.fill, seen),
+            "buffers.at(...).fill": (buffers.at({BATCH: PADDED, TOKENS: PADDED}).fill, seen),
+        },
+        "host slots": {
+            "lists, made arrays by the caller": (with_arrays(runner(hosted)), listed(torch.Tensor.tolist)),
+            "lists": (runner(hosted), listed(torch.Tensor.tolist)),
+            "arrays": (runner(hosted), listed(lambda one: one.numpy())),
+        },
+        "a table": {
+            "over one axis": (runner(flat), with_table()),
+            "over two axes": (runner(paged, sizes={PAGES: COLUMNS}), with_table()),
+        },
     }
+
+
+def prefills(backend: Backend, kind: str) -> dict[str, Way]:
+    """Fills of prompts by a runner that captures a stack, of known sizes and of others, beside fills by hand."""
+    tokens, requests = 255, 16
+    model: Any = Model(named=kind == "piecewise").to(backend.device)
+    runner: Any = ready(runner_of(kind, model, backend, buckets=[tokens], max_batch=requests))
+    sizes = {BATCH: requests, TOKENS: tokens}
+    buffers = InputBuffers(Prefill, sizes, backend=backend)
+    fill = fill_by_hand(Prefill.slotgraph, backend, sizes, buffers._layer.buffers)
+    place = Prefill.slotgraph.varying.index
+
+    def by_hand(batch: Any) -> None:
+        live = [0, 0]
+        live[place(BATCH)] = len(batch["extend_seq_lens"])
+        live[place(TOKENS)] = len(batch["input_ids"])
+        fill(batch, tuple(live))
+
+    known = [batch_of([16] * 8, seed, backend.device) for seed in range(256)]
+    others = [batch_of([1 + (seed * 7) % 15] * (1 + seed % requests), seed, backend.device) for seed in range(256)]
+    return {"by hand": (by_hand, known), "one size": (runner.fill, known), "never seen": (runner.fill, others)}
+
+
+@pytest.mark.slotgraph_backends("cpu-capture", "cuda")
+@pytest.mark.parametrize("kind", ["breakable", "piecewise"])
+def test_prefills(backend: Backend, kind: str, pytestconfig: pytest.Config) -> None:
+    """Prompts by one lowering, the one that the backend prefers."""
+    shown = pytestconfig.getoption("capture") == "no"
+    runs = {name: Run(way, batches) for name, (way, batches) in prefills(backend, kind).items()}
+    measure([*runs.values()], backend, *(_ROUNDS if shown else (1, 2, 0)))
+    show(f"{backend.name}, {kind} prefill's inputs: host", {name: run.host for name, run in runs.items()})
 
 
 @pytest.mark.slotgraph_backends("cpu", "cpu-capture", "cuda")
@@ -84,7 +137,9 @@ def test_sizes(backend: Backend, pytestconfig: pytest.Config) -> None:
     """All rows of all lowerings but the oracle."""
     shown = pytestconfig.getoption("capture") == "no"
     for lowering in (one for one in backend.capabilities.lowerings if one != ORACLE):
-        runs = {name: Run(way, batches) for name, (way, batches) in ways(backend, lowering).items()}
-        measure([*runs.values()], backend, *(_ROUNDS if shown else (1, 2, 0)))
-        show(f"{backend.name}, {lowering}: host", {name: run.host for name, run in runs.items()})
-        show(f"{backend.name}, {lowering}: device", {name: run.device for name, run in runs.items() if run.device})
+        for group, ways in groups(backend, lowering).items():
+            runs = {name: Run(way, batches) for name, (way, batches) in ways.items()}
+            measure([*runs.values()], backend, *(_ROUNDS if shown else (1, 2, 0)))
+            show(f"{backend.name}, {lowering}, {group}: host", {name: run.host for name, run in runs.items()})
+            devices = {name: run.device for name, run in runs.items() if run.device}
+            show(f"{backend.name}, {lowering}, {group}: device", devices)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, Axis, Inputs, copied
 from slotgraph.dataflow.buffers import allocate
-from slotgraph.dataflow.capabilities import Capabilities, Lowering
+from slotgraph.dataflow.capabilities import Capabilities, LoweringName
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.hostdata import tensor_of
@@ -31,7 +31,7 @@ ODD: Final[tuple[Any, ...]] = (
 )
 MOST = 5
 SIZES: Final = {BATCH: MOST}
-LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "in_graph")
+LOWERINGS: Final[tuple[LoweringName, ...]] = ("foreach", "in_graph")
 
 
 class Way:

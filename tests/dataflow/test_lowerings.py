@@ -16,7 +16,7 @@ from slotgraph.backends import Backend, load
 from slotgraph.dataflow import packet
 from slotgraph.dataflow import plan as plans
 from slotgraph.dataflow.buffers import Buffers, allocate
-from slotgraph.dataflow.capabilities import Capabilities, Lowering, resolve_dtype
+from slotgraph.dataflow.capabilities import Capabilities, LoweringName, resolve_dtype
 from slotgraph.dataflow.declaration import declare
 from slotgraph.dataflow.errors import ComputeError, DeclarationError
 from slotgraph.dataflow.fill.bucket import Bucket, FilledBucket, hand_over, table_for
@@ -98,7 +98,7 @@ class World:
             return allocate(self.slots, self.capacity, self.capabilities, empty)
         return poisoned(self.declaration, self.capabilities, self.capacity, seed, self.backend.empty)
 
-    def bucket(self, turn: Round, lowering: Lowering, *, exact: bool = False) -> Bucket:
+    def bucket(self, turn: Round, lowering: LoweringName, *, exact: bool = False) -> Bucket:
         """The bucket of a turn's padded sizes, planned once as a runner does."""
         sizes = self.capacity if exact else turn.padded
         key = lowering, exact, turn.absent, *(sizes[axis] for axis in AXES)
@@ -187,7 +187,7 @@ class World:
         if turn.way == "slot_by_slot":
             self.feed.disarm()
             return self.bucket(turn.round, "slot_by_slot").fill_slot_by_slot(batch, live, side)
-        by_copies: Lowering = "direct" if turn.way == "direct" else "foreach"
+        by_copies: LoweringName = "direct" if turn.way == "direct" else "foreach"
         if self.fusion is None:
             return self.bucket(turn.round, by_copies).fill(batch, live, side)
         fused, kernel = self.fused(turn.round)

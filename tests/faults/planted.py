@@ -14,18 +14,18 @@ import torch
 
 from slotgraph.backends import cpu_capture, ring
 from slotgraph.dataflow import admission, buffers, capabilities, computation, guard, hostdata, views
-from slotgraph.dataflow import edits as dataflow_edits
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, writers
 from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.transition import Transition
-from slotgraph.runners import ahead, chain, config, decode, graphs, outputs, routes, running, sharing, tree
+from slotgraph.runners import config, decode, graphs, outputs, routes, running, sharing, tree
 from slotgraph.runners.capture import FORKS
 from slotgraph.runners.ranks import agreement, shared
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.stacked import capture, replay
 from slotgraph.runners.stage import Stage
 from slotgraph.runners.state import State
+from slotgraph.runners.steps import chain, host_work, loop
 from slotgraph.runners.traffic import HostReads
 from tests.faults.planting import FAULTS, fault
 
@@ -418,16 +418,16 @@ def breaks_see_padded_requests(old: Any, stage: Any, where: Any) -> Any:
 @fault(RANKS, agreement, "agree", "ranks/test_agreement.py::test_the_largest_bucket_is_everyones[cpu]")
 def each_rank_has_its_own_bucket(old: Any, own: Any, messages: Any, leading: int) -> Any:
     """Go on with this rank's own decision: collectives of the ranks are of different sizes."""
-    _, rank = old(own, messages, leading)
-    return own, rank
+    del old, messages, leading
+    return own
 
 
-@fault(RANKS, agreement.Agreement, "_settled", "ranks/test_counts.py::test_counts_of_all_ranks")
+@fault(RANKS, agreement.Agreement, "_agreed", "ranks/test_counts.py::test_counts_of_all_ranks")
 def counts_of_ranks_are_old(old: Any, self: Any, *given: Any) -> Any:
     """Keep the last step's counts: token counts of all ranks are those of another batch."""
-    before = self.ranks.brought
+    before = self.ranks.live_sizes
     decision = old(self, *given)
-    self.ranks.brought = before or self.ranks.brought
+    self.ranks.live_sizes = before or self.ranks.live_sizes
     return decision
 
 
@@ -463,18 +463,18 @@ def streams_are_not_ordered(old: Any, self: Any) -> None:
     del old, self
 
 
-@fault(ROWS, dataflow_edits.Order, "arrange", "runners/test_ahead.py::test_all_news_in_one_step")
-def rows_do_not_move(old: Any, self: Any, *given: Any) -> Any:
+@fault(ROWS, chain, "rearrange", "runners/test_ahead.py::test_all_news_in_one_step")
+def rows_do_not_move(old: Any, *given: Any) -> Any:
     """Move no row: after a request has left, one live row lies among the padded ones."""
-    old(self, *given)
-    return ()
+    keys, _ = old(*given)
+    return keys, ()
 
 
-@fault(ROWS, chain.Here, "of", "runners/test_functions.py")
+@fault(ROWS, host_work.HostWork, "of", "runners/test_functions.py")
 def rows_of_those_that_left_stay(old: Any, *given: Any) -> Any:
     """Reset no tail after an edit: rows of requests that left stay in the padded ones."""
     made = old(*given)
-    made.tails = made.always = []
+    made.tails = made.other_tails = []
     return made
 
 
@@ -497,11 +497,13 @@ def rules_see_what_a_step_left(old: Any, self: Any, *given: Any) -> None:
     old(self, *given)
 
 
-@fault(AHEAD, ahead.Ahead, "_forget_lives", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count")
+@fault(
+    AHEAD, loop.StepLoop, "_forget_ended", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count"
+)
 def last_tokens_are_lost(old: Any, self: Any) -> None:
     """Forget requests that have left: one that leaves with now=False loses its last token."""
     del old
-    self.last = {}
+    self._ended = []
 
 
 @fault(AHEAD, chain.Chain, "go_on", "runners/test_ahead.py::test_what_ends_the_loop")

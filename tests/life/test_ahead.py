@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied, output
 from slotgraph.backends import load
 from slotgraph.errors import BatchError
-from slotgraph.runners.ahead import LaunchedStep
-from slotgraph.runners.chain import Chain
+from slotgraph.extend import LaunchedStep
+from slotgraph.runners.steps.chain import Chain
 
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDE, MOST, MODULUS = 5, 16, 10007
@@ -205,7 +205,7 @@ class Steps(RuleBasedStateMachine):
         if later:
             assert step.needs("lens") == {key: self.model[key]["lens"] + 1 for key in self.alive}
         chain: Chain[Any] = step._loop._chain
-        keys, bucket = chain.order.keys, self.runner.buckets.fit(len(chain.order.keys))
+        keys, bucket = chain._keys, self.runner.buckets.fit(len(chain._keys))
         assert bucket is not None
         live = batch_of([self.model[key] for key in keys], torch.device("cpu"), lists=False)
         for name, pad in PADS.items():
@@ -317,9 +317,9 @@ def broken(chain: Any, where: str) -> Iterator[bool]:
         finally:
             SHOULD_RAISE[0] = False
         return
-    place: Any = {"write": chain.edits, "send": chain, "replay": chain}[where]
-    name = {"write": "write", "send": "_send", "replay": "_replay"}[where]
-    is_there = where == "replay" or (where == "write") == (chain._editing is None)
+    place: Any = {"write": chain._edits, "send": chain._edits, "replay": chain}[where]
+    name = {"write": "write", "send": "send", "replay": "_replay"}[where]
+    is_there = where == "replay" or (where == "write") == (chain._edit_graph is None)
     if chain._by_calls or not is_there:
         yield False
         return

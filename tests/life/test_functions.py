@@ -19,7 +19,7 @@ from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, c
 from slotgraph.backends import load
 from slotgraph.dataflow.axes import Shape, Sizes, Step, extent, shape_of
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.edits import Order
+from slotgraph.dataflow.edits import rearrange
 from slotgraph.extend import once
 
 PAGES: Final = Axis("PAGES")
@@ -311,11 +311,13 @@ class Steps:
     def play(self) -> None:
         """Run a loop, with what is drawn between its steps."""
         draw, ahead, count = self.draw, self.draw(st.sampled_from([0, 0, 2])), self.draw(st.integers(1, BUCKETS[-1]))
-        self.order, self.next_key, self.alive = Order(range(count)), count, [*range(count)]
+        self.keys: tuple[Any, ...] = tuple(range(count))
+        self.row_of: dict[Any, int] = {key: key for key in self.keys}
+        self.next_key, self.alive = count, [*range(count)]
         self.live, self.found, self.made, self.bucket = self.rows(count), Tensors(), torch.zeros(0), 0
         self.news, self.history = dict[int, list[News]](), list[dict[Any, int]]()
         shrinks = draw(st.booleans())
-        loop = self.runner.steps(self.world.on(self.live, self.device), keys=self.order.keys, ahead=ahead)
+        loop = self.runner.steps(self.world.on(self.live, self.device), keys=self.keys, ahead=ahead)
         for _ in range(draw(st.integers(2, 7))):
             step = next(loop)
             while len(self.history) < step.lands:
@@ -334,10 +336,10 @@ class Steps:
         if self.history:
             self.live = self.world.advanced(self.live, self.made, self.sizes(self.bucket))
         for news in self.news.pop(len(self.history), ()):
-            before = self.order.rows | {key: len(self.order.keys) + row for row, key in enumerate(news.keys)}
-            self.order.arrange(news.leaving, news.keys)
+            before = self.row_of | {key: len(self.keys) + row for row, key in enumerate(news.keys)}
+            self.keys, _ = rearrange(self.keys, self.row_of, news.leaving, news.keys)
             rows = {name: self.joined(name, self.live, news.rows) for name in self.live}
-            self.live = self.chosen(rows, [before[key] for key in self.order.keys])
+            self.live = self.chosen(rows, [before[key] for key in self.keys])
             for name, value in news.changed.items():
                 dim = self.world.slots[name].kind.dim
                 if dim is None:
@@ -345,13 +347,13 @@ class Steps:
                     continue
                 for place, key in enumerate(news.edited):
                     row = self.chosen({**self.live, name: value}, [place])[name]
-                    each, start = row.shape[dim], self.order.rows[key]
+                    each, start = row.shape[dim], self.row_of[key]
                     self.live[name].narrow(dim, start * each, each).copy_(row)
-        requests = len(self.order.keys)
+        requests = len(self.keys)
         self.bucket = next(rows for rows in BUCKETS if rows >= requests)
         step = Step(self.sizes(requests), self.sizes(self.bucket))
         self.live, self.found, self.made = self.world.stepped(self.live, step)
-        self.history.append(dict(zip(self.order.keys, self.made.tolist(), strict=False)))
+        self.history.append(dict(zip(self.keys, self.made.tolist(), strict=False)))
 
     def joined(self, name: str, rows: Tensors, more: Tensors) -> torch.Tensor:
         """The rows of a slot, and those of requests that join."""

@@ -11,7 +11,8 @@ import torch
 
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.dataflow.errors import CaptureError, ConfigError
-from slotgraph.runners.ranks.group import Ranks
+from slotgraph.runners.ranks import group
+from slotgraph.runners.ranks.group import Message, Ranks
 from tests.programs import python
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
@@ -27,6 +28,38 @@ class Unreadable(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         """Not at all."""
         raise OSError(f"lost {name}")
+
+
+class LateWork:
+    """An all-gather that ends just after the first wait for it timed out, in success or with an error."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+        self.waits = 0
+
+    def wait(self, *_: Any) -> None:
+        """Time out at first, as gloo does."""
+        self.waits += 1
+        if self.waits == 1 or self.error:
+            raise RuntimeError(self.error or "Operation timed out!")
+
+    def is_completed(self) -> bool:
+        """By now it is."""
+        return True
+
+
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_messages_that_arrive_as_a_wait_times_out(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """They count: ranks on a loaded machine once took such a wait for a lost connection, and lost each other."""
+    monkeypatch.setattr(group, "_all_gather", lambda *_: LateWork(error))
+    unused: Any = None
+    wire = group.HostWire(unused, 1)
+    wire.send(Message(0))
+    if error:
+        with pytest.raises(RuntimeError, match=error):
+            wire.arrives(0.0)
+    else:
+        assert wire.arrives(0.0)
 
 
 def runner_of(kind: str, ranks: Ranks) -> Any:

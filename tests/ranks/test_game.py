@@ -146,7 +146,7 @@ class Player:
                 batch["ids"] = batch["ids"].to(torch.complex64)
         out = runner(batch)
         right = torch.equal(out, torch.arange(len(out)) * 3 + 1) and self.is_paired(turn)
-        return "" if right else f"wrong: {out}, {self.ranks.brought}"
+        return "" if right else f"wrong: {out}, {self.ranks.live_sizes}"
 
     def loop(self, turn: Turn, fault: str) -> str:
         """One loop of steps, which this rank may leave."""
@@ -161,7 +161,7 @@ class Player:
             rows = [row for _, row in one.tokens()]
             right = rows == [3 * (key + one.number) + 1 for key, _ in one.tokens()]
             if not right or (one.number <= LAST and not self.is_paired(turn)):
-                return f"wrong: {one.number}, {rows}, {self.ranks.brought}"
+                return f"wrong: {one.number}, {rows}, {self.ranks.live_sizes}"
             if one.number == turn.at and fault:
                 step.left = 1 if fault == "raises" else -1
                 step.error = ValueError("lost a page")
@@ -218,7 +218,7 @@ def played(rank: int, turns: list[Turn], over: str, lowering: str, equal: bool) 
 
 @contextlib.contextmanager
 def _looking_always() -> Iterator[None]:
-    with mock.patch.object(group, "PAUSE", 0.0):
+    with mock.patch.object(group, "CHECK_INTERVAL", 0.0):
         yield
 
 

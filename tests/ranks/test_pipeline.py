@@ -255,12 +255,6 @@ class LaterPrefill(Prefill):
     hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pipe.hidden_states"))
 
 
-class Whole(Prefill):
-    """Asks for all proxies in one slot."""
-
-    pipe: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pipe"))
-
-
 def runner_of(inputs: type[Any], step: Any = lambda view: view.hidden_states) -> EagerRunner[Any]:
     """A stage's that is not captured."""
     return EagerRunner(inputs, step, backend="cpu")
@@ -286,6 +280,23 @@ def test_a_missing_key(two: Processes) -> None:
     assert sender == ["", ""]
     assert error.startswith("MissingSourceError: slot 'hidden_states': argument pipe.hidden_states is missing")
     assert after == ""
+
+
+def misdeclared(rank: int, first: type[Prefill], later: type[Prefill]) -> str:
+    """The first stage sends hidden states; what a step raises."""
+    runner = runner_of(later if rank else first, lambda view: {"hidden_states": view.input_ids})
+    stage = PipelineStage(runner, proxies="pipe")
+    return raised(stage, prefilled.batch_of([3, 2], 1)) or raised(stage.flush)
+
+
+def test_slots_that_read_the_wrong_proxies(two: Processes) -> None:
+    """A first stage is given none, and a stage refuses what none of its slots reads."""
+    missing = "MissingSourceError: slot 'hidden_states': argument pipe.hidden_states is missing"
+    first, second = two.run(misdeclared, LaterPrefill, LaterPrefill)
+    assert first.startswith(missing)
+    assert second.startswith(f"RankError: step 1: rank 0 has nothing for rank 1: {missing}")
+    unread = "RankError: step 1: rank 0 sends 'hidden_states', and no slot of rank 1 reads it"
+    assert two.run(misdeclared, Prefill, Prefill) == ["", unread]
 
 
 def plans(seed: int, steps: int, size: int, shards: int, *, equal: bool) -> list[Plan]:
@@ -431,12 +442,6 @@ def refusals(rank: int) -> list[str]:
         (runner, {"proxies": "a b"}, r"proxies: expected the name"),
         (runner, {"timeout": 0}, r"timeout: expected seconds"),
     ]
-    refused += [(runner_of(Whole), {"proxies": "pipe"}, "slot 'pipe' reads all of pipe, which has tensors by key: set")]
-    if rank:
-        refused.append((eager_part(0, 2), {}, "stage 1 of 2 has no slot that reads a key of pp_proxy_tensors"))
-    else:
-        needs = "stage 0 of 2 receives no pipe, which slot 'hidden_states' needs: leave it out"
-        refused.append((runner_of(LaterPrefill), {"proxies": "pipe"}, needs))
     for made, options, said in refused:
         with pytest.raises(ConfigError, match=said):
             PipelineStage(made, **options)

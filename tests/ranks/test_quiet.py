@@ -102,3 +102,44 @@ def test_any_schedule(backend: Backend, alone: Ranks, schedule: list[Any]) -> No
         assert own["ranks"] == others["ranks"]
         assert own["lowerings"] == others["lowerings"]
         assert mine.agreed is None
+
+
+class Advancing(Inputs):
+    """Numbers that advance, and what ranks say of their sizes, for the device and for the host."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda ids: ids + 1)
+    counts: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
+    total: torch.Tensor = computed(lambda ranks: sum(ranks.live(TOKENS)), shape=1, dtype=torch.int64, placement=HOST)
+
+
+@pytest.mark.parametrize("lowering", ["direct", "foreach", "in_graph", "fused"])
+def test_steps_ahead_count_the_requests_of_this_step(backend: Backend, alone: Ranks, lowering: str) -> None:
+    """After requests have left, joined or done both, slots that ask the ranks have the new number of rows."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no {lowering}")
+    runner = DecodeRunner(
+        Advancing,
+        lambda view: view.ids * 0 + view.counts.sum() * 100 + view.total.to(view.ids.device),
+        buckets=[2, 4, 8],
+        ranks=alone,
+        backend=backend,
+        lowering=lowering,
+        sizes={DP: 1},
+    )
+    runner.capture()
+    sizes = list[int]()
+    for step in runner.steps({"ids": torch.arange(3, device=backend.device)}, ahead=0):
+        assert step.tokens() == [(key, 101 * len(step.keys)) for key in step.keys]
+        sizes.append(len(step.keys))
+        if step.number == 1:
+            step.leave([0, 1])
+        if step.number == 3:
+            step.join({"ids": torch.arange(4, device=backend.device)}, range(10, 14))
+        if step.number == 5:
+            step.leave([2, 10])
+            step.join({"ids": torch.arange(1, device=backend.device)}, [20])
+        if step.number == 7:
+            step.edit([20], ids=torch.arange(1, device=backend.device))
+        if step.number == 8:
+            step.leave([11, 12, 13, 20])
+    assert sizes == [3, 3, 1, 1, 5, 5, 4, 4, 4]

@@ -69,7 +69,7 @@ def test_any_order(seed: int) -> None:
                 open_here.append(begun[rank])
             elif open_here and not begins:
                 number = draw.choice(open_here)
-                assert memory.came(number) == (min(begun) >= number)
+                assert memory.has_arrived(number) == (min(begun) >= number)
                 if min(begun) >= number:
                     assert memory.take(number) == b"".join(told(one, number) for one in range(size))
                     open_here.remove(number)
@@ -85,10 +85,10 @@ def test_a_number_before_its_bytes() -> None:
     number = first.send(told(0, 1))
     with mock.patch("zlib.crc32", return_value=7):
         second.send(told(1, 1))  # as it is seen while other bytes are there
-    assert not first.came(number)
+    assert not first.has_arrived(number)
     second._number -= 1
     second.send(told(1, 1))
-    assert first.came(number)
+    assert first.has_arrived(number)
     assert first.take(number) == told(0, 1) + told(1, 1)
 
 
@@ -96,7 +96,7 @@ def test_a_rank_that_sends_and_ends() -> None:
     """What it sent after the last look is read before it counts as ended."""
     first, second = opened(2)
     with mock.patch.object(RankMemory, "_ended", side_effect=lambda _: second.send(told(1, 1))):
-        assert first.came(first.send(told(0, 1)))
+        assert first.has_arrived(first.send(told(0, 1)))
 
 
 def test_another_host_or_other_memory() -> None:
@@ -133,16 +133,16 @@ def test_a_process_that_ends() -> None:
     assert ours.recv() == "sent"
     assert memory.send(told(0, 1)) == 1
     assert memory.send(told(0, 2)) == 2
-    assert not memory.came(2)
+    assert not memory.has_arrived(2)
     ours.send("end")
     deadline, raised = time.monotonic() + 1, ""
     while not raised and time.monotonic() < deadline:
         try:
-            memory.came(2)
+            memory.has_arrived(2)
         except RuntimeError as error:
             raised = str(error)
     assert "have ended" in raised
-    assert memory.came(1)
+    assert memory.has_arrived(1)
     assert memory.take(1) == told(0, 1) + told(1, 1)
     process.join()
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, output, record
+from slotgraph.backends import Backend
 from slotgraph.backends.cpu import HostBackend, HostEvent
 from slotgraph.errors import BatchError, ConfigError, CycleError, DeclarationErrors, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
 from slotgraph.runners.capture import FORKS
+from tests.packing import PackingBackend
 
 WIDE = 2
 LOWERINGS = ["direct", "foreach", "in_graph", "fused"]
@@ -32,7 +34,7 @@ def count(view: Counting) -> torch.Tensor:
     return view.made
 
 
-def counting(backend: str, step: Callable[[Counting], Any] = count, **options: Any) -> DecodeRunner[Counting]:
+def counting(backend: str | Backend, step: Callable[[Counting], Any] = count, **options: Any) -> DecodeRunner[Counting]:
     """A captured runner for up to eight requests."""
     runner = DecodeRunner(Counting, step, backend=backend, buckets=(2, 4, 8), output_rows=BATCH, **options)
     runner.capture()
@@ -181,6 +183,23 @@ def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
             step.leave(["a"], now=False)
     assert seen["b"] == [made(2, 0), made(3, 0), made(3, 1)]
     assert len(seen["a"]) == 11
+
+
+def test_edits_with_host_data_that_is_packed() -> None:
+    """On a device that takes host data in packets, edits by foreach copies write the same rows."""
+    test_requests_leave_join_and_change(counting(PackingBackend(), lowering="foreach"))
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_batch_that_joins_with_too_little_is_refused(cpu: str, lowering: str) -> None:
+    """Also where an edit has brought the very slots that the batch has."""
+    steps = counting(cpu, lowering=lowering).steps(batch(1), keys=["a"])
+    step = next(steps)
+    step.edit(["a"], tag=torch.tensor([5]))
+    step = next(steps)
+    with pytest.raises(BatchError, match=r"slot 'ids': .* is missing"):
+        step.join({"tag": torch.tensor([7])}, ["b"])
+    assert next(steps).keys == ("a",)
 
 
 def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -716,7 +716,8 @@ def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pat
     shown = " ".join(run(*quick).stdout.split())
     found = {(one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
     steps = {"per_slot", "regrouped", *choose("cpu").capabilities.lowerings, "bare"}
-    assert found == {(name, slots, *size) for name, slots, size in itertools.product(steps, (4, 12), bench.SIZES)}
+    sizes = (*bench.SIZES, (bench.ANY, bench.ANY_OF))
+    assert found == {(name, slots, *size) for name, slots, size in itertools.product(steps, (4, 12), sizes)}
     for one in data["rows"]:
         assert 0 < one["host_p10_us"] <= one["host_us"] <= one["host_p90_us"]
         assert [one["gpu_us"], one["gpu_p10_us"], one["gpu_p90_us"]] == [None] * 3

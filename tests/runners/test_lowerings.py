@@ -463,13 +463,18 @@ def test_modes_are_not_told_of_each_source(lowering: str) -> None:
     assert told[0] == told[1]
 
 
-def test_sizes_that_were_seen_once_cut_no_more_views() -> None:
-    """Once each live size came, a fill of any of them after any other cuts nothing anew."""
+class Lines(Inputs):  # slots that vary along their first dim
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-3)
+    weights: torch.Tensor = copied(BATCH, 3, dtype=torch.float32, pad=0.5)
+
+
+def test_copies_slice_no_slot_for_another_size() -> None:
+    """Whatever live size follows which, no slot is sliced for it, once tails of some beginnings were."""
     options: dict[str, Any] = {"buckets": [48], "lowering": "foreach", "output_rows": None}
-    runner = decoder(Rows, lambda view: view.ids + 1, **options)
-    batches = [batch_for(Rows, {TOKENS: rows, BATCH: rows}, rows) for rows in range(1, 49)]
+    runner = decoder(Lines, lambda view: view.ids + 1, **options)
+    batches = [batch_for(Lines, {TOKENS: rows, BATCH: rows}, rows) for rows in range(1, 49)]
     with Operators() as seen:  # a mode that watches operators is part of what a guard looks at
-        for batch in (*batches, *reversed(batches)):
+        for batch in (*batches[::-6], batches[0]):
             runner(batch)
         seen.names.clear()
         for place in torch.randint(0, 48, (200,), generator=torch.Generator().manual_seed(2)).tolist():

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any, Final
@@ -164,6 +165,19 @@ def test_a_runner_that_joins_late_has_its_own(backend: Backend) -> None:
     assert [event["phase"] for event in events if event["event"] == "joined_late"] == ["draft"]
     assert not any(buffer.pooled for buffer in late.graphs.buffers)
     assert [name for phase in PHASES for name in shared[phase].graphs.buffers.moved()] == []
+
+
+def test_runners_have_names_of_their_own_in_a_pool() -> None:
+    """Also where a second runner's name would be that of another phase."""
+    pool = InputPool("draft", "draft 2")
+    runners: list[Any] = [
+        DecodeRunner(DraftInputs, step, buckets=BUCKETS, sizes=SIZES, backend="cpu", phase=pool[phase])
+        for phase in ("draft", "draft", "draft 2")
+    ]
+    assert [runner.phase.member for runner in runners] == ["draft", "draft 2", "draft 2 2"]
+    places = {phase: [one for one in pool.seal().places if one.phase == phase] for phase in ("draft", "draft 2")}
+    assert not any(one.touches(other) for one, other in itertools.combinations(places["draft"], 2))
+    assert any(one.touches(other) for one, other in itertools.product(*places.values()))
 
 
 def test_record_of_the_backend_decides(backend: Backend) -> None:

@@ -22,18 +22,29 @@ from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
 from slotgraph.dataflow.tails import Keep, Once
 from slotgraph.extend import once
 from slotgraph.runners.serial import to_data
-from slotgraph.runners.sharing import Layout, Member, Place, Schedule, check_layout, lay_out
+from slotgraph.runners.sharing import Layout, PooledSlot, Schedule, check_layout, lay_out, pooled_slots
 from tests.strategies import HIDDEN, PAGES, declaration_of, declarations
 
 PHASES = ("prefill", "draft", "verify", "extend", "prepare")
 
 
-def member_of(name: str, phase: str, fields: Mapping[str, Any], **changed: Any) -> Member:
-    """A member of a declaration made from fields, of 4 requests and 8 tokens."""
+def slots_of(name: str, fields: Mapping[str, Any], **options: Any) -> list[PooledSlot]:
+    """The slots of a runner with a declaration made from fields, in the phase of its name, of 4 requests, 8 tokens."""
     capacity = {BATCH: 4, TOKENS: 8, PAGES: 5, HIDDEN: 3, WIDTH: 2}
-    declaration = declaration_of(fields).slotgraph
-    given = {"name": name, "phase": phase, "declaration": declaration, "capacity": capacity}
-    return Member(**{**given, "capabilities": Capabilities(), **changed})
+    return pooled_slots(declaration_of(fields).slotgraph, capacity, Capabilities(), name, name, **options)
+
+
+@attrs.frozen
+class Case:
+    """What `lay_out` takes, and slots of which no other may ever write a byte, such as "member 1.ids"."""
+
+    slots: list[PooledSlot]
+    schedule: Schedule
+    lasting: set[str]
+
+    def layout(self) -> Layout:
+        """Lay the slots out."""
+        return lay_out(self.slots, self.schedule)
 
 
 @st.composite
@@ -48,43 +59,50 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
-def shared(draw: st.DrawFn) -> tuple[list[Member], Schedule]:
-    """Random members of a few declarations, several in one phase now and then, as `lay_out` takes them."""
+def shared(draw: st.DrawFn) -> Case:
+    """Random members of a few declarations, several in one phase now and then."""
     schedule = draw(schedules())
     declared = draw(st.lists(declarations(), min_size=1, max_size=2))
-    capabilities = draw(st.sampled_from([Capabilities(), Capabilities(arenas=False), Capabilities(pools_inputs=False)]))
+    capabilities = draw(st.sampled_from([Capabilities(), Capabilities(), Capabilities(arenas=False)]))
     wide = {HIDDEN: draw(st.integers(1, 3)), PAGES: draw(st.integers(1, 9))}
-    members = []
+    found, lasting = list[PooledSlot](), set[str]()
     for number in range(draw(st.sampled_from([1, 2, 3, 4, 4, 5]))):
         declaration = draw(st.sampled_from(declared)).slotgraph
-        slots = sorted(declaration.slots)
-        member = Member(
-            name=f"member {number}",
-            phase=draw(st.sampled_from([*schedule.phases, *[schedule.phases[number % len(schedule.phases)]] * 4])),
-            declaration=declaration,
-            capacity={BATCH: draw(st.integers(0, 9)), TOKENS: draw(st.integers(0, 99)), **wide},
-            capabilities=capabilities,
-            device=draw(st.sampled_from(["one", "one", "one", "other"])),
-            bound=draw(st.sets(st.sampled_from(slots), max_size=1)),
-            kept=draw(st.sets(st.sampled_from(slots), max_size=1)),
-            shares=draw(st.sampled_from([None, None, None, True, False])),
+        slots = declaration.slots
+        kept = draw(st.sets(st.sampled_from(sorted(slots)), max_size=1))
+        found += pooled_slots(
+            declaration,
+            {BATCH: draw(st.integers(0, 9)), TOKENS: draw(st.integers(0, 99)), **wide},
+            capabilities,
+            f"member {number}",
+            draw(st.sampled_from([*schedule.phases, *[schedule.phases[number % len(schedule.phases)]] * 4])),
+            draw(st.sampled_from(["one", "one", "one", "other"])),
+            bound=draw(st.sets(st.sampled_from(sorted(slots)), max_size=1)),
+            kept=kept,
         )
-        members.append(member)
-    return members, schedule
+        for name, one in slots.items():
+            if (
+                name in kept
+                or one.placement == "host"
+                or isinstance(one, Constant)
+                or isinstance(one.rule(), Once | Keep)
+            ):
+                lasting.add(f"member {number}.{name}")
+    return Case(found, schedule, lasting)
 
 
 class Loop:
     """Runs members in their phases over a map of bytes: each write leaves a new mark, which is looked for later."""
 
-    def __init__(self, members: list[Member], layout: Layout, seed: int) -> None:
+    def __init__(self, layout: Layout, lasting: set[str], seed: int) -> None:
         self.schedule = layout.schedule
-        self.members = {member.name: member for member in members}
+        self.lasting = lasting
         self.places = layout.places
         self.map = [np.zeros(block.nbytes, dtype=np.uint8) for block in layout.blocks]
         self.random = random.Random(seed)  # noqa: S311 - no secret
         self.wrong: list[str] = []
         self.active: list[str] = []
-        self.marks: dict[Place, np.ndarray] = {}
+        self.marks: dict[PooledSlot, np.ndarray] = {}
         for place in self.places:
             self._write(place)
 
@@ -108,23 +126,16 @@ class Loop:
     def _look_around(self) -> None:
         """Every slot that is in use holds what was written; a slot that lives always holds it, too."""
         for place in self.places:
-            needed = place.phase in self.active or self._lives_always(place)
+            needed = place.phase in self.active or str(place) in self.lasting
             if needed and not np.array_equal(self._bytes(place), self.marks[place]):
                 self.wrong.append(f"{place} lost its value while {self.active} were in use")
 
-    def _write(self, place: Place) -> None:
+    def _write(self, place: PooledSlot) -> None:
         used = self._bytes(place)
         used[:] = np.resize(np.frombuffer(self.random.randbytes(8), dtype=np.uint8), used.size)
         self.marks[place] = used.copy()
 
-    def _lives_always(self, place: Place) -> bool:
-        """Whether no other slot may ever write a byte of it."""
-        member = self.members[place.member]
-        slot = member.declaration.slots[place.slot]
-        asked = place.slot in member.kept or slot.placement == "host" or isinstance(slot.rule(), Once | Keep)
-        return not member.pooled or isinstance(slot, Constant) or asked
-
-    def _bytes(self, place: Place) -> np.ndarray:
+    def _bytes(self, place: PooledSlot) -> np.ndarray:
         used = math.prod(place.shape) * place.dtype.itemsize
         return self.map[place.block][place.offset : place.offset + used]
 
@@ -199,10 +210,10 @@ DEFAULTS: dict[str, Any] = {"dtype": torch.int64}
 )
 def test_lifetimes_follow_from_what_slots_say(field: Any, reason: str | None) -> None:
     """Bytes hold for the runner's phase where each step writes them, and always where anything else relies on them."""
-    member = member_of("one", "verify", {"slot": field, "other": copied(TOKENS, pad=0, **DEFAULTS)}, kept={"other"})
-    layout = lay_out([member], Schedule(("draft", "verify")))
-    assert layout.place("one", "other").why == "it is kept, because that was asked for"
-    found = layout.place("one", "slot")
+    slots = slots_of("verify", {"slot": field, "other": copied(TOKENS, pad=0, **DEFAULTS)}, kept={"other"})
+    layout = lay_out(slots, Schedule(("draft", "verify")))
+    assert layout.place("verify", "other").why == "it is kept, because that was asked for"
+    found = layout.place("verify", "slot")
     assert found.always == (reason is not None)
     assert (reason or "each step of verify") in found.why
 
@@ -212,35 +223,35 @@ PLAIN = copied(TOKENS, dtype=torch.int32, pad=0)
 
 def test_members_have_names_and_phases_of_the_schedule() -> None:
     """Two of one name could not be told apart, and a phase that is not there overlaps with nothing known."""
-    member = member_of("one", "verify", {"slot": PLAIN})
-    with pytest.raises(ConfigError, match="two members have one name, of one, one"):
-        lay_out([member, member], Schedule(["verify"]))
+    slots = slots_of("verify", {"slot": PLAIN})
+    with pytest.raises(ConfigError, match="two members have one name, of verify, verify"):
+        lay_out([*slots, *slots], Schedule(["verify"]))
     with pytest.raises(ConfigError, match="phase 'prefill' is not in the schedule: phases are 'draft'"):
-        lay_out([attrs.evolve(member, phase="prefill")], Schedule(["draft"]))
+        lay_out(slots_of("prefill", {"slot": PLAIN}), Schedule(["draft"]))
 
 
 @given(shared(), st.integers(0, 1 << 30))
 @settings(max_examples=40)
-def test_no_slot_loses_what_it_must_hold(case: tuple[list[Member], Schedule], seed: int) -> None:
+def test_no_slot_loses_what_it_must_hold(case: Case, seed: int) -> None:
     """Each slot finds what it wrote for as long as its lifetime says, in a layout that is small and always the same.
 
     Without arenas all slots begin where their allocation does: peer communication may want a storage offset of 0.
     """
-    (members, schedule), layout = case, lay_out(*case)
-    loop = Loop(members, layout, seed)
+    layout = case.layout()
+    loop = Loop(layout, case.lasting, seed)
     loop.run(25)
     assert loop.wrong == []
     assert layout.peak <= layout.nbytes <= layout.apart == layout.saved + layout.nbytes
-    assert json.dumps(to_data(layout)) == json.dumps(to_data(lay_out(*case)))
-    apart = [attrs.evolve(one, capabilities=attrs.evolve(one.capabilities, arenas=False)) for one in members]
-    assert {place.offset for place in lay_out(apart, schedule).places} <= {0}
+    assert json.dumps(to_data(layout)) == json.dumps(to_data(case.layout()))
+    apart = [attrs.evolve(one, arenas=False) for one in case.slots]
+    assert {place.offset for place in lay_out(apart, case.schedule).places} <= {0}
 
 
 @given(shared(), st.data())
 @settings(max_examples=30)
-def test_every_broken_promise_is_found(case: tuple[list[Member], Schedule], data: st.DataObject) -> None:
+def test_every_broken_promise_is_found(case: Case, data: st.DataObject) -> None:
     """A layout with one slot moved passes the proof only where the loop finds nothing wrong with it either."""
-    layout = lay_out(*case)
+    layout = case.layout()
     index = data.draw(st.integers(0, len(layout.places) - 1))
     place = layout.places[index]
     other = data.draw(st.sampled_from([one for one in layout.places if one.block == place.block]))
@@ -251,7 +262,7 @@ def test_every_broken_promise_is_found(case: tuple[list[Member], Schedule], data
         check_layout(broken)
     except LayoutError:
         return
-    loop = Loop(case[0], broken, data.draw(st.integers(0, 1 << 30)))
+    loop = Loop(broken, case.lasting, data.draw(st.integers(0, 1 << 30)))
     loop.run(60)
     assert loop.wrong == []
 
@@ -269,8 +280,8 @@ def test_every_broken_promise_is_found(case: tuple[list[Member], Schedule], data
 def test_the_proof_names_what_is_wrong(changed: dict[str, Any], said: str) -> None:
     """Whatever a layout breaks."""
     host = copied(TOKENS, dtype=torch.int32, pad=0, placement="host")
-    members = [member_of(name, name, {"slot": PLAIN, "host": host}) for name in ("draft", "verify")]
-    layout = lay_out(members, Schedule(("draft", "verify"), [("draft", "verify")]))
+    slots = [one for name in ("draft", "verify") for one in slots_of(name, {"slot": PLAIN, "host": host})]
+    layout = lay_out(slots, Schedule(("draft", "verify"), [("draft", "verify")]))
     place = layout.place("verify", "slot")
     assert (layout.place("draft", "slot").offset, place.offset) == (0, 256)
     broken = tuple(attrs.evolve(one, **changed) if one is place else one for one in layout.places)

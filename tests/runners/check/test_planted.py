@@ -19,9 +19,9 @@ from slotgraph.dataflow.packet import BYTE
 from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.transition import Transition
 from slotgraph.extend import once, slot
-from slotgraph.runners.chain import Here
 from slotgraph.runners.check.checks import CheckReport
 from slotgraph.runners.check.trial import Finding
+from slotgraph.runners.steps.host_work import HostWork
 from tests.invariants.device import Device
 from tests.runners.models import TABLE, WORDS, decoder
 
@@ -264,7 +264,7 @@ class AdvancingInTurn(AdvancingByAll):  # by a rule that reads what another one 
 
 def _late_tails() -> CheckReport:
     """Host functions that are called before the tails of host slots are reset, in the step of an edit."""
-    made = Here.of
+    made = HostWork.of
 
     class Late:
         def __init__(self, tails: Any) -> None:
@@ -274,25 +274,26 @@ def _late_tails() -> CheckReport:
             for tail, number in self.tails:
                 tail.fill_(number)
 
-    def late(*given: Any) -> Here:
-        here = made(*given)
-        last: Any = Late(here.tails)
-        return attrs.evolve(here, values=[*here.values, last], tails=[], always=[])
+    def late(*given: Any) -> HostWork:
+        work = made(*given)
+        last: Any = Late([*work.tails, *work.other_tails])
+        return attrs.evolve(work, values=[*work.values, last], tails=[], other_tails=[])
 
-    with mock.patch.object(Here, "of", late):
+    with mock.patch.object(HostWork, "of", late):
         return report_of("transition", runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph"))
 
 
 def _rules_over_the_largest_bucket() -> CheckReport:
     """Rules that are run over all rows of the largest bucket, in the step of an edit."""
-    made, runner = Here.of, runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph")
+    made: Callable[..., HostWork] = HostWork.of
+    runner = runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph")
 
-    def whole(bucket: Any, live: Any, sides: Any, lanes: Any, carried: Any) -> Here:
+    def whole(bucket: Any, live: Any, sides: Any, lanes: Any, carried: Any) -> HostWork:
         largest = runner.graphs.get(max(runner.sizes), frozenset())
         of_all = largest.filling.bucket.transitions["device"].of(bucket.step(live).live_sizes, lanes)
         return attrs.evolve(made(bucket, live, sides, lanes, carried), rules=[of_all])
 
-    with mock.patch.object(Here, "of", whole):
+    with mock.patch.object(HostWork, "of", whole):
         return report_of("transition", runner)
 
 

@@ -40,7 +40,7 @@ def ranked(rank: int, size: int, shards: int, batches: list[Sizes]) -> Ranks:
     made = Ranks.__new__(Ranks)
     made.rank, made.size, made.shards = rank, size, shards
     each = [one for one in batches for _ in range(shards)]
-    made.brought = {axis: tuple(one[axis] for one in each) for axis in batches[0]}
+    made.live_sizes = {axis: tuple(one[axis] for one in each) for axis in batches[0]}
     return made
 
 

@@ -13,7 +13,7 @@ from serving.model import Language
 from serving.options import Options
 from serving.request import Request
 from serving.sampling import Chosen
-from slotgraph.runners.ahead import LaunchedStep
+from slotgraph.extend import LaunchedStep
 
 HOST = torch.device("cpu")
 

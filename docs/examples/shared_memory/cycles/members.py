@@ -6,7 +6,7 @@ import attrs
 
 from slotgraph import BATCH, TOKENS, Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.runners.sharing import Layout, Member, Schedule, lay_out
+from slotgraph.runners.sharing import Layout, PooledSlot, Schedule, lay_out, pooled_slots
 from slotgraph.speculative import WIDTH
 
 
@@ -45,16 +45,16 @@ class Scale:
 
 @attrs.frozen(eq=False)
 class Cycle:
-    """Runners that a loop goes through, and how their phases relate."""
+    """Runners that a loop goes through, one in each phase, and how their phases relate."""
 
     name: str
     schedule: Schedule
-    members: Sequence[Member]
+    slots: Sequence[PooledSlot]
 
     @property
     def layout(self) -> Layout:
         """Their inputs in shared memory."""
-        return lay_out(self.members, self.schedule)
+        return lay_out(self.slots, self.schedule)
 
 
 class Decode(standard.DecodeInputs, standard.ExpertParallel):
@@ -104,7 +104,7 @@ def cycles(scale: Scale, capabilities: Capabilities | None = None) -> Iterator[C
 
 @attrs.frozen
 class _Made:
-    """Members and cycles of one scale."""
+    """Cycles of one scale."""
 
     scale: Scale
     capabilities: Capabilities
@@ -115,18 +115,11 @@ class _Made:
         kinds: Mapping[str, tuple[type[Inputs], int]],
         overlaps: Sequence[tuple[str, str]] = (),
     ) -> Cycle:
-        """A member a phase, by declaration and tokens a request; 0 for a prefill."""
-        members = [self._member(phase, inputs, width) for phase, (inputs, width) in kinds.items()]
-        return Cycle(name, Schedule(tuple(kinds), tuple(overlaps)), members)
-
-    def _member(self, phase: str, inputs: type[Inputs], width: int) -> Member:
-        scale = self.scale
-        tokens = scale.batch * width if width else scale.tokens
-        return Member(
-            name=phase,
-            phase=phase,
-            declaration=inputs.slotgraph.under(standard.Sharding()),
-            capacity={BATCH: scale.batch, TOKENS: tokens, WIDTH: width, **scale.fixed},
-            capabilities=self.capabilities,
-            device="cuda:0",
-        )
+        """A runner a phase, by declaration and tokens a request; 0 for a prefill."""
+        scale, slots = self.scale, list[PooledSlot]()
+        for phase, (inputs, width) in kinds.items():
+            tokens = scale.batch * width if width else scale.tokens
+            capacity = {BATCH: scale.batch, TOKENS: tokens, WIDTH: width, **scale.fixed}
+            declaration = inputs.slotgraph.under(standard.Sharding())
+            slots += pooled_slots(declaration, capacity, self.capabilities, phase, phase, "cuda:0")
+        return Cycle(name, Schedule(tuple(kinds), tuple(overlaps)), slots)

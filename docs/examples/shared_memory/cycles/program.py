@@ -42,7 +42,7 @@ class Figures:
             largest[key] = max(largest.get(key, 0), place.nbytes)
         return cls(
             cycle=cycle.name,
-            runners=len(cycle.members),
+            runners=len(cycle.schedule.phases),
             slots=len(layout.places),
             apart=layout.apart,
             blindly=sum(largest.values()),

@@ -1,0 +1,330 @@
+"""Steps of one runner that follow one another: each begins with what the step before left in the slots."""
+
+import contextlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final, Generic
+
+from ...dataflow.capabilities import DEVICE, HOST, Placement
+from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
+from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
+from ...dataflow.fill.writers import keep_newest
+from ...dataflow.sources import NO_SIDE, RANKS, linear, look_up
+from ..capture import FORKS
+from ..config import Buckets
+from ..graphs import GraphSet
+from ..hooks import Loop
+from ..runner import Runner
+from ..sampling import rebuilt
+from ..stage import V
+from ..statistics import Decision
+from .host_work import HostWork
+
+SIZES: Final = 64
+"""Buckets and numbers of requests of which a loop keeps the host work. The oldest goes first."""
+Writes = list[tuple[RowWrite, Sequence[int]]]
+"""Rows to write, and the row of each of their requests."""
+
+
+class Chain(Generic[V]):
+    """Runs steps from a first batch on, with an edit before a step where requests leave, join or change."""
+
+    def __init__(
+        self, runner: Runner[V], batch: Any, buckets: Buckets, rows_each: int | None, loop: Loop, by_calls: str
+    ) -> None:
+        """Check everything; nothing is run yet.
+
+        Args:
+            runner: The runner, which captures graphs.
+            batch: The first step's.
+            buckets: The runner's buckets.
+            rows_each: Rows of outputs for each request; None where outputs are whole.
+            loop: The loop, as ranks know it.
+            by_calls: Why each step is a whole call of the runner; empty where it is not.
+        """
+        declaration = runner.stage.declaration
+        slots = declaration.slots
+        if not declaration.rules:
+            raise ConfigError(f"no slot of {declaration.name} advances, so each step would repeat the first: say then=")
+        graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # of a runner that captures
+        pooled = next((buffer.name for buffer in graphs.buffers if buffer.pooled), None)
+        if pooled is not None:
+            raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
+        self._runner = runner
+        self._batch = batch
+        self._buckets = buckets
+        self._rows_each = rows_each
+        self._graphs = graphs
+        self._turn = graphs.buffers.turn
+        self._hosts = graphs.filler.hosts
+        self._ranks = runner.coordinator
+        self._loop = loop
+        self._by_calls = by_calls
+        self._absent = runner.stage.absent(batch, NO_SIDE)
+        self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
+        self._number = 0  # of the step that comes next
+        self._forks = FORKS.count
+        self._sizes_of_ranks: Mapping[Any, Any] = {}
+        self._slot_of_ranks = next((name for name, slot in slots.items() if RANKS in slot.needs), None)
+        if self._slot_of_ranks and loop.every > 1 and not self._ranks.quiet:
+            raise ConfigError(
+                f"slot {self._slot_of_ranks!r} has sizes of all ranks, which may change in each step: leave out "
+                "agree_every="
+            )
+        self._keys: Keys = ()
+        self._rows: dict[Hashable, int] = {}
+        self._leaving: dict[Hashable, None] = {}  # of these three the next edit is made
+        self._joining: dict[Hashable, None] = {}
+        self._writes: list[RowWrite] = []
+        self._check_room(runner.size(batch, NO_SIDE)[-1])
+        sizes = runner.sizes[buckets.largest]
+        self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
+        self._edits.check()
+        self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots that those that join bring
+        read = {
+            need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
+        }
+        written = [buffer.name for buffer in graphs.buffers if buffer.slot.rewritten or buffer.foreign]
+        self._advances_host = next((name for name in declaration.rules if slots[name].placement == HOST), None)
+        self._moves_host = self._advances_host is not None or not read.isdisjoint(written)
+        self._works: dict[tuple[int, int], HostWork] = {}
+        self._outputs_of_call: Any = None
+
+    def why_held(self) -> str:
+        """Why the host must see each step before the next; empty where steps can be launched ahead."""
+        return self._by_calls or (f"host slot {self._advances_host!r} advances" if self._advances_host else "")
+
+    def looping(self) -> contextlib.AbstractContextManager[None]:
+        """A block that hands out the steps. Ranks that go on with the loop are told if it ends early."""
+        return self._ranks.looping(self._loop)
+
+    def growth_of(self, slot: str) -> int:
+        """Return what a slot of one number a request grows by in each step. ConfigError for any other slot."""
+        declaration = self._runner.stage.declaration
+        rule = declaration.rules.get(slot)
+        source, growth = (rule and linear(rule)) or ("", 0)
+        if source != slot or self._edits.rows.get(slot) != (0, 1) or len(declaration.slots[slot].shape) > 1:
+            raise ConfigError(
+                f"needs names {slot!r}: name slots of one number a request that advance by a number, as "
+                "then=lambda seq_lens: seq_lens + 1 does"
+            )
+        return growth
+
+    def leave(self, keys: Keys) -> None:
+        """Have requests leave before the next step."""
+        self._leaving.update(dict.fromkeys(keys))
+
+    def join(self, batch: Any, keys: Keys) -> None:
+        """Have requests join before the next step. BatchError; nothing is changed then."""
+        runner, edits = self._runner, self._edits
+        sources = edits.gather(batch)
+        write = edits.take_known(keys, sources, self._joined)
+        requests = len(keys)
+        if write is None:
+            requests = runner.size(batch, NO_SIDE)[-1]
+            runner.size.compare(batch, NO_SIDE)
+        if not len({*keys}) == len(keys) == requests:
+            raise BatchError(f"{len(keys)} keys for {requests} requests that join: give one for each, all different")
+        for key in keys:
+            if key in self._rows or key in self._joining:
+                raise BatchError(f"request {key!r} is live, or leaves in this same step: give another key")
+        absent = runner.stage.absent(batch, NO_SIDE)
+        if absent != self._absent:
+            names = ", ".join(map(repr, sorted(absent ^ self._absent)))
+            raise BatchError(f"all requests of steps() bring the same optional slots, and these differ in {names}")
+        self._check_room(self._requests + requests)
+        runner.check_limits(batch)
+        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # before those that change
+        self._joining.update(dict.fromkeys(keys))
+
+    def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
+        """Have slots of requests change before the next step. BatchError; nothing is changed then."""
+        runner, declaration = self._runner, self._runner.stage.declaration
+        for name in slots:
+            if name not in declaration.sources or name in self._absent:
+                near = did_you_mean(name, declaration.sources.keys() - self._absent)
+                raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
+        if runner.limits and any(limit.name in slots for limit in runner.limits):
+            sample = rebuilt(declaration, slots, {})
+            runner.check_limits(sample.batch, sample.side, slots)
+        given = keys, tuple(map(slots.get, declaration.sources)), slots
+        self._writes.append(self._edits.take_known(*given) or self._edits.admit(*given))
+
+    @property
+    def _requests(self) -> int:
+        """How many requests are live in the next step."""
+        return len(self._rows) + len(self._joining) - len(self._leaving)
+
+    def _check_room(self, requests: int) -> None:
+        """BatchError where no graph takes so many requests in the next step."""
+        bucket, agreed = self._buckets.fit(requests), self._agreed
+        if agreed is not None and self._number % self._loop.every and requests > agreed:
+            when = self._number + -self._number % self._loop.every
+            raise BatchError(
+                f"steps() cannot take {requests} requests in step {self._number}: ranks agreed on bucket {agreed}, and "
+                f"agree again in step {when}: join when `lands` is {when}, or let others leave first"
+            )
+        if bucket is None or not self._graphs.has(bucket, self._absent):
+            largest = self._buckets.largest
+            why = f"the largest bucket holds {largest}" if bucket is None else f"bucket {bucket} has no graph"
+            raise BatchError(f"steps() cannot take {requests} requests: {why}; let others leave first, or wait")
+
+    @property
+    def _agreed(self) -> int | None:
+        """The bucket that ranks agreed on last; None where this one need not ask."""
+        agreed = None if self._ranks.quiet or not self._number else self._runner.agreed
+        return None if agreed is None else agreed.bucket
+
+    def start(self, keys: Keys) -> Keys:
+        """Fill and run the first step as any other, of these requests. Return them."""
+        self._keys, self._rows = keys, {key: row for row, key in enumerate(keys)}
+        with self._ranks.within(self._loop):
+            self._outputs_of_call = self._runner(self._batch)
+        self._number = 1
+        self._graphs.buffers.distrust()  # a later fill knows nothing of tails
+        self._take_graph()
+        return keys
+
+    def go_on(self, *, idle: bool) -> Keys | None:
+        """Run the step after the last one. ReplayError where slots hold other requests now.
+
+        Args:
+            idle: Whether this rank has no request, and no steps of any that were not handed out.
+
+        Returns:
+            The step's requests in the order of their rows; None where no rank has any, so that no step is run.
+        """
+        turn, clock, filler = self._turn, self._graphs.clock, self._graphs.filler
+        if turn.fills != self._fills:
+            raise ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
+        if self._forks != FORKS.count:
+            raise ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
+        if self._by_calls:
+            return self._call(idle=idle)
+        with self._runner.gate.open():
+            moved = not self._ranks.alone and self._agree(idle=idle)
+            if moved is None:
+                return None
+            self._number += 1
+            stream = filler.stream()
+            if not stream == turn.stream == clock.stream or (turn.neighbours and not turn.follows(stream)):
+                filler.order()
+            if self._leaving or self._writes or moved or self._prepares:
+                self._prepare(moved=moved)
+            self._replay()
+            clock.replays += 1
+            self._counts.steps += 1
+            self._counts.live += len(self._keys)
+            if self._hosts.notes:
+                self._hosts.note()
+        return self._keys
+
+    def _agree(self, *, idle: bool) -> bool | None:
+        """Say whether what other ranks do changes slots of this one. Return None where all are idle."""
+        if not self._ranks.quiet and self._number % self._loop.every:
+            return False
+        requests, before = self._requests, self._sizes_of_ranks
+        rows = self._buckets.fit(requests)
+        own = Decision("graph", rows, "fits", f"bucket {rows} fits")
+        decision = self._ranks.agree_in_loop(own, (*self._edits.live_of(requests), requests), self._loop, idle=idle)
+        if decision is None:
+            return None
+        if decision.bucket is None:
+            raise RankError(f"steps() needs a graph, and ranks agreed on none: {decision.reason}")
+        if self._slot_of_ranks is not None:
+            self._sizes_of_ranks = self._runner.stage.declaration.ranks.live_sizes
+        return decision.bucket != self._captured.rows or before != self._sizes_of_ranks
+
+    def _prepare(self, *, moved: bool) -> None:
+        """Do for the next step what its graph does not. moved: whether other ranks change slots of this one."""
+        edits, last, requests, wrote = self._edits, self._work, len(self._keys), self._moves_host
+        is_edit = moved or bool(self._leaving or self._writes)
+        if self._hosts.possible:
+            self._hosts.wait()
+        last.advance(before_edit=is_edit)
+        moves, writes = self._rearrange() if is_edit else ((), [])
+        moving = edits.rows if self._edit_graph is None else edits.apart
+        if is_edit and (moving or any(write.slots for write, _ in writes)):
+            edits.write(moves, writes, moving)
+            wrote = True
+        resized = moved or requests != len(self._keys)
+        if resized:
+            self._take_graph()  # before a packet is sent: a graph may be captured now
+        work = self._work
+        work.reset_tails(resized=resized)
+        if self._edit_graph is not None:
+            values = work.packed_values(self._fields) if writes and (resized or wrote) else {}
+            before = last.counts
+            for write, rows in writes:  # most often one
+                edits.send(work.counts, before, moves, write, rows, values)
+                self._edit_graph.replay()
+                before, moves, values = [0] * len(before), (), {}
+        if resized or wrote:
+            work.compute(self._fields)
+
+    def _rearrange(self) -> tuple[Moves, Writes]:
+        """Have requests leave and join. Return which rows move, and the rows of what is written."""
+        leaving, joining, writes = self._leaving, self._joining, self._writes
+        self._leaving, self._joining, self._writes = {}, {}, []
+        moves: Moves = ()
+        if leaving or joining:  # some may leave before they have joined
+            gone, new = [key for key in leaving if key not in joining], [key for key in joining if key not in leaving]
+            self._keys, moves = rearrange(self._keys, self._rows, gone, new)
+        if not writes or (moves and not joining):  # the kernel moves and writes rows in any order
+            writes.insert(0, RowWrite())
+        return moves, [(write, [self._rows.get(key, NOWHERE) for key in write.keys]) for write in writes]
+
+    def _take_graph(self) -> None:
+        """Take the graph for the live requests, and what the host does for them. ReplayError if there is none."""
+        requests, edits = len(self._keys), self._edits
+        rows = self._agreed or self._buckets.fit(requests)
+        captured = self._graphs.get(rows, self._absent)
+        if captured is None or rows is None:
+            raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
+        self._graphs.verify(captured)
+        self._captured, self._replay, self._fills = captured, captured.graph.replay, self._turn.fills
+        self._counts = self._runner.tally.buckets[rows]
+        work = self._works.get((rows, requests))
+        if work is None:
+            sides: tuple[Placement, ...] = (DEVICE, HOST) if self._edit_graph is None else (HOST,)
+            whole = () if self._edit_graph is None or self._moves_host else edits.whole
+            live = edits.live_of(requests)
+            work = HostWork.of(captured.filling.bucket, live, sides, edits.bucket.fused, whole)
+            keep_newest(self._works, SIZES)[rows, requests] = work
+        self._work = work
+        self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
+
+    def outputs(self) -> Any:
+        """Return those of the last step, of live requests."""
+        if self._by_calls:
+            return self._outputs_of_call
+        each = self._rows_each
+        return self._captured.live(None if each is None else each * len(self._keys))
+
+    def outputs_key(self) -> tuple[int, int] | None:
+        """Tell outputs apart that are the same tensors each time. Return None where they are new ones."""
+        if self._by_calls or not self._captured.graph.is_recorded:
+            return None
+        return self._captured.rows, len(self._keys)
+
+    def _call(self, *, idle: bool) -> Keys | None:
+        """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold then."""
+        runner, graphs, edits = self._runner, self._graphs, self._edits
+        declaration = runner.stage.declaration
+        with runner.gate.open():
+            graphs.filler.order()
+            if self._hosts.possible:
+                self._hosts.wait()
+            self._work.advance(before_edit=False)
+            edits.write(*self._rearrange(), edits.rows)
+            sizes = edits.bucket.step(edits.live_of(len(self._keys))).live_sizes
+            names = [name for name in declaration.sources if name not in self._absent]
+            slots = {name: graphs.buffers[name].view(sizes).clone() for name in names}
+        sample = rebuilt(declaration, slots, self._fields)
+        batch, side = sample.batch, sample.side
+        with self._ranks.within(self._loop):
+            if idle and self._ranks.idle(runner.decide(batch, **side), runner.size(batch, side)):
+                return None
+            self._outputs_of_call = runner(batch, **side)
+        self._number += 1
+        self._take_graph()
+        return self._keys

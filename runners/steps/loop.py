@@ -1,0 +1,358 @@
+"""Steps that need no host: slots advance on the device, and steps are launched ahead of what the host reads.
+
+A step without an edit is one replay. Requests that leave, join or change are one edit before the next launch. Outputs
+are copied to a ring of host memory, and each step waits for its own copy alone.
+"""
+
+import collections
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Final, Generic
+
+import torch
+
+from ...backends.base import Event
+from ...dataflow.capabilities import HOST
+from ...dataflow.edits import Keys, keys_in
+from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
+from ...dataflow.guard import outside_inference
+from ...dataflow.sources import NO_SIDE
+from ..config import GENERATIONS, refuse
+from ..outputs import Stamped, chosen_parts, constant_of, map_tensors, own_copy
+from ..runner import Runner
+from ..stage import V
+from .chain import Chain
+
+SomeKeys = Iterable[Hashable]
+Copies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
+"""Outputs in host memory, the tensors to copy to and from, and whether they are copied together."""
+_FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
+_IN_FLIGHT: Final[list[tuple[Event, Copies]]] = []
+"""Memory of loops that ended, which the device may still write: to torch it would be free."""
+
+
+class LaunchedStep:
+    """One step of `steps()`, which the device may still be running.
+
+    Attributes:
+        number: Its number, from 0.
+        keys: The key of each live request, in the order of the rows.
+    """
+
+    def __init__(self, loop: "StepLoop[Any]", number: int, keys: Keys, outputs: Any) -> None:
+        self.number = number
+        self.keys: tuple[Any, ...] = keys
+        self._loop = loop
+        self._outputs = outputs
+
+    def __repr__(self) -> str:
+        """Say its number and how many requests it has. Waits for nothing."""
+        return f"<step {self.number} of {len(self.keys)} requests>"
+
+    @property
+    def outputs(self) -> Any:
+        """What the step returned, of live rows, in host memory. Waits for this step's copy alone.
+
+        The step `ahead` + 2 later overwrites it. Keep a clone, or make the runner with `outputs="copy"`.
+
+        Raises:
+            StaleOutputError: A step `ahead` + 2 later was launched, which uses the same host memory.
+        """
+        return self._loop.read(self.number, self._outputs)
+
+    @property
+    def lands(self) -> int:
+        """The number of the step that an edit made now reaches."""
+        return self._loop.launched
+
+    def tokens(self) -> list[tuple[Any, Any]]:
+        """The key and the row of each request that has not left, of a step that returns one tensor.
+
+        Returns:
+            Pairs of a key and a number, or a list of numbers where a row has several.
+
+        Raises:
+            ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
+                whole, by `output_rows=None`.
+        """
+        outputs = self.outputs
+        if not isinstance(outputs, torch.Tensor):
+            raise ConfigError(
+                f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
+            )
+        rows = self._loop.counted_rows(self.number, self.keys)
+        numbers = outputs.view(len(self.keys), -1).squeeze(1).tolist() if self.keys else []
+        return [(self.keys[row], numbers[row]) for row in rows]
+
+    def needs(self, slot: str) -> dict[Any, int]:
+        """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
+
+        Args:
+            slot: One that `needs=` of `steps` names.
+
+        Raises:
+            ConfigError: `needs=` does not name it.
+        """
+        return self._loop.needs(slot)
+
+    def leave(self, keys: SomeKeys, *, now: bool = True) -> None:
+        """End requests: in step `lands` their rows are closed up on the device.
+
+        Args:
+            keys: Those of the requests.
+            now: Whether `tokens` drops their rows from now on. Else the steps before `lands` still count: their end,
+                such as a length, was known ahead.
+
+        Raises:
+            BatchError: There is no such request. Nothing is changed.
+        """
+        self._loop.leave(keys, now=now)
+
+    def join(self, batch: Any, keys: SomeKeys) -> None:
+        """Add requests, whose rows are live from step `lands` on. Let others leave first if there is no room.
+
+        Args:
+            batch: Their rows of every copied slot, as a call takes them.
+            keys: The key of each.
+
+        Raises:
+            BatchError: The batch does not fit, no bucket holds so many requests, or the loop has ended. Nothing is
+                changed.
+        """
+        self._loop.join(batch, keys)
+
+    def edit(self, keys: SomeKeys = (), **slots: Any) -> None:
+        """Change slots of requests that stay, in step `lands`.
+
+        Args:
+            keys: Those of the requests.
+            slots: By name, a row for each of the keys; a slot without rows of requests is written whole.
+
+        Raises:
+            BatchError: There is no such request or slot, or a value does not fit. Nothing is changed.
+        """
+        self._loop.edit(keys, slots)
+
+    def hold(self, why: str) -> None:
+        """Launch no further step until all launched ones were handed out: a request needs what the last one made.
+
+        Args:
+            why: The reason, which statistics count, such as "grammar".
+
+        Raises:
+            ConfigError: The reason is no text, or an empty one.
+        """
+        self._loop.hold(why)
+
+
+class StepLoop(Generic[V]):
+    """The loop of `steps`: launches steps, copies their outputs to the host, and checks what edits name.
+
+    Attributes:
+        launched: How many steps were launched so far.
+    """
+
+    def __init__(
+        self,
+        runner: Runner[V],
+        chain: Chain[V],
+        batch: Any,
+        keys: SomeKeys | None,
+        ahead: int,
+        read: Callable[[Any], Any] | None,
+        needs: Iterable[str],
+    ) -> None:
+        """Check the keys of the first batch; nothing is run yet. The other arguments are those of `steps`."""
+        requests = runner.size(batch, NO_SIDE)[-1]
+        first = keys_in(range(requests) if keys is None else keys, "steps(batch, keys={})")
+        different = len({*first})
+        if different != len(first):
+            raise BatchError(f"two requests have one key: {len(first)} keys, {different} different ones")
+        if requests != len(first):
+            raise BatchError(f"{len(first)} keys for a batch of {requests} requests: give one for each")
+        self.launched = 0
+        self._runner = runner
+        self._backend = runner.stage.backend
+        self._sources = runner.stage.declaration.sources
+        self._chain = chain
+        self._read = read
+        self._why_held = chain.why_held()
+        self._ahead = 0 if self._why_held else ahead
+        self._hold_next = ""
+        self._has_ended = False
+        self._since = dict.fromkeys(first, 0)  # by key of each request that is not to leave, its first step
+        self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps in which their rows still count
+        self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
+        self._in_flight: dict[int, tuple[Event, Copies]] = {}
+        self._growths = {name: chain.growth_of(name) for name in needs}
+        self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
+        for name in self._growths:
+            self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
+
+    def _note_values(self, slot: str, keys: Iterable[Hashable], source: Any) -> None:
+        """Keep what a slot holds in the next step for some requests. A tensor may be on the device: it is read late."""
+        values = source.detach().clone() if isinstance(source, torch.Tensor) else [*source]
+        self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
+
+    def __iter__(self) -> Iterator[LaunchedStep]:
+        """Begin to hand out the steps: from now on the loop is left if it is dropped, also before its first step."""
+        steps = self._steps()
+        next(steps)
+        return steps  # type: ignore[return-value] # the rest are steps
+
+    def _steps(self) -> Iterator[LaunchedStep | None]:
+        """Yield None, and then the steps in turn; others are launched meanwhile."""
+        waiting, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
+        others = not self._runner.coordinator.quiet  # which may have requests when this rank has none
+        try:
+            with self._chain.looping():
+                yield None
+                while self._since or waiting or others:
+                    held = self._hold_next or self._why_held
+                    self._hold_next = ""
+                    while (self._since or others) and len(waiting) <= (0 if held else self._ahead):
+                        step = self._launch(idle=not self._since and not any(one.keys for one in waiting))
+                        if step is None:
+                            return
+                        waiting.append(step)
+                        counts[f"held: {held}" if held else "ahead"] += 1
+                    step = waiting.popleft()
+                    if self._ended:
+                        self._forget_ended()
+                    yield step
+        finally:  # a kernel may still write there
+            self._has_ended = True
+            flights = (*_IN_FLIGHT, *self._in_flight.values())
+            _IN_FLIGHT[:] = [(event, copies) for event, copies in flights if not event.query()]
+
+    def _launch(self, *, idle: bool) -> LaunchedStep | None:
+        """Launch the next step, with the edit before it. Return None where no rank has a request."""
+        chain, number = self._chain, self.launched
+        keys = chain.go_on(idle=idle) if number else chain.start(tuple(self._since))
+        if keys is None:
+            return None
+        self.launched += 1
+        copies = self._copies(number)
+        outputs, targets, sources, together = copies
+        with torch.no_grad():
+            if together:
+                _FOREACH_COPY(targets, sources)
+            else:
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+        self._in_flight.pop(number - len(self._ring), None)
+        self._in_flight[number] = self._backend.event(), copies
+        return LaunchedStep(self, number, keys, outputs)
+
+    def _copies(self, number: int) -> Copies:
+        """Return the copies of a step's outputs, to host memory of its own where there is none for such ones yet."""
+        key, known = self._chain.outputs_key(), self._ring[number % len(self._ring)]
+        if key is not None and key in known:
+            return known[key]
+        outputs, targets, sources = self._chain.outputs(), list[torch.Tensor](), list[torch.Tensor]()
+        if self._read is not None:
+            outputs = chosen_parts(outputs, self._read)
+
+        def on_host(tensor: torch.Tensor) -> torch.Tensor:
+            with outside_inference():
+                made: torch.Tensor = self._backend.empty(tuple(tensor.shape), tensor.dtype, HOST)
+                if made.numel():  # a rank without requests has no rows
+                    targets.append(self._backend.mapped(made))
+                    sources.append(tensor.detach())
+            return made
+
+        made = map_tensors(outputs, on_host, lambda leaf: constant_of(leaf, "which steps() cannot copy to the host"))
+        pairs = zip(targets, sources, strict=True)
+        copies = made, targets, sources, bool(targets) and all(to.device == source.device for to, source in pairs)
+        if key is not None:
+            known[key] = copies
+        return copies
+
+    def read(self, number: int, outputs: Any) -> Any:
+        """Wait for the copies of a step's outputs, and hand these out as the runner's options say."""
+        runner = self._runner
+        if self._is_overwritten(number):
+            raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
+        if number in self._in_flight:
+            runner.coordinator.wait(self._in_flight[number][0], self._backend.device, read=True)
+            del self._in_flight[number]
+        if runner.config.outputs == "copy":
+            return own_copy(outputs)
+        if GENERATIONS in runner.config.modes:
+            return map_tensors(outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(number)))
+        return outputs
+
+    def _is_overwritten(self, number: int) -> bool:
+        """Say whether a later step uses the host memory of a step."""
+        return self.launched > number + len(self._ring)
+
+    def counted_rows(self, number: int, keys: Keys) -> list[int]:
+        """Choose the rows of a step that still count: of live requests, and of others until their known end."""
+        if not self._runner.cuts:
+            raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
+        ended, launched = {key for key, steps in self._ended if number in steps}, self.launched
+        return [row for row, key in enumerate(keys) if key in ended or self._since.get(key, launched) <= number]
+
+    def _forget_ended(self) -> None:
+        """Forget requests that left before any step that can still be read."""
+        self._ended = [(key, steps) for key, steps in self._ended if not self._is_overwritten(steps.stop - 1)]
+
+    def leave(self, keys: SomeKeys, *, now: bool) -> None:
+        """See `LaunchedStep.leave`."""
+        gone = self._live_keys(keys, "leave({})")
+        for key in gone:
+            since = self._since.pop(key)
+            if not now:
+                self._ended.append((key, range(since, self.launched)))
+        self._chain.leave(gone)
+
+    def join(self, batch: Any, keys: SomeKeys) -> None:
+        """See `LaunchedStep.join`."""
+        new = keys_in(keys, "join(batch, {})")
+        if self._has_ended:
+            raise BatchError("these steps() have ended: begin again with all live requests")
+        self._chain.join(batch, new)
+        self._since.update(dict.fromkeys(new, self.launched))
+        for name in self._growths:
+            self._note_values(name, new, self._sources[name].read(batch, NO_SIDE))
+
+    def edit(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
+        """See `LaunchedStep.edit`."""
+        some = self._live_keys(keys, "edit({}, ...)")
+        self._chain.edit(some, slots)
+        for name in self._growths:
+            if name in slots:
+                self._note_values(name, some, slots[name])
+
+    def needs(self, slot: str) -> dict[Hashable, int]:
+        """See `LaunchedStep.needs`."""
+        if slot not in [*self._growths]:  # it may be anything
+            raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
+        growth, lists, kept = self._growths[slot], dict[int, list[Any]](), dict[Hashable, tuple[int, Any, int]]()
+        for key in self._since:
+            step, values, row = self._values[slot][key]
+            if isinstance(values, torch.Tensor):
+                if id(values) not in lists:
+                    lists[id(values)] = values.tolist()
+                values = lists[id(values)]
+            kept[key] = step, values, row
+        self._values[slot] = kept
+        return {key: int(values[row]) + growth * (self.launched - step) for key, (step, values, row) in kept.items()}
+
+    def hold(self, why: str) -> None:
+        """See `LaunchedStep.hold`."""
+        if not isinstance(why, str) or not why:
+            refuse("hold", "a reason, such as 'grammar'", why)
+        self._hold_next = why
+
+    def _live_keys(self, keys: SomeKeys, call: str) -> Keys:
+        """Return keys of live requests. BatchError where one is none, or comes twice. call: as of `keys_in`."""
+        found = keys_in(keys, call)
+        different = {*found}
+        if len(different) != len(found):
+            raise BatchError("one request is named twice: name each once")
+        if not self._since.keys() >= different:
+            key = next(key for key in found if key not in self._since)
+            one = found in self._since
+            instead = f"a key is one object: {call.format([found])}" if one else "it has left, or never joined"
+            raise BatchError(f"there is no request {key!r}: {instead}")
+        return found
