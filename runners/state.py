@@ -123,7 +123,7 @@ class State:
     backend: Backend
     pieces: tuple[Piece, ...] = ()
     taken: Taken = attrs.field(factory=dict)
-    free: Callable[[Backend, torch.device], int] = _free_on
+    free: Callable[[Backend, torch.device], int] | None = None
     holder: Callable[..., Any] | None = None
 
     @classmethod
@@ -196,7 +196,7 @@ class State:
         """Raise CheckError if so many copies at once would take more than a share of the memory that is free."""
         for device in {piece.memory.device for piece in self.pieces}:
             nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
-            room = self.free(self.backend, device)
+            room = (self.free or _free_on)(self.backend, device)
             if copies * nbytes > SHARE * room:
                 them = "a copy" if copies == 1 else f"{copies} copies"
                 names = {

@@ -51,7 +51,7 @@ def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
         _leave_stale_rows(subject, step)
         for last in runner.steps(one.batch):  # type: ignore[attr-defined] # a DecodeRunner's
             stage.backend.synchronize()
-            for name in [one for one in (*rows, *compared) if one in compared] if last.number else ():
+            for name in [one for one in dict.fromkeys((*rows, *compared)) if one in compared and last.number]:
                 mine, other = ({name: held[name].view(step.padded_sizes)} for held in (buffers, right))
                 for fault in fill_faults(mine, other, subject.slots, step.live_sizes):
                     yield Finding(TRANSITION, name, f"{fault}, {when}")

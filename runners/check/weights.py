@@ -66,7 +66,7 @@ def check_weights(subject: Subject, batches: Iterable[Sample]) -> Iterator[Findi
     written = _written(subject, held)
     places = [span(piece.memory) for piece in subject.state.pieces]
     floats = [one for one in held if one.memory.dtype in USUAL and not overlaps(one.memory, places)]
-    steady = [one for one, is_own in zip(floats, _owned(floats), strict=True) if is_own]
+    steady = list(_owned(floats))
     for left in floats[:1] if len(steady) < len(floats) else ():
         subject.notes[
             f"{len(floats) - len(steady)} of {len(floats)} tensors that the step holds, such as {left.label}, were not "
@@ -104,8 +104,8 @@ def weights_of(runner: Runner[Any]) -> list[Piece]:
     return list(found.values())
 
 
-def _owned(weights: Sequence[Piece]) -> Iterator[bool]:
-    """Say for each whether its memory can be written and is this process's alone: it may be that of a file."""
+def _owned(weights: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield those whose memory can be written and is this process's alone: it may be that of a file."""
     maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
         place, modes, *_ = line.split()
@@ -115,10 +115,11 @@ def _owned(weights: Sequence[Piece]) -> Iterator[bool]:
     for one in weights:
         low, high = span(one.memory)
         storage = one.memory.untyped_storage()
+        is_own = storage.resizable() and not (one.memory.is_cpu and storage.is_shared())
         if one.memory.is_cpu and private:
-            yield any(start <= low and high <= stop for start, stop in private)
-        else:
-            yield storage.resizable() and not (one.memory.is_cpu and storage.is_shared())
+            is_own = any(start <= low and high <= stop for start, stop in private)
+        if is_own:
+            yield one
 
 
 def _written(subject: Subject, held: Sequence[Piece]) -> State:

@@ -116,7 +116,7 @@ class StackCall:
         self._apart = apart
         self._values = list[tuple[int, Any]]()
         self._same = list[tuple[int, Any]]()
-        self._moved = list[tuple[int, torch.Tensor]]()
+        self._moved = list[tuple[int, Any]]()
         self._twins = list[tuple[int, int]]()
         first = dict[int, int]()
         for place, kept in enumerate(self.leaves):
@@ -124,13 +124,10 @@ class StackCall:
                 self._values.append((place, kept))
             elif kept is self.view:
                 self._same.append((place, kept))
-            elif place not in read:
-                if first.setdefault(id(kept), place) != place:
-                    self._twins.append((first[id(kept)], place))
-            elif isinstance(kept, torch.Tensor):
-                self._moved.append((place, kept))
-            else:
-                self._same.append((place, kept))
+            elif place in read:
+                (self._moved if isinstance(kept, torch.Tensor) else self._same).append((place, kept))
+            elif first.setdefault(id(kept), place) != place:
+                self._twins.append((first[id(kept)], place))
         moved = {id(kept) for _, kept in (*self._moved, *self._same)} - {id(self.view)}
         self.written = [(place, kept) for place, kept in self._moved if place in written]
         self._live = {key: source for key, source in self.sources.items() if key not in moved}
