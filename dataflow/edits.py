@@ -121,7 +121,7 @@ class RowBucket:
         # the kernel's edits know rows of requests, and no rows within them
         self.apart = tuple(name for name in self.rows if name not in bucket.fused or len(slots[name].varying) > 1)
         self._words = {name: words(self.buffers[name].tensor) for name in kept}
-        self._places = {name: (each, self._words[name].device) for name, (_, each) in self.rows.items()}
+        self._layouts = {name: (each, self._words[name].device) for name, (_, each) in self.rows.items()}
 
     def check(self) -> None:
         """ConfigError where rows of a slot cannot be told apart by request."""
@@ -230,7 +230,7 @@ class RowBucket:
         if moves:
             starts, ends = zip(*moves, strict=True)
             at = self._places_of(starts)
-            moved = {n: self._words[n].index_select(self.rows[n][0], at[self._places[n]]) for n in moving}
+            moved = {n: self._words[n].index_select(self.rows[n][0], at[self._layouts[n]]) for n in moving}
             writes = [(RowWrite(slots=moved), ends), *writes]
         for write, rows in writes:
             there = [number for number, row in enumerate(rows) if row != NOWHERE]
@@ -240,14 +240,14 @@ class RowBucket:
                 if name not in self.rows:
                     self._words[name].copy_(values)
                     continue
-                (dim, _), place = self.rows[name], self._places[name]
-                new = values if chosen is None else values.index_select(dim, chosen[place])
-                self._words[name].index_copy_(dim, to[place], new)
+                (dim, _), layout = self.rows[name], self._layouts[name]
+                new = values if chosen is None else values.index_select(dim, chosen[layout])
+                self._words[name].index_copy_(dim, to[layout], new)
 
     def _places_of(self, rows: Sequence[int]) -> Mapping[tuple[int, torch.device], torch.Tensor]:
         """Index the rows of requests, by the rows that a slot has for each of them and the slot's device."""
         found = dict[tuple[int, torch.device], torch.Tensor]()
-        for each, device in {*self._places.values()}:
+        for each, device in {*self._layouts.values()}:
             places = [row * each + part for row in rows for part in range(each)]
             found[each, device] = torch.tensor(places, dtype=torch.int64, device=device)
         return found
