@@ -66,18 +66,20 @@ def rearrange(
     Returns:
         The requests in the new order, and the rows that move.
     """
-    order, before = [*keys], len(keys)
-    free = sorted(map(rows.pop, leaving))
-    after = before - len(free) + len(joining)
-    order += [None] * (after - before)
-    for row, key in zip((*free, *range(before, after)), joining, strict=False):
+    order, free = [*keys], sorted(map(rows.pop, leaving))
+    moves = list[tuple[int, int]]()
+    for key in joining:
+        row = free.pop(0) if free else len(order)
+        order[row : row + 1] = [key]
+        rows[key] = row
+    while free:
+        key = order.pop()
+        if free[-1] == len(order):  # this row is free itself
+            free.pop()
+            continue
+        row = free.pop(0)
+        moves.append((len(order), row))
         order[row], rows[key] = key, row
-    last = [row for row in range(before - 1, after - 1, -1) if row not in free]
-    moves = [*zip(last, free[len(joining) :], strict=False)]
-    for row, to in moves:
-        order[to] = key = order[row]
-        rows[key] = to
-    del order[after:]
     return tuple(order), moves
 
 
@@ -119,7 +121,7 @@ class RowBucket:
         # the kernel's edits know rows of requests, and no rows within them
         self.apart = tuple(name for name in self.rows if name not in bucket.fused or len(slots[name].varying) > 1)
         self._words = {name: words(self.buffers[name].tensor) for name in kept}
-        self._places = {name: (each, self._words[name].device) for name, (_, each) in self.rows.items()}
+        self._layouts = {name: (each, self._words[name].device) for name, (_, each) in self.rows.items()}
 
     def check(self) -> None:
         """ConfigError where rows of a slot cannot be told apart by request."""
@@ -203,22 +205,18 @@ class RowBucket:
             changed = bytearray(lanes)
             at = feed.upload.packet.data_ptr() + len(data) + len(places)
             for slot, value in values.items():
-                code, address = self.whole[slot]
-                _WORD.pack_into(changed, code, 0)
-                _WORD.pack_into(changed, address, at)
+                _WORD.pack_into(changed, WORD * self.whole[slot], 0)
+                _WORD.pack_into(changed, WORD * (2 * len(self.bucket.lanes) + self.whole[slot]), at)
                 at += len(value)
             lanes = bytes(changed)
         feed.start(b"".join((head, lanes, places, *values.values())), write.kept)
 
     @functools.cached_property
-    def whole(self) -> Mapping[str, tuple[int, int]]:
-        """Computed slots without rows that the kernel writes: where a lane's word is, and its address."""
-        slots, computed, lanes = self.declaration.slots, self.declaration.functions, self.bucket.lanes
-        return {
-            one.slot: (WORD * place, WORD * (2 * len(lanes) + place))
-            for place, one in enumerate(lanes)
-            if one.slot in computed and not slots[one.slot].varying
-        }
+    def whole(self) -> Mapping[str, int]:
+        """Computed slots without rows that the kernel writes, and the lane of each."""
+        slots, computed = self.declaration.slots, self.declaration.functions
+        lanes = enumerate(lane.slot for lane in self.bucket.lanes)
+        return {slot: number for number, slot in lanes if slot in computed and not slots[slot].varying}
 
     @functools.cached_property
     def _left_alone(self) -> bytes:
@@ -230,10 +228,10 @@ class RowBucket:
     def write(self, moves: Moves, writes: Sequence[tuple[RowWrite, Sequence[int]]], moving: Collection[str]) -> None:
         """Move the rows of some slots, and write rows, slot by slot in plain code."""
         if moves:
-            starts, ends = (self._places_of(rows) for rows in zip(*moves, strict=True))
-            for name in moving:
-                slot, (dim, _), place = self._words[name], self.rows[name], self._places[name]
-                slot.index_copy_(dim, ends[place], slot.index_select(dim, starts[place]))
+            starts, ends = zip(*moves, strict=True)
+            at = self._places_of(starts)
+            moved = {n: self._words[n].index_select(self.rows[n][0], at[self._layouts[n]]) for n in moving}
+            writes = [(RowWrite(slots=moved), ends), *writes]
         for write, rows in writes:
             there = [number for number, row in enumerate(rows) if row != NOWHERE]
             to = self._places_of([rows[number] for number in there])
@@ -242,14 +240,14 @@ class RowBucket:
                 if name not in self.rows:
                     self._words[name].copy_(values)
                     continue
-                (dim, _), place = self.rows[name], self._places[name]
-                new = values if chosen is None else values.index_select(dim, chosen[place])
-                self._words[name].index_copy_(dim, to[place], new)
+                (dim, _), layout = self.rows[name], self._layouts[name]
+                new = values if chosen is None else values.index_select(dim, chosen[layout])
+                self._words[name].index_copy_(dim, to[layout], new)
 
     def _places_of(self, rows: Sequence[int]) -> Mapping[tuple[int, torch.device], torch.Tensor]:
         """Index the rows of requests, by the rows that a slot has for each of them and the slot's device."""
         found = dict[tuple[int, torch.device], torch.Tensor]()
-        for each, device in {*self._places.values()}:
+        for each, device in {*self._layouts.values()}:
             places = [row * each + part for row in rows for part in range(each)]
             found[each, device] = torch.tensor(places, dtype=torch.int64, device=device)
         return found

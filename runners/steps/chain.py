@@ -50,7 +50,6 @@ class Chain(Generic[V]):
         if pooled is not None:
             raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
         self._runner = runner
-        self._batch = batch
         self._buckets = buckets
         self._rows_each = rows_each
         self._graphs = graphs
@@ -174,11 +173,11 @@ class Chain(Generic[V]):
         agreed = None if self._ranks.quiet or not self._number else self._runner.agreed
         return None if agreed is None else agreed.bucket
 
-    def start(self, keys: Keys) -> Keys:
-        """Fill and run the first step as any other, of these requests. Return them."""
+    def start(self, batch: Any, keys: Keys) -> Keys:
+        """Fill and run the first step as any other, with a batch of these requests. Return them."""
         self._keys, self._rows = keys, {key: row for row, key in enumerate(keys)}
         with self._ranks.within(self._loop):
-            self._outputs_of_call = self._runner(self._batch)
+            self._outputs_of_call = self._runner(batch)
         self._number = 1
         self._graphs.buffers.distrust()  # a later fill knows nothing of tails
         self._take_graph()

@@ -174,6 +174,7 @@ class StepLoop(Generic[V]):
         self._backend = runner.stage.backend
         self._sources = runner.stage.declaration.sources
         self._chain = chain
+        self._batch = batch
         self._read = read
         self._why_held = chain.why_held()
         self._ahead = 0 if self._why_held else ahead
@@ -227,7 +228,7 @@ class StepLoop(Generic[V]):
     def _launch(self, *, idle: bool) -> LaunchedStep | None:
         """Launch the next step, with the edit before it. Return None where no rank has a request."""
         chain, number = self._chain, self.launched
-        keys = chain.go_on(idle=idle) if number else chain.start(tuple(self._since))
+        keys = chain.go_on(idle=idle) if number else chain.start(self._batch, tuple(self._since))
         if keys is None:
             return None
         self.launched += 1
