@@ -117,7 +117,8 @@ def captured_runner(
 
 def shuffled(most: int) -> list[int]:
     """All sizes up to one, in an order of their own."""
-    return [1 + place for place in torch.randperm(most, generator=torch.Generator().manual_seed(3)).tolist()]
+    order = torch.randperm(most, generator=torch.Generator().manual_seed(3), device="cpu")
+    return [1 + place for place in order.tolist()]
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
