@@ -14,11 +14,11 @@ from ..dataflow.buffers import span
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
-from .bits import text_of, unequal
-from .graphs import Captured
-from .runner import Runner
-from .running import Running, under_way
-from .state import State
+from .engine.bits import text_of, unequal
+from .engine.graphs import Captured
+from .engine.runner import Runner
+from .engine.running import Running, under_way
+from .engine.state import State
 
 DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""

@@ -14,17 +14,17 @@ from ..dataflow.errors import CheckError, ConfigError, did_you_mean
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Path, Side, keys_of
 from ..dataflow.tails import Pad, resolve_value
-from .bits import first_unequal
 from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import Finding, Together, Trial, error_text, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
-from .config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
-from .graphs import Captured, GraphSet
-from .hooks import WATCHERS, Watcher, watchers_of
-from .runner import Runner
-from .sampling import Sample
-from .state import Change, State
+from .engine.bits import first_unequal
+from .engine.config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
+from .engine.graphs import Captured, GraphSet
+from .engine.hooks import WATCHERS, Watcher, watchers_of
+from .engine.runner import Runner
+from .engine.sampling import Sample
+from .engine.state import Change, State
 
 
 @attrs.define(eq=False)

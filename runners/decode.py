@@ -20,18 +20,27 @@ from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
-from .config import RunnerConfig, Wanted, check_step, checked, checked_keys, checked_names, config_of, patterns_of
-from .eagerly import Eagerly
-from .graphs import Captured, Filler, GraphSet, ReadBatch
-from .hooks import watchers_of
-from .outputs import rows_each
-from .pool import Phase
+from .engine.config import (
+    RunnerConfig,
+    Wanted,
+    check_step,
+    checked,
+    checked_keys,
+    checked_names,
+    config_of,
+    patterns_of,
+)
+from .engine.eagerly import Eagerly
+from .engine.graphs import Captured, Filler, GraphSet, ReadBatch
+from .engine.hooks import watchers_of
+from .engine.outputs import rows_each
+from .engine.pool import Phase
+from .engine.routes import GraphRoute, Route
+from .engine.runner import Runner
+from .engine.stage import NO_SIZES, Stage, V, joined
+from .engine.statistics import CaptureReport, Decision, Path, Why
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
-from .routes import GraphRoute, Route
-from .runner import Runner
-from .stage import NO_SIZES, Stage, V, joined
-from .statistics import CaptureReport, Decision, Path, Why
 from .steps.chain import Chain
 from .steps.loop import LaunchedStep, StepLoop
 

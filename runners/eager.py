@@ -7,15 +7,15 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Live, Sizes
 from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
-from .config import config_of, switch_of
-from .eagerly import Eagerly
-from .graphs import ReadBatch
+from .engine.config import config_of, switch_of
+from .engine.eagerly import Eagerly
+from .engine.graphs import ReadBatch
+from .engine.routes import Route
+from .engine.runner import Runner
+from .engine.stage import Stage, V
+from .engine.statistics import Decision
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
-from .routes import Route
-from .runner import Runner
-from .stage import Stage, V
-from .statistics import Decision
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")

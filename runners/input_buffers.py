@@ -15,11 +15,11 @@ from ..dataflow.plan import Absent, FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.views import Viewer
-from .config import checked_keys, checked_sizes
-from .graphs import Filler, Filling, ReadBatch, Reader
-from .running import Gate
-from .stage import NO_BINDINGS, NO_SIZES, Stage, V
-from .statistics import human_bytes
+from .engine.config import checked_keys, checked_sizes
+from .engine.graphs import Filler, Filling, ReadBatch, Reader
+from .engine.running import Gate
+from .engine.stage import NO_BINDINGS, NO_SIZES, Stage, V
+from .engine.statistics import human_bytes
 
 
 @final

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
-from .config import checked
-from .runner import Runner
-from .statistics import EVERY, Counts, Statistics, Why
+from .engine.config import checked
+from .engine.runner import Runner
+from .engine.statistics import EVERY, Counts, Statistics, Why
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -11,15 +11,15 @@ from ..dataflow.axes import BATCH, TOKENS, Live
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import ConfigError
 from ..dataflow.views import Viewer
-from .config import config_of
 from .decode import GraphRunner, StackArguments
-from .graphs import Captured
-from .outputs import rows_each
-from .routes import Route
+from .engine.config import config_of
+from .engine.graphs import Captured
+from .engine.outputs import rows_each
+from .engine.routes import Route
+from .engine.stage import Stage, V
+from .engine.statistics import Counts
 from .stacked.capture import Operator, Splitter, capture_stack, live_viewer
 from .stacked.replay import Stack, StackReplay
-from .stage import Stage, V
-from .statistics import Counts
 
 
 class StackRunner(GraphRunner[V]):

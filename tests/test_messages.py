@@ -20,7 +20,7 @@ from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.capabilities import dtype_from_text
 from slotgraph.dataflow.errors import BatchError, CaptureError, MissingSourceError, ReplayError, SlotGraphError, hint
 from slotgraph.pool import InputPool
-from slotgraph.runners.hooks import Watcher
+from slotgraph.runners.engine.hooks import Watcher
 from tests.runners.kinds import RUNNERS, Drafted, Fed, batch_of, captured, make
 
 HERE = Path(__file__).name

@@ -14,14 +14,14 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.errors import CheckError, ConfigError, ReplayError, did_you_mean
 from ...dataflow.plan import Absent
-from ..capture import progress_over
 from ..comparison import state_on
-from ..config import checked
 from ..decode import DecodeRunner
-from ..runner import Runner
-from ..sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
-from ..state import State, draw_on
-from ..statistics import Decision
+from ..engine.capture import progress_over
+from ..engine.config import checked
+from ..engine.runner import Runner
+from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
+from ..engine.state import State, draw_on
+from ..engine.statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition

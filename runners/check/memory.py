@@ -19,14 +19,14 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Output
 from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
-from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
-from ..runner import Runner
-from ..running import running
-from ..sampling import Sample, rebuilt
-from ..state import Change
+from ..engine.bits import garbage, unequal_rows
+from ..engine.runner import Runner
+from ..engine.running import running
+from ..engine.sampling import Sample, rebuilt
+from ..engine.state import Change
+from ..engine.traffic import Traffic, run_seen
 from ..testing.timing import occupier
-from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial
 
 STEPS: Final = ENTRIES + SEGMENT  # in flight: more than a ring has entries

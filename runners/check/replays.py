@@ -17,7 +17,6 @@ from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
-from ..bits import first_unequal, unequal_rows
 from ..comparison import (
     BITWISE,
     USUAL,
@@ -34,10 +33,11 @@ from ..comparison import (
     slots_kept,
     tails_of,
 )
-from ..sampling import Sample, is_location
+from ..engine.bits import first_unequal, unequal_rows
+from ..engine.sampling import Sample, is_location
+from ..engine.traffic import run_seen
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
-from ..traffic import run_seen
 from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"

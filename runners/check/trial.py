@@ -12,11 +12,11 @@ from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import RankError, ReplayError
 from ...dataflow.slots import Constant, Output
 from ..comparison import info_of, ran_eagerly
-from ..graphs import GraphSet
-from ..hooks import Coordinator, Watch
-from ..runner import Runner
-from ..sampling import Sample
-from ..state import State, draw_on
+from ..engine.graphs import GraphSet
+from ..engine.hooks import Coordinator, Watch
+from ..engine.runner import Runner
+from ..engine.sampling import Sample
+from ..engine.state import State, draw_on
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]

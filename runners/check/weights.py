@@ -13,13 +13,13 @@ from ...backends.operators import storage_key
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CheckError, place_now
 from ...dataflow.views import ordinary_alias
-from ..capture import with_own_casts
 from ..comparison import USUAL, graph_of, mismatches, seen, spans_of_slots
-from ..graphs import Captured
-from ..runner import Runner
-from ..sampling import Sample
-from ..state import CLOSED, Piece, State, reached
-from ..traffic import Traffic, run_seen
+from ..engine.capture import with_own_casts
+from ..engine.graphs import Captured
+from ..engine.runner import Runner
+from ..engine.sampling import Sample
+from ..engine.state import CLOSED, Piece, State, reached
+from ..engine.traffic import Traffic, run_seen
 from .replays import COPIES, operators_of, parity_fault
 from .trial import Finding, Subject, Trial
 

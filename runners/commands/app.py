@@ -35,13 +35,13 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.plan import Pattern
 from ..check.checks import check as check_runner
 from ..decode import GraphRunner
+from ..engine.runner import Runner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
 from ..explained.pages import WIDE, Page, Shown, Table, html, printable
 from ..recording.records import RecordedFile, versions
 from ..recording.replaying import RecordedRanks, replay_file, tables_of
-from ..runner import Runner
 from ..serial import to_data
 from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, tables_of_rows

@@ -15,8 +15,8 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
+from ..engine.sampling import sample_batch
 from ..explained.pages import Table
-from ..sampling import sample_batch
 from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
 from ..testing.timing import Run, measure
 

@@ -14,12 +14,12 @@ from ...dataflow.capabilities import DEVICE, HOST, LoweringName, dtype_text
 from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import Output
 from ..decode import GraphRunner
-from ..outputs import nbytes_of
+from ..engine.outputs import nbytes_of
+from ..engine.runner import Runner
+from ..engine.sharing import Layout, lasting
+from ..engine.stage import Stage
+from ..engine.statistics import Decision, human_bytes
 from ..recording.records import RanksRecord
-from ..runner import Runner
-from ..sharing import Layout, lasting
-from ..stage import Stage
-from ..statistics import Decision, human_bytes
 from .declared import NOT_SIZED, Explanation, explain_declaration
 from .pages import Row, Shown, Table, cell, pairs, rows_of, safe
 

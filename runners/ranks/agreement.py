@@ -13,9 +13,9 @@ from ...dataflow.axes import TOKENS, Axis, Live, Sizes
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
-from ..config import RunnerConfig, checked
-from ..hooks import Coordinator, Loop, Step, T
-from ..statistics import Decision, RanksData, Why
+from ..engine.config import RunnerConfig, checked
+from ..engine.hooks import Coordinator, Loop, Step, T
+from ..engine.statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FAILED, FITS, LEFT, REFUSED, STOPPED, CallSite, Exchange, Message, Ranks
 
 _BEGUN, _SENT, _JOINED, _FAILED = range(4)

@@ -22,8 +22,8 @@ from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.guard import outside_inference
-from ..config import check_seconds, checked, refuse
-from ..running import Unique
+from ..engine.config import check_seconds, checked, refuse
+from ..engine.running import Unique
 from .shared import RankMemory
 
 Exchange = Callable[[], "list[Message]"]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from ...dataflow.errors import ConfigError, RankError, ReplayError
 from ...dataflow.guard import outside_inference
 from ...dataflow.sources import Path, Side
-from ..config import check_seconds, checked, refuse
-from ..runner import Runner
-from ..running import Unique, opaque
+from ..engine.config import check_seconds, checked, refuse
+from ..engine.runner import Runner
+from ..engine.running import Unique, opaque
 from .group import GRACE, checked_group
 
 if TYPE_CHECKING:

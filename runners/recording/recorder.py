@@ -18,9 +18,9 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Staged
 from ...dataflow.sources import Side, look_up
 from ..comparison import live_part, named
-from ..config import checked
-from ..hooks import Watcher
-from ..runner import Runner
+from ..engine.config import checked
+from ..engine.hooks import Watcher
+from ..engine.runner import Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
 
 _LONGEST: Final = 4000  # letters of an error that are kept

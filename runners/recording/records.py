@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
-from ..config import json_data
+from ..engine.config import json_data
+from ..engine.runner import Runner
+from ..engine.statistics import Decision
 from ..explained.declared import explain_declaration
 from ..ranks.group import Message, Ranks
-from ..runner import Runner
 from ..serial import from_data, to_data
-from ..statistics import Decision
 
 FORMAT: Final = 5
 """The number of this format. A file of another number is refused."""

@@ -16,12 +16,12 @@ from ...dataflow.inputs import Inputs
 from ..check.replays import COPIES, apart_from_step
 from ..check.trial import Subject, unwatched
 from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
+from ..engine.runner import Runner
+from ..engine.sampling import Sample, rebuilt
+from ..engine.stage import Stage
+from ..engine.statistics import Decision
 from ..explained.pages import Table
 from ..ranks.group import HOST, CallSite, Exchange, Message, Ranks
-from ..runner import Runner
-from ..sampling import Sample, rebuilt
-from ..stage import Stage
-from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
 
 

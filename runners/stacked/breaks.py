@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from ...backends.operators import storage_key
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.inputs import Inputs
-from ..bits import text_of
-from ..running import Running, Source, running
+from ..engine.bits import text_of
+from ..engine.running import Running, Source, running
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 """What a graph takes in as a value; any other object is handed on to breaks, each step's own."""

@@ -23,13 +23,13 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views, alias, carried
-from ..capture import told_as_capture_error
-from ..config import is_collection, refuse
-from ..graphs import Around, Filling, Look
-from ..outputs import cut_rows, map_tensors
-from ..running import Running, running, under_way
-from ..stage import Stage, V
-from ..state import State
+from ..engine.capture import told_as_capture_error
+from ..engine.config import is_collection, refuse
+from ..engine.graphs import Around, Filling, Look
+from ..engine.outputs import cut_rows, map_tensors
+from ..engine.running import Running, running, under_way
+from ..engine.stage import Stage, V
+from ..engine.state import State
 from .breaks import broken
 from .rehearsal import Rehearsal, operator_name
 from .replay import Stack, StackCall, slots_of

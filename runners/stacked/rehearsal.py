@@ -18,11 +18,11 @@ from ...dataflow.axes import BATCH
 from ...dataflow.buffers import Buffers, span
 from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.views import alias
-from ..bits import text_of
-from ..outputs import map_tensors
-from ..running import Running, running, under_way, untraced
-from ..stage import Stage
-from ..state import CLOSED, reached
+from ..engine.bits import text_of
+from ..engine.outputs import map_tensors
+from ..engine.running import Running, running, under_way, untraced
+from ..engine.stage import Stage
+from ..engine.state import CLOSED, reached
 from .breaks import VALUES, Break, broken, share_storage
 from .replay import Stack, StackCall, hand_out, other_object, share_memory, shared_arguments, slots_of
 

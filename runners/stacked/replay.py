@@ -16,11 +16,11 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import Inputs
-from ..bits import text_of
-from ..graphs import Captured, GraphSet
-from ..outputs import cut_rows, map_tensors
-from ..running import RUNNING, Interrupts, Running, Source, running, under_way, untraced
-from ..stage import Stage
+from ..engine.bits import text_of
+from ..engine.graphs import Captured, GraphSet
+from ..engine.outputs import cut_rows, map_tensors
+from ..engine.running import RUNNING, Interrupts, Running, Source, running, under_way, untraced
+from ..engine.stage import Stage
 from .breaks import FACTS, VALUES, share_storage
 
 

@@ -12,7 +12,7 @@ from ...dataflow.errors import ComputeError, ConfigError, DeclarationError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import slot
 from ...dataflow.sources import look_up
-from ..config import checked
+from ..engine.config import checked
 from ..ranks.group import Ranks
 
 HIDDEN: Final = Axis("HIDDEN", fixed=True)

@@ -9,14 +9,14 @@ from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
 from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
 from ...dataflow.fill.writers import keep_newest
 from ...dataflow.sources import NO_SIDE, RANKS, linear, look_up
-from ..capture import FORKS
-from ..config import Buckets
-from ..graphs import GraphSet
-from ..hooks import Loop
-from ..runner import Runner
-from ..sampling import rebuilt
-from ..stage import V
-from ..statistics import Decision
+from ..engine.capture import FORKS
+from ..engine.config import Buckets
+from ..engine.graphs import GraphSet
+from ..engine.hooks import Loop
+from ..engine.runner import Runner
+from ..engine.sampling import rebuilt
+from ..engine.stage import V
+from ..engine.statistics import Decision
 from .host_work import HostWork
 
 SIZES: Final = 64

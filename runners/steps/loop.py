@@ -16,10 +16,10 @@ from ...dataflow.edits import Keys, keys_in
 from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
 from ...dataflow.guard import outside_inference
 from ...dataflow.sources import NO_SIDE
-from ..config import GENERATIONS, refuse
-from ..outputs import Stamped, chosen_parts, constant_of, map_tensors, own_copy
-from ..runner import Runner
-from ..stage import V
+from ..engine.config import GENERATIONS, refuse
+from ..engine.outputs import Stamped, chosen_parts, constant_of, map_tensors, own_copy
+from ..engine.runner import Runner
+from ..engine.stage import V
 from .chain import Chain
 
 SomeKeys = Iterable[Hashable]

@@ -22,10 +22,10 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output, Staged
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
-from ..bits import first_unequal
+from ..engine.bits import first_unequal
+from ..engine.sampling import NO_VALUES, Sample, Values
+from ..engine.stage import NO_SIZES
 from ..input_buffers import BucketBuffers
-from ..sampling import NO_VALUES, Sample, Values
-from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Relations, differences, lowered
 from .timing import Run, Spread, measure
 

@@ -21,9 +21,9 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import LoweringName, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
+from ..engine.sampling import NO_VALUES, Sample, Values, path_of, put
+from ..engine.stage import NO_SIZES
 from ..input_buffers import BucketBuffers
-from ..sampling import NO_VALUES, Sample, Values, path_of, put
-from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Relations, differences, lowered, scribble, spoilt, untouched
 
 _SPREAD: Final = 100

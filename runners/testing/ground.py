@@ -18,10 +18,10 @@ from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
-from ..bits import first_unequal, garbage, text_of
+from ..engine.bits import first_unequal, garbage, text_of
+from ..engine.sampling import Sample, Values, sample_batch
+from ..engine.stage import NO_SIZES, Stage
 from ..input_buffers import Layer
-from ..sampling import Sample, Values, sample_batch
-from ..stage import NO_SIZES, Stage
 
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}

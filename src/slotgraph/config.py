@@ -1,5 +1,5 @@
 """Options of runners from a file, and their buckets."""
 
-from slotgraph.runners.config import Buckets, RunnerConfig
+from slotgraph.runners.engine.config import Buckets, RunnerConfig
 
 __all__ = ["Buckets", "RunnerConfig"]

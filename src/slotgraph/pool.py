@@ -1,5 +1,5 @@
 """Input memory that several runners share."""
 
-from slotgraph.runners.pool import InputPool
+from slotgraph.runners.engine.pool import InputPool
 
 __all__ = ["InputPool"]

@@ -16,8 +16,8 @@ from torch.utils import _python_dispatch
 from slotgraph.backends import cpu_capture, operators
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow import guard
-from slotgraph.runners import capture
-from slotgraph.runners.capture import capture_step
+from slotgraph.runners.engine import capture
+from slotgraph.runners.engine.capture import capture_step
 from tests.strategies import same_bytes
 
 HIDDEN: Any = torch._C

@@ -9,7 +9,7 @@ import pytest
 
 from slotgraph.backends import Backend
 from slotgraph.runners.commands.bench import declare_decode, draw, plus_one
-from slotgraph.runners.config import MODES, VARIABLE
+from slotgraph.runners.engine.config import MODES, VARIABLE
 from tests.benchmarks.shown import race
 from tests.runners.models import decoder
 

@@ -14,7 +14,7 @@ import torch
 import slotgraph
 from slotgraph.runners.check.checks import CheckReport
 from slotgraph.runners.decode import GraphRunner
-from slotgraph.runners.runner import Runner
+from slotgraph.runners.engine.runner import Runner
 from tests.examples.demo import NEEDS, SMALL, module
 from tests.examples.test_programs import SHORT, needs
 

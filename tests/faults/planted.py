@@ -18,15 +18,16 @@ from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, writers
 from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.transition import Transition
-from slotgraph.runners import config, decode, graphs, outputs, routes, running, sharing, tree
-from slotgraph.runners.capture import FORKS
+from slotgraph.runners import decode, tree
+from slotgraph.runners.engine import config, graphs, outputs, routes, running, sharing
+from slotgraph.runners.engine.capture import FORKS
+from slotgraph.runners.engine.runner import Runner
+from slotgraph.runners.engine.stage import Stage
+from slotgraph.runners.engine.state import State
+from slotgraph.runners.engine.traffic import HostReads
 from slotgraph.runners.ranks import agreement, shared
-from slotgraph.runners.runner import Runner
 from slotgraph.runners.stacked import capture, replay
-from slotgraph.runners.stage import Stage
-from slotgraph.runners.state import State
 from slotgraph.runners.steps import chain, host_work, loop
-from slotgraph.runners.traffic import HostReads
 from tests.faults.planting import FAULTS, fault
 
 __all__ = ["FAULTS"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.plan import FillPlan
-from slotgraph.runners.config import MOST, json_data
+from slotgraph.runners.engine.config import MOST, json_data
 from slotgraph.runners.serial import from_data, to_data
 from tests.fuzz.hostile import DEEP, NASTY_TEXTS, leaves, spoilt, values
 from tests.runners.test_serial import PLAN

@@ -17,7 +17,7 @@ import slotgraph
 from slotgraph import EagerRunner
 from slotgraph.backends import Backend
 from slotgraph.errors import ReplayError
-from slotgraph.runners.runner import Runner
+from slotgraph.runners.engine.runner import Runner
 from tests.invariants import steps
 from tests.invariants.steps import Quick, Seen, Values, drawn, everything, on, runner_of, wrong
 from tests.runners import prefilled, test_draft

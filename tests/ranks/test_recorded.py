@@ -14,12 +14,12 @@ import typer.testing
 import slotgraph
 from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, computed, output
 from slotgraph.dataflow.errors import RecordingError
-from slotgraph.runners.hooks import Watcher
+from slotgraph.runners.engine.hooks import Watcher
+from slotgraph.runners.engine.statistics import Decision
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import RecordedRanks, replay_file, replay_step
 from slotgraph.runners.standard.counts import DP
-from slotgraph.runners.statistics import Decision
 from slotgraph_cli import app
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 import slotgraph
+from slotgraph.runners.engine.statistics import Decision
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.pages import html
@@ -14,7 +15,6 @@ from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.serial import from_data, to_data
 from slotgraph.runners.standard.counts import DP
-from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon

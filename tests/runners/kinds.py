@@ -15,9 +15,9 @@ from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.extend import side
-from slotgraph.runners.hooks import Watcher
-from slotgraph.runners.runner import Runner
-from slotgraph.runners.statistics import Statistics
+from slotgraph.runners.engine.hooks import Watcher
+from slotgraph.runners.engine.runner import Runner
+from slotgraph.runners.engine.statistics import Statistics
 from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from tests.runners import prefilled
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch, ready

@@ -14,7 +14,7 @@ from slotgraph.backends import Backend
 from slotgraph.backends.cpu import HostBackend, HostEvent
 from slotgraph.errors import BatchError, ConfigError, CycleError, DeclarationErrors, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
-from slotgraph.runners.capture import FORKS
+from slotgraph.runners.engine.capture import FORKS
 from tests.packing import PackingBackend
 
 WIDE = 2

@@ -23,7 +23,7 @@ from slotgraph.dataflow.errors import BatchError, ConfigError, SlotGraphError
 from slotgraph.dataflow.sources import Source
 from slotgraph.pool import InputPool
 from slotgraph.ranks import PipelineStage, Ranks
-from slotgraph.runners.config import keywords_of
+from slotgraph.runners.engine.config import keywords_of
 from tests.runners.kinds import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, tensors_of
 from tests.strategies import declaration_of
 

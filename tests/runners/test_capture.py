@@ -22,7 +22,7 @@ from slotgraph.backends import Backend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.runners import capture as capturing
+from slotgraph.runners.engine import capture as capturing
 from tests.runners.models import PlainInputs, assert_right, decoder, plain_runner, plain_step, random_batch
 
 
@@ -321,7 +321,7 @@ def test_too_large_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
         ids: torch.Tensor = view.ids + kv_cache[0].long() * 0
         return ids
 
-    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 100)
+    monkeypatch.setattr("slotgraph.runners.engine.state._free_on", lambda *_: 100)
     with pytest.raises(CaptureError, match=r"kv_cache: the float32 tensor of shape \[64\].*give state="):
         decoder(Carrying, step, buckets=[2])
     assert torch.equal(kv_cache, before)
@@ -337,7 +337,7 @@ def test_too_large_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_a_large_cache_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a cache that is written by indices, the rows alone are kept: it may fill the device."""
-    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 4096)
+    monkeypatch.setattr("slotgraph.runners.engine.state._free_on", lambda *_: 4096)
     cache = torch.rand(100_000)
     before = cache.clone()
 

@@ -18,9 +18,9 @@ from slotgraph.dataflow.sources import look_up
 from slotgraph.extend import side
 from slotgraph.pool import InputPool
 from slotgraph.runners.comparison import named
-from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
-from slotgraph.runners.hooks import Watcher
+from slotgraph.runners.engine.config import CHEAP, MODES, VARIABLE, modes_of
+from slotgraph.runners.engine.hooks import Watcher
 from tests.life import test_ahead as advancing
 from tests.runners import prefilled, test_draft, test_draft_extend
 from tests.runners.check.test_sound import KINDS, Found
@@ -244,7 +244,7 @@ def test_mode_is_off_where_the_state_is_too_large(monkeypatch: pytest.MonkeyPatc
     """One event says why, steps go on as they are, and a state that is given is kept instead."""
     cache = torch.zeros(64)
     runner = runner_of(counting(cache), Cached, debug="parity,poison")
-    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 100)
+    monkeypatch.setattr("slotgraph.runners.engine.state._free_on", lambda *_: 100)
     batch = {"places": torch.tensor([3, 5]), "values": torch.tensor([1.0, 2.0])}
     with structlog.testing.capture_logs() as events:
         for _ in range(3):

@@ -18,7 +18,7 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import ComputeError, ReplayError, StaleOutputError
 from slotgraph.extend import HOST, once
 from slotgraph.pool import InputPool
-from slotgraph.runners.pool import Phase
+from slotgraph.runners.engine.pool import Phase
 from slotgraph.speculative import WIDTH
 from tests.runners.models import ready
 

@@ -16,7 +16,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.sources import Call
 from slotgraph.extend import HOST, side
-from slotgraph.runners.sampling import Sample, sample_batch
+from slotgraph.runners.engine.sampling import Sample, sample_batch
 from tests.packing import feed_for
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declaration_of, declarations, poisoned, rounds
 

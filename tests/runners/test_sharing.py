@@ -21,8 +21,8 @@ from slotgraph.dataflow.errors import ConfigError, LayoutError
 from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
 from slotgraph.dataflow.tails import Keep, Once
 from slotgraph.extend import once
+from slotgraph.runners.engine.sharing import Layout, PooledSlot, Schedule, check_layout, lay_out, pooled_slots
 from slotgraph.runners.serial import to_data
-from slotgraph.runners.sharing import Layout, PooledSlot, Schedule, check_layout, lay_out, pooled_slots
 from tests.strategies import HIDDEN, PAGES, declaration_of, declarations
 
 PHASES = ("prefill", "draft", "verify", "extend", "prepare")

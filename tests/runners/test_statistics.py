@@ -22,9 +22,9 @@ from structlog.testing import capture_logs
 from slotgraph import EagerRunner
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import ConfigError, ReplayError
+from slotgraph.runners.engine.runner import Runner
+from slotgraph.runners.engine.statistics import EVERY, FIRST, Statistics, Why
 from slotgraph.runners.metrics import Collector, exposition
-from slotgraph.runners.runner import Runner
-from slotgraph.runners.statistics import EVERY, FIRST, Statistics, Why
 from tests.runners.kinds import EVERY_KIND, Act, act, added_by, anew, books_of, counted, schedules
 from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
 

@@ -9,8 +9,8 @@ import torch
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.config import RunnerConfig
 from slotgraph.errors import ConfigError, RecordingError
-from slotgraph.runners.config import CHEAP, VARIABLE, modes_of
 from slotgraph.runners.eager import NO_COPY_VARIABLE
+from slotgraph.runners.engine.config import CHEAP, VARIABLE, modes_of
 from slotgraph.runners.metrics import Collector, exposition
 from slotgraph.runners.recording.records import RecordedFile
 

@@ -31,8 +31,8 @@ from slotgraph import (
 )
 from slotgraph.config import RunnerConfig
 from slotgraph.extend import once, side
+from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.metrics import Collector, exposition
-from slotgraph.runners.runner import Runner
 from slotgraph.speculative import DraftExtendRunner
 
 HIDDEN = Axis("HIDDEN", fixed=True)

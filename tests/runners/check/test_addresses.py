@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slotgraph import BreakableRunner, graph_break
-from slotgraph.runners.state import Holdings
+from slotgraph.runners.engine.state import Holdings
 from tests.runners.check.test_planted import found_by
 from tests.runners.check.test_planted import runner_of as captured
 from tests.runners.models import TABLE, PlainInputs, random_batch, ready

@@ -16,7 +16,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, 
 from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
-from slotgraph.runners.hooks import Watcher
+from slotgraph.runners.engine.hooks import Watcher
 from tests.runners.check.test_planted import OURS, found_by, passed, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 import slotgraph
 from slotgraph import BATCH, TOKENS, Inputs, computed, constant, copied, output
 from slotgraph.extend import once
-from slotgraph.runners.bits import garbage
+from slotgraph.runners.engine.bits import garbage
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
 from tests.runners.check.test_planted import found_by, report_of, runner_of

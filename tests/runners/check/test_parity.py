@@ -110,7 +110,7 @@ def test_step_that_is_not_the_same_twice() -> None:
 
 def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is run if the state cannot be kept as often as that takes."""
-    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 12000)
+    monkeypatch.setattr("slotgraph.runners.engine.state._free_on", lambda *_: 12000)
     with pytest.raises(CheckError, match=r"changes 3\.9 KiB .* 2 copies"):
         findings(plain_runner(CAPTURES), state=[torch.zeros(1000)])
 

@@ -15,7 +15,7 @@ from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.check.trial import Finding
-from slotgraph.runners.pool import InputPool
+from slotgraph.runners.engine.pool import InputPool
 from tests.invariants.device import Device
 from tests.invariants.steps import LOWERINGS
 from tests.runners.check.test_planted import found_by, report_of, runner_of

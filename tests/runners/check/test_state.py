@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners import state as states
 from slotgraph.runners.comparison import state_on
-from slotgraph.runners.state import State
+from slotgraph.runners.engine import state as states
+from slotgraph.runners.engine.state import State
 from tests.runners.models import bytes_of, decoder, plain_runner, random_batch
 from tests.strategies import noise
 

@@ -365,7 +365,7 @@ def test_all_is_as_it_was(cpu: str, error: type[BaseException], at: int) -> None
 def test_little_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """What no copy of fits together is changed part by part, and what fits in no part is noted."""
     runner = captured(_by_array)
-    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: free)
+    monkeypatch.setattr("slotgraph.runners.engine.state._free_on", lambda *_: free)
     report = slotgraph.check(runner, batch, only="weights", state=[], progress=False)
     note = "parameter 'model.weight' was not changed: there is no room for a copy"
     assert (report.ok, note in report.notes) == ((True, True) if free == 100 else (False, False))  # of its 64 bytes

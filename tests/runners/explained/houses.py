@@ -23,9 +23,9 @@ from slotgraph import (
 )
 from slotgraph.backends import Backend
 from slotgraph.extend import once, side
+from slotgraph.runners.engine.pool import InputPool
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
-from slotgraph.runners.pool import InputPool
 from tests.runners.models import PlainInputs, plain_step
 
 PAGES = Axis("PAGES")

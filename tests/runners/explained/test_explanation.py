@@ -11,8 +11,8 @@ import slotgraph
 from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import CaptureError
+from slotgraph.runners.engine.pool import InputPool
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.pool import InputPool
 from slotgraph.runners.serial import from_data, to_data
 from tests.operators import Operators
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps

@@ -12,7 +12,7 @@ import pytest
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.runners.config import switch_of
+from slotgraph.runners.engine.config import switch_of
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation, drawn_fills, drawn_memory
 from slotgraph.runners.explained.pages import STYLE, html, printable

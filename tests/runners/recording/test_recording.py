@@ -14,9 +14,9 @@ import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.backends import choose, load
 from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, RecordingError
+from slotgraph.runners.engine.statistics import Decision
 from slotgraph.runners.recording.records import RecordedFile, StepRecord, Value
 from slotgraph.runners.recording.replaying import replay_file, replay_step
-from slotgraph.runners.statistics import Decision
 from tests.runners.recording.steps import Flaw, mixed_batch, mixed_runner, mixed_side
 
 

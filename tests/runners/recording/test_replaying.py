@@ -12,9 +12,9 @@ from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied, staged
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import RecordingError
 from slotgraph.dataflow.sources import Source
+from slotgraph.runners.engine.sampling import rebuilt
 from slotgraph.runners.recording.records import RecordedFile, RunnerRecord
 from slotgraph.runners.recording.replaying import ReplayReport, replay_file, unlike
-from slotgraph.runners.sampling import rebuilt
 from tests.life import test_ahead as advancing
 from tests.runners import prefilled
 from tests.runners.models import decoder

@@ -9,7 +9,7 @@ import torch
 from slotgraph import BATCH, EagerRunner, current_view, graph_break
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
-from slotgraph.runners.capture import Clock
+from slotgraph.runners.engine.capture import Clock
 from tests.backends.test_contract import has_true_graphs
 from tests.runners.models import Ids, decoder
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, scaled

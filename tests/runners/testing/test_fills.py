@@ -15,7 +15,7 @@ from slotgraph.dataflow.errors import ConfigError, WrongBytesError
 from slotgraph.dataflow.fill.bound import BoundPlan
 from slotgraph.dataflow.fill.tails import CleanTails
 from slotgraph.dataflow.fill.writers import ForeachCopies
-from slotgraph.runners.sampling import Sample
+from slotgraph.runners.engine.sampling import Sample
 from slotgraph.runners.testing import ground
 from slotgraph.testing import assert_fill_equals_oracle, batches
 from tests.packing import PackingBackend

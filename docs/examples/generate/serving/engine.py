@@ -16,7 +16,7 @@ from serving.request import Request
 from serving.steps import Decode, Steps, prefill_runner
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.ranks import PipelineStage
-from slotgraph.runners.statistics import CaptureReport, Decision
+from slotgraph.runners.engine.statistics import CaptureReport, Decision
 
 Prepare = Callable[[DecodeInputs], DecodeInputs]
 

@@ -17,8 +17,8 @@ from serving.request import Request
 from serving.sampling import Chosen
 from slotgraph import Axis, backends, standard
 from slotgraph.ranks import PipelineStage, Ranks
-from slotgraph.runners.runner import Runner
-from slotgraph.runners.statistics import Decision
+from slotgraph.runners.engine.runner import Runner
+from slotgraph.runners.engine.statistics import Decision
 
 Outputs: TypeAlias = "Chosen | None"
 """Tokens, or None where another rank chooses them."""

@@ -19,7 +19,7 @@ from serving.options import Options
 from serving.ranks import World
 from serving.request import Request
 from slotgraph import EagerRunner
-from slotgraph.runners.statistics import CaptureReport
+from slotgraph.runners.engine.statistics import CaptureReport
 
 Report: TypeAlias = dict[str, Any]
 

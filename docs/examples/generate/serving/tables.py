@@ -12,7 +12,7 @@ from serving.comparison import Comparison
 from serving.measuring import ALONE, MODE, WAYS, Times
 from serving.ranks import WAYS as RANK_WAYS
 from serving.report import Report, miscounted
-from slotgraph.runners.statistics import human_bytes
+from slotgraph.runners.engine.statistics import human_bytes
 from slotgraph.runners.testing.timing import Spread
 
 MOST_TEXTS = 16  # that are printed

@@ -6,7 +6,7 @@ import attrs
 
 from slotgraph import BATCH, TOKENS, Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.runners.sharing import Layout, PooledSlot, Schedule, lay_out, pooled_slots
+from slotgraph.runners.engine.sharing import Layout, PooledSlot, Schedule, lay_out, pooled_slots
 from slotgraph.speculative import WIDTH
 
 

@@ -10,7 +10,7 @@ from serving.attention import PageAllocator
 from serving.model import Language
 from slotgraph import DecodeRunner, EagerRunner, standard
 from slotgraph.backends import Backend
-from slotgraph.runners.statistics import CaptureReport
+from slotgraph.runners.engine.statistics import CaptureReport
 from windows.inputs import PAGES, RING, DecodeInputs, PromptInputs
 from windows.options import Options
 from windows.pools import PAGE, Pools, ring_pages

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from serving.comparison import Comparison
-from slotgraph.runners.statistics import CaptureReport, human_bytes
+from slotgraph.runners.engine.statistics import CaptureReport, human_bytes
 from windows.engine import Engine
 from windows.options import Options
 from windows.requests import WindowRequest

@@ -10,7 +10,7 @@ from serving.model import Language
 from serving.request import Request
 from slotgraph import DecodeRunner, EagerRunner, standard
 from slotgraph.backends import Backend
-from slotgraph.runners.statistics import CaptureReport
+from slotgraph.runners.engine.statistics import CaptureReport
 from states.inputs import DecodeInputs, PromptInputs
 from states.models import VOCABULARY
 from states.steps import Steps

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from serving.comparison import Comparison
 from serving.request import Request
-from slotgraph.runners.statistics import CaptureReport
+from slotgraph.runners.engine.statistics import CaptureReport
 from states.engine import Engine
 from states.options import Options
 

@@ -10,13 +10,13 @@ from typing import Any
 import attrs
 import torch
 
-from ..dataflow.axes import Sizes, extent
-from ..dataflow.buffers import ALIGNMENT, aligned
-from ..dataflow.capabilities import HOST, Capabilities, Placement, resolve_dtype
-from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, LayoutError
-from ..dataflow.slots import Constant, Output, Slot, Staged
-from ..dataflow.tails import Keep, Once, Pad
+from ...dataflow.axes import Sizes, extent
+from ...dataflow.buffers import ALIGNMENT, aligned
+from ...dataflow.capabilities import HOST, Capabilities, Placement, resolve_dtype
+from ...dataflow.declaration import Declaration
+from ...dataflow.errors import ConfigError, LayoutError
+from ...dataflow.slots import Constant, Output, Slot, Staged
+from ...dataflow.tails import Keep, Once, Pad
 
 Key = tuple[str, str]
 """A member's name and a slot's."""

@@ -13,22 +13,22 @@ from typing import Any, Generic
 import attrs
 import torch
 
-from ..backends.base import Fusion, Graph
-from ..dataflow import log
-from ..dataflow.axes import BATCH, Live, Sizes
-from ..dataflow.buffers import Buffers, at_rest, overlaps, span
-from ..dataflow.capabilities import DEVICE, chosen_lowering
-from ..dataflow.edits import RowBucket
-from ..dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of, user_traceback
-from ..dataflow.fill.bucket import Bucket, run_all, table_for
-from ..dataflow.fill.kinds import KindTable, SourceKinds
-from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, outside_inference, without_gradients
-from ..dataflow.lowering import LOWERINGS
-from ..dataflow.packet import HEAD, WORD, Feed
-from ..dataflow.plan import Absent, packet_bytes
-from ..dataflow.slots import Output
-from ..dataflow.sources import Side, Sources
-from ..dataflow.views import alias
+from ...backends.base import Fusion, Graph
+from ...dataflow import log
+from ...dataflow.axes import BATCH, Live, Sizes
+from ...dataflow.buffers import Buffers, at_rest, overlaps, span
+from ...dataflow.capabilities import DEVICE, chosen_lowering
+from ...dataflow.edits import RowBucket
+from ...dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of, user_traceback
+from ...dataflow.fill.bucket import Bucket, run_all, table_for
+from ...dataflow.fill.kinds import KindTable, SourceKinds
+from ...dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, outside_inference, without_gradients
+from ...dataflow.lowering import LOWERINGS
+from ...dataflow.packet import HEAD, WORD, Feed
+from ...dataflow.plan import Absent, packet_bytes
+from ...dataflow.slots import Output
+from ...dataflow.sources import Side, Sources
+from ...dataflow.views import alias
 from .capture import (
     FORKS,
     Clock,

@@ -17,12 +17,12 @@ import attrs
 import numpy as np
 import torch
 
-from ..backends import name_of
-from ..dataflow.axes import Axis, Dim
-from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
-from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, DeclarationError, did_you_mean, hint, kind_text
-from ..dataflow.inputs import Inputs
+from ...backends import name_of
+from ...dataflow.axes import Axis, Dim
+from ...dataflow.capabilities import AUTO, Capabilities, chosen_lowering
+from ...dataflow.declaration import Declaration
+from ...dataflow.errors import ConfigError, DeclarationError, did_you_mean, hint, kind_text
+from ...dataflow.inputs import Inputs
 
 
 def refuse(argument: str, expected: str, value: object) -> NoReturn:

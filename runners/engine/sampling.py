@@ -7,13 +7,13 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ..dataflow.axes import Sizes, extent
-from ..dataflow.capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
-from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, RecordingError
-from ..dataflow.slots import Slot
-from ..dataflow.sources import Answering, Call, Path, Source
-from ..dataflow.tails import Once, Pad
+from ...dataflow.axes import Sizes, extent
+from ...dataflow.capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
+from ...dataflow.declaration import Declaration
+from ...dataflow.errors import ConfigError, RecordingError
+from ...dataflow.slots import Slot
+from ...dataflow.sources import Answering, Call, Path, Source
+from ...dataflow.tails import Once, Pad
 
 CPU: Final = torch.device("cpu")
 Values = Mapping[str, Any]

@@ -6,16 +6,16 @@ from typing import Any, Final, Generic, TypeVar
 import attrs
 import torch
 
-from ..backends import choose
-from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes
-from ..dataflow.buffers import Bound, Buffers, allocate, overlaps, span
-from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, did_you_mean
-from ..dataflow.fill.bucket import Bucket
-from ..dataflow.inputs import Inputs
-from ..dataflow.sources import Side
-from ..dataflow.views import Aliases, Viewer, ViewInfo
+from ...backends import choose
+from ...backends.base import Backend
+from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes
+from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
+from ...dataflow.declaration import Declaration
+from ...dataflow.errors import ConfigError, did_you_mean
+from ...dataflow.fill.bucket import Bucket
+from ...dataflow.inputs import Inputs
+from ...dataflow.sources import Side
+from ...dataflow.views import Aliases, Viewer, ViewInfo
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 from .running import shown_class

@@ -8,13 +8,13 @@ from typing import Any, final
 import attrs
 import torch
 
-from ..backends.base import Backend
-from ..dataflow import log
-from ..dataflow.axes import Sizes
-from ..dataflow.buffers import Bound, Buffers, BufferTurn, SharedMemory, carve, check_bindings
-from ..dataflow.errors import ConfigError, did_you_mean
-from ..dataflow.fill.tails import CleanTails
-from ..dataflow.guard import outside_inference
+from ...backends.base import Backend
+from ...dataflow import log
+from ...dataflow.axes import Sizes
+from ...dataflow.buffers import Bound, Buffers, BufferTurn, SharedMemory, carve, check_bindings
+from ...dataflow.errors import ConfigError, did_you_mean
+from ...dataflow.fill.tails import CleanTails
+from ...dataflow.guard import outside_inference
 from .config import checked_names
 from .running import Unique
 from .sharing import Layout, PooledSlot, Schedule, lay_out, pooled_slots

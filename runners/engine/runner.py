@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Final, Generic
 import attrs
 import torch
 
-from ..dataflow import log
-from ..dataflow.axes import Live, Sizes
-from ..dataflow.errors import BatchError, ConfigError, ReplayError, kind_text
-from ..dataflow.fill.bucket import table_for
-from ..dataflow.inputs import Inputs
-from ..dataflow.plan import Absent
-from ..dataflow.sizing import Sizer, limits_of
-from ..dataflow.sources import NO_SIDE, Side
-from ..dataflow.views import ViewInfo
+from ...dataflow import log
+from ...dataflow.axes import Live, Sizes
+from ...dataflow.errors import BatchError, ConfigError, ReplayError, kind_text
+from ...dataflow.fill.bucket import table_for
+from ...dataflow.inputs import Inputs
+from ...dataflow.plan import Absent
+from ...dataflow.sizing import Sizer, limits_of
+from ...dataflow.sources import NO_SIDE, Side
+from ...dataflow.views import ViewInfo
 from .config import RunnerConfig
 from .eagerly import Eagerly
 from .graphs import GraphSet, ReadBatch, Reader

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from ..backends.base import Backend
-from ..backends.operators import (
+from ...backends.base import Backend
+from ...backends.operators import (
     OperatorWatch,
     is_composite,
     is_plain,
@@ -21,9 +21,9 @@ from ..backends.operators import (
     storage_key,
     written,
 )
-from ..dataflow.buffers import Buffers, span
-from ..dataflow.capabilities import HOST
-from ..dataflow.plan import NONE, Absent
+from ...dataflow.buffers import Buffers, span
+from ...dataflow.capabilities import HOST
+from ...dataflow.plan import NONE, Absent
 
 T = TypeVar("T")
 Writes = Callable[[torch.Tensor, str, Sequence[Any]], None]

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Generic
 
 import torch
 
-from ..dataflow.axes import Live
-from ..dataflow.guard import GRADIENTS, without_gradients
-from ..dataflow.views import Viewer
+from ...dataflow.axes import Live
+from ...dataflow.guard import GRADIENTS, without_gradients
+from ...dataflow.views import Viewer
 from .graphs import Captured, Filler, Filling, GraphSet
 from .running import Running, under_way
 from .stage import V

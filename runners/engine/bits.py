@@ -4,7 +4,7 @@ from typing import Final
 
 import torch
 
-from ..dataflow.capabilities import dtype_text
+from ...dataflow.capabilities import dtype_text
 
 NAMED: Final = 4
 """Rows that `unequal_rows` names."""

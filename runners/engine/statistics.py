@@ -8,7 +8,7 @@ from typing import Final, Literal, TypedDict
 
 import attrs
 
-from ..dataflow import log
+from ...dataflow import log
 
 EVERY: Final = 61
 """One fill in so many is timed. A prime, so that buckets which take turns are all timed sooner or later."""

@@ -14,9 +14,9 @@ import rich.console
 import rich.progress
 import torch
 
-from ..backends.base import NO_PARAMETERS, Backend, Graph
-from ..dataflow.errors import CaptureError, CheckError, ComputeError, origin_of, place_of
-from ..dataflow.guard import run_and_undo
+from ...backends.base import NO_PARAMETERS, Backend, Graph
+from ...dataflow.errors import CaptureError, CheckError, ComputeError, origin_of, place_of
+from ...dataflow.guard import run_and_undo
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, NoReturn, Protocol, SupportsIndex, TypeV
 import attrs
 import torch
 
-from ..backends.base import Interruption
-from ..dataflow.errors import ReplayError
-from ..dataflow.inputs import Inputs
+from ...backends.base import Interruption
+from ...dataflow.errors import ReplayError
+from ...dataflow.inputs import Inputs
 
 _FRAMES: Final[Any] = torch._C._dynamo.eval_frame  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
 """What `torch.compiler.disable` uses, which would import the compiler."""

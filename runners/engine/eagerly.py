@@ -3,16 +3,16 @@
 import operator
 from typing import Any, Generic
 
-from ..dataflow import log
-from ..dataflow.axes import Live
-from ..dataflow.buffers import Buffers
-from ..dataflow.capabilities import LoweringName
-from ..dataflow.errors import BatchError
-from ..dataflow.fill.bucket import FilledBucket, hand_over
-from ..dataflow.fill.kinds import KindTable
-from ..dataflow.plan import Absent
-from ..dataflow.sources import Side
-from ..dataflow.views import Viewer, ViewInfo, Views
+from ...dataflow import log
+from ...dataflow.axes import Live
+from ...dataflow.buffers import Buffers
+from ...dataflow.capabilities import LoweringName
+from ...dataflow.errors import BatchError
+from ...dataflow.fill.bucket import FilledBucket, hand_over
+from ...dataflow.fill.kinds import KindTable
+from ...dataflow.plan import Absent
+from ...dataflow.sources import Side
+from ...dataflow.views import Viewer, ViewInfo, Views
 from .graphs import Filler, Filling, ReadBatch
 from .routes import EagerRoute
 from .stage import Stage, V

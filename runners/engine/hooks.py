@@ -7,10 +7,10 @@ from typing import Any, Final, TypeVar
 import attrs
 import torch
 
-from ..backends.base import Backend, Event
-from ..dataflow.axes import Axis, Live
-from ..dataflow.inputs import Inputs
-from ..dataflow.sources import Side
+from ...backends.base import Backend, Event
+from ...dataflow.axes import Axis, Live
+from ...dataflow.inputs import Inputs
+from ...dataflow.sources import Side
 from .sampling import Sample
 from .statistics import Decision, RanksData
 

@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import torch
 
-from ..backends.operators import storage_key
-from ..dataflow.axes import BATCH, TOKENS, Axis
-from ..dataflow.errors import CaptureError, ConfigError, StaleOutputError, place_of
-from ..dataflow.inputs import Inputs
+from ...backends.operators import storage_key
+from ...dataflow.axes import BATCH, TOKENS, Axis
+from ...dataflow.errors import CaptureError, ConfigError, StaleOutputError, place_of
+from ...dataflow.inputs import Inputs
 from .config import axis_text
 
 Generation = Callable[[], int]

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..backends import choose
-from ..backends.base import Backend
-from ..dataflow.buffers import Buffers, overlaps, span
-from ..dataflow.errors import CaptureError, CheckError, place_now
-from ..dataflow.guard import outside_inference
-from ..dataflow.inputs import Inputs
-from ..dataflow.slots import Output
-from ..dataflow.views import ordinary_alias
+from ...backends import choose
+from ...backends.base import Backend
+from ...dataflow.buffers import Buffers, overlaps, span
+from ...dataflow.errors import CaptureError, CheckError, place_now
+from ...dataflow.guard import outside_inference
+from ...dataflow.inputs import Inputs
+from ...dataflow.slots import Output
+from ...dataflow.views import ordinary_alias
 from .bits import bits, first_unequal, text_of
 from .running import running
 from .statistics import human_bytes

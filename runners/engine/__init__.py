@@ -1,0 +1,1 @@
+"""What runners share: buffers with their fills, routes, graphs, capture, options, outputs and statistics."""
