@@ -117,7 +117,9 @@ def captured_runner(
 
 def shuffled(most: int) -> list[int]:
     """All sizes up to one, in an order of their own."""
-    return [1 + place for place in torch.randperm(most, generator=torch.Generator().manual_seed(3)).tolist()]
+    return [
+        1 + place for place in torch.randperm(most, device="cpu", generator=torch.Generator().manual_seed(3)).tolist()
+    ]
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
