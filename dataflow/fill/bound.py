@@ -22,6 +22,8 @@ from .writers import Copies, Tails, Taken
 
 _UNLIKE: Final = (AttributeError, RuntimeError, *NOT_CARRIED)
 """What converting a source raises that is of another kind than the one before it."""
+_MOST_APART: Final = 1024
+"""Addresses of sources in no slot that a plan knows; then it forgets them."""
 _ODD: Final = WORD - 1
 """The bits of an address that is no multiple of a word."""
 
@@ -97,6 +99,7 @@ class BoundPlan:
 
     __slots__ = (
         "_addressed",
+        "_apart",
         "_bounds",
         "_bucket",
         "_buffers",
@@ -104,7 +107,6 @@ class BoundPlan:
         "_conversions",
         "_functions",
         "_in_place",
-        "_last_addresses",
         "_writers",
         "packing",
         "plan",
@@ -120,7 +122,7 @@ class BoundPlan:
         self._bucket = bucket
         self._buffers = buffers
         self._bounds = buffers.bounds
-        self._last_addresses: tuple[int, ...] = ()
+        self._apart = set[int]()
         self._functions = None if bucket.exact else bucket.functions(bucket.padded)
         self._writers = writers
         self._conversions = [(way.place, way.convert, way.rows) for way in ways if way.convert is not None]
@@ -141,11 +143,13 @@ class BoundPlan:
                 if POINTER(sources[place]) != POINTER(target):
                     return None
             addresses = tuple(map(POINTER, self._addressed(sources)))
-            if addresses != self._last_addresses:
+            if not self._apart.issuperset(addresses):
                 for one in addresses:
                     if one & _ODD or not one or bisect.bisect_right(self._bounds, one) & 1:
                         return self._move_apart(sources, addresses)
-                self._last_addresses = addresses  # no such source reaches into a slot, whatever its size
+                if len(self._apart) > _MOST_APART:
+                    self._apart.clear()
+                self._apart.update(addresses)  # no such source reaches into a slot, whatever its size
         except _UNLIKE:
             return None
         return sources, addresses
