@@ -275,7 +275,9 @@ class Feed:
             data = b"".join((data[:WORD], _NUMBER(next(self.sent)), data[2 * WORD :]))
         elif data == self._data:
             return
-        self.start(data, kept)
+        self._data = b""  # in case the next line raises
+        self.upload.send(data, kept)
+        self._data = data
 
     def start(self, data: bytes, kept: object) -> None:
         """The same for bytes that are new, with the packet's own number in them."""

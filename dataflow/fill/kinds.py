@@ -143,8 +143,13 @@ class SourceKinds:
     def read(self, sources: Sources) -> Live | None:
         """Read the live size of each axis. Return None for sources of other kinds, or that do not agree."""
         last_shapes, last_live, again = self._last
-        if again is not None and self._are_again(again, sources):
-            return last_live
+        if again is not None:  # they may be as the last ones, sizes included
+            present = self._present(sources)
+            try:
+                if True not in map(_IS_NESTED, present) and again(*present):  # at a nested one it ends the process
+                    return last_live
+            except AttributeError:  # a source that is no tensor
+                return None
         shapes = self._shapes(sources)
         if shapes is None:
             return None
@@ -157,14 +162,6 @@ class SourceKinds:
             return None
         self._last = shapes, live, None  # in one assignment: an interrupt finds all or none of them
         return live
-
-    def _are_again(self, again: Guard, sources: Sources) -> bool:
-        """Say whether sources are as the last ones, sizes included."""
-        present = self._present(sources)
-        try:
-            return True not in map(_IS_NESTED, present) and again(*present)  # at a nested one it ends the process
-        except AttributeError:  # no tensor
-            return False
 
     def fit(self, sources: Sources, live: Live) -> bool:
         """Say whether sources are of these kinds, and of given live sizes."""
