@@ -167,7 +167,10 @@ class Pair:
             value = value if slot.placement == HOST else value.to(stage.backend.device)
             is_eager = absent not in (ABSENT, frozenset()) or "mode" in plain  # such a run may have other buffers
             as_plain = (is_eager and wanted == "in place") or (wanted in FLAT and not value.isfinite().all())
-            given = Maker(buffers[name], dtype, value, buffers, live).make("plain" if as_plain else wanted)
+            maker = Maker(buffers[name], dtype, value, buffers, live)
+            given = maker.make("plain" if as_plain else wanted)
+            if given.plain.dtype != dtype and given.plain.isnan().any():  # of another slot, whose NaN have any bits
+                given = maker.make("plain")
             brought[name], plain[name] = given.value, given.plain
         for batch in (brought, plain):
             batch["nested"] = {"tables": batch.pop("tables", None)}
