@@ -18,7 +18,7 @@ from .declaration import Declaration
 from .errors import BindError, did_you_mean
 from .fill.tails import CleanTails
 from .guard import outside_inference
-from .slots import Output, Slot
+from .slots import BY_STEP, Slot
 
 Allocate: TypeAlias = Callable[[Extent, torch.dtype, Placement], torch.Tensor]
 Box = Sequence[tuple[int, int]]
@@ -273,7 +273,7 @@ def allocate(
         for name, slot in slots:
             if name in tensors:
                 continue
-            if capabilities.arenas and not isinstance(slot, Output):
+            if capabilities.arenas and slot.writers != BY_STEP:
                 # one allocation a placement, with the largest slots first; but torch.compile takes no step that writes
                 # one of several tensors of other dtypes in one allocation
                 waiting.setdefault(slot.placement, []).append((aligned(*asked[name]), name))

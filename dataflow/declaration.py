@@ -12,7 +12,7 @@ import torch
 from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Capabilities, Placement, dtype_text, resolve_dtype
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
-from .slots import Output, Slot
+from .slots import BY_STEP, Slot
 from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, linear, look_up
 from .tails import holds
 
@@ -239,7 +239,7 @@ def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
     """Why a computed slot cannot have something that its function needs."""
     slots, fields = made.slots, made.fields
     known = [*slots, *fields, *_GIVEN]
-    if isinstance(slots.get(need), Output):
+    if need in slots and slots[need].writers == BY_STEP:
         yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
     elif need in _GIVEN and need in fields and need not in slots:
         yield f"it needs {need!r}, which has a meaning of its own in slotgraph, but is a field, too: rename that"

@@ -18,7 +18,6 @@ from .fill.bucket import Bucket
 from .fill.writers import Taken
 from .guard import below_modes
 from .packet import EDIT, WORD, head_bytes
-from .slots import Copied, Staged
 from .sources import NO_SIDE, Sources
 from .transition import rows_of_requests, words
 
@@ -116,7 +115,9 @@ class RowBucket:
         slots, sizes = self.declaration.slots, bucket.sizes
         self._each = [sizes[axis] // sizes[BATCH] for axis in self.declaration.varying]
         self._lanes_at = head_bytes(0, len(self.declaration.counted))
-        kept = {name: rows_of_requests(one, sizes) for name, one in slots.items() if isinstance(one, Copied | Staged)}
+        kept = {
+            name: rows_of_requests(one, sizes) for name, one in slots.items() if one.writers & {"batch", "producer"}
+        }
         self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in bucket.absent}
         # the kernel's edits know rows of requests, and no rows within them
         self.apart = tuple(name for name in self.rows if name not in bucket.fused or len(slots[name].varying) > 1)

@@ -96,6 +96,14 @@ def constant_of(value: Any) -> Any:
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
 
 
+Writer = Literal["batch", "function", "producer", "step"]
+"""Who writes a slot: a fill from the batch, the function that it is computed by, a producer, or the step."""
+BY_STEP: Final[frozenset[Writer]] = frozenset({"step"})
+"""The writers of a slot that a step writes its result to."""
+BY_PRODUCER: Final[frozenset[Writer]] = frozenset({"producer"})
+"""The writers of a slot that a fill leaves to a producer."""
+
+
 @attrs.frozen(kw_only=True)
 class Slot:
     """One input of a captured step. Subclass it for a new kind, and override what differs.
@@ -150,6 +158,19 @@ class Slot:
     def rule(self) -> Tail | None:
         """The tail rule, or None where every padded row is written in each step, or none ever is."""
         return self.pad
+
+    @property
+    def writers(self) -> frozenset[Writer]:
+        """Who writes it, apart from what `rewritten` and `restored` add; nobody, if it is constant.
+
+        A kind that neither copies nor computes says so itself; else anybody may.
+        """
+        found = set[Writer]()
+        if self.reads("") is not None:
+            found.add("batch")
+        if self.computes() is not None:
+            found.add("function")
+        return frozenset(found) or BY_PRODUCER | BY_STEP
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -250,6 +271,11 @@ class Constant(Slot):
 
     value: Value = attrs.field(converter=constant_of)
 
+    @property
+    def writers(self) -> frozenset[Writer]:
+        """Nobody."""
+        return frozenset()
+
     def initial(self) -> Value:
         """The declared value."""
         return self.value
@@ -262,10 +288,20 @@ class Staged(Slot):
     needs_rule = True
     rewritten: bool = attrs.field(default=True, converter=flag)
 
+    @property
+    def writers(self) -> frozenset[Writer]:
+        """A producer."""
+        return BY_PRODUCER
+
 
 @attrs.frozen(kw_only=True)
 class Output(Slot):
     """A buffer at a fixed address that the step writes its result to; a fill leaves it alone."""
+
+    @property
+    def writers(self) -> frozenset[Writer]:
+        """The step."""
+        return BY_STEP
 
 
 def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:

@@ -12,7 +12,7 @@ from .computation import Computation
 from .declaration import Declaration
 from .errors import BatchError, ReplayError, did_you_mean
 from .guard import POINTER, Guard, outside_inference, own_guard
-from .slots import Constant, Slot
+from .slots import Slot
 from .sources import STEP, Field
 
 T = TypeVar("T")
@@ -233,5 +233,5 @@ def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: 
         if any(sum(axis in ranges for axis in axes) != 1 for axes, _ in size.terms):
             raise BatchError(f"slot {name!r}: rows of dim {dim}, {size}, belong to no one range: compute it instead")
         start = size.at(first)
-        tensor = tensor.narrow(dim, 0 if isinstance(slot, Constant) else start, size.at(last) - start)
+        tensor = tensor.narrow(dim, start if slot.writers else 0, size.at(last) - start)
     return tensor

@@ -12,7 +12,7 @@ from torch.nn import Module
 from ..dataflow.axes import BATCH, Step
 from ..dataflow.buffers import span
 from ..dataflow.inputs import Inputs
-from ..dataflow.slots import Constant, Output, Slot
+from ..dataflow.slots import BY_STEP, Slot
 from ..dataflow.views import ViewInfo
 from .engine.bits import text_of, unequal
 from .engine.graphs import Captured
@@ -111,7 +111,7 @@ def seen(view: Inputs, outputs: Any) -> Seen:
     for name, slot in info.declaration.slots.items():
         tensor, text = vars(view)[name], f"slot {name!r}"
         held = None if tensor is None else live_part(slot, tensor, info.step).detach().clone()
-        if isinstance(slot, Output):
+        if slot.writers == BY_STEP:
             written[text] = held
         elif name in info.declaration.functions:
             computed[text] = held
@@ -234,7 +234,7 @@ def slots_kept(runner: Runner[Any]) -> Iterator[None]:
     wait = runner.stage.backend.synchronize  # steps may still read slots in host memory
     wait()
     with torch.no_grad():
-        kept = [(one.tensor, one.tensor.clone()) for one in buffers or () if not isinstance(one.slot, Constant)]
+        kept = [(one.tensor, one.tensor.clone()) for one in buffers or () if one.slot.writers]
     try:
         yield
     finally:

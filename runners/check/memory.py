@@ -16,7 +16,7 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import RecordingError, ReplayError
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Constant, Output
+from ...dataflow.slots import BY_STEP
 from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
@@ -97,11 +97,11 @@ def check_coverage(subject: Subject, batches: Iterable[Sample]) -> Iterator[Find
         with subject.state.kept():
             read.update(_read_slots(subject.runner, view))
     for name, slot in subject.slots.items():
-        if is_found or name not in present - read or isinstance(slot, Output) or slot.argument is not None:
+        if is_found or name not in present - read or slot.writers == BY_STEP or slot.argument is not None:
             continue
         reasons = {
             "it is optional": slot.optional,
-            "it is constant": isinstance(slot, Constant),
+            "it is constant": not slot.writers,
             "it is written once": isinstance(slot.rule(), Once),
             "it is on the host, where it may be read before the replay": slot.placement == HOST,
             "a kernel that is launched by itself may": subject.backend.device.type != "cpu",
@@ -133,7 +133,7 @@ def _unwritten(subject: Subject, one: Sample, number: int) -> Iterator[Finding]:
         slot, pair = subject.slots[name], [held[name] for held in ran]
         what = f"slot {name!r} is not written by its function"
         must = "a function that takes `out` must fill all of it, padded rows too"
-        if isinstance(slot, Output):
+        if slot.writers == BY_STEP:
             pair = [live_part(slot, tensor, trial.step) for tensor in pair]
             what = f"output slot {name!r} is not written by the step"
             must = "write every live row in each step, or leave the slot out of the declaration"

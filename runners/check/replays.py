@@ -15,7 +15,7 @@ from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import place_now
 from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.slots import Output, Slot
+from ...dataflow.slots import BY_STEP, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
 from ..comparison import (
     BITWISE,
@@ -138,7 +138,7 @@ def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Findi
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
     """Return what a slot's tail must bear: live rows' whole numbers, any floats; None for its rule's value alone."""
     rule, poison, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
-    unread, values = isinstance(slot, Output), tuple[Number, ...]()
+    unread, values = slot.writers == BY_STEP, tuple[Number, ...]()
     if isinstance(poison, tuple) and not unread:
         values = tuple(resolve_value(value, capabilities, sizes) for value in poison)
     elif not unread:
@@ -171,7 +171,7 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
         poison = None if name in spared else _poison_in(trial, name)
         if poison is None:
             continue
-        for part in [tensor] if isinstance(slot, Output) else tails_of(slot, tensor, trial.step):
+        for part in [tensor] if slot.writers == BY_STEP else tails_of(slot, tensor, trial.step):
             order = torch.randint(0, len(poison[turn]), (part.numel(),), device="cpu", generator=generator)
             order[:1] = 0
             wide = torch.complex128 if part.is_complex() else torch.float64 if part.is_floating_point() else part.dtype
@@ -299,7 +299,7 @@ class Poisoning:
         """Return what the tail of a slot held, and what to do."""
         slot, before = self.trial.declared[name], self.trial.filled[name]
         rule, place = slot.rule(), f"the tail of slot {name!r}"
-        if isinstance(slot, Output):
+        if slot.writers == BY_STEP:
             place = f"output slot {name!r}"
             rest = " before the step: it must write every live row that it returns, and add to none"
         elif isinstance(rule, Keep):
@@ -450,7 +450,7 @@ def _bearable_tails(trial: Trial, turn: int) -> Tensors:
     for name, filled in trial.filled.items():
         slot = trial.declared[name]
         is_index = isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point  # which eager steps check
-        if is_index or slot.rewritten or isinstance(slot, Output):
+        if is_index or slot.rewritten or slot.writers == BY_STEP:
             spared.add(name)
     return other_tails(trial, turn, torch.Generator().manual_seed(turn), spared)
 

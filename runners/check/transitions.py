@@ -14,7 +14,7 @@ from ...dataflow.errors import BatchError, ConfigError, SlotGraphError
 from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import advance_slot_by_slot, fill_slot_by_slot
 from ...dataflow.plan import Absent
-from ...dataflow.slots import Output
+from ...dataflow.slots import BY_STEP
 from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests
 from ..comparison import live_part, mismatches, slots_kept, tails_of
@@ -42,7 +42,7 @@ def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
     runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.buffers, subject.step_of(one)
     declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
     right, when = cloned(buffers), "on initial values, as captures run it"
-    written = {name for name, slot in subject.slots.items() if slot.rewritten or isinstance(slot, Output)}
+    written = {name for name, slot in subject.slots.items() if slot.rewritten or slot.writers == BY_STEP}
     compared = [name for name in subject.slots if name not in absent | written]
     try:
         with at_rest(right, record):
@@ -111,7 +111,7 @@ def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Fin
     with torch.no_grad():
         for name, slot in subject.slots.items():
             rule = slot.rule()
-            is_free = isinstance(slot, Output) or not (rule is None or isinstance(rule, Pad))
+            is_free = slot.writers == BY_STEP or not (rule is None or isinstance(rule, Pad))
             for tail in tails_of(slot, extreme[name].view(step.padded_sizes), step) if is_free else ():
                 is_float = tail.is_floating_point() or tail.is_complex()
                 tail.fill_(math.nan if is_float else tail.dtype == torch.bool or torch.iinfo(tail.dtype).max)

@@ -10,7 +10,7 @@ import torch
 from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import RankError, ReplayError
-from ...dataflow.slots import Constant, Output
+from ...dataflow.slots import BY_STEP
 from ..comparison import info_of, ran_eagerly
 from ..engine.graphs import GraphSet
 from ..engine.hooks import Coordinator, Watch
@@ -103,7 +103,7 @@ class Trial:
     @property
     def slots(self) -> dict[str, torch.Tensor]:
         """What the view has of slots that are not constant."""
-        names = [name for name, slot in self.declared.items() if not isinstance(slot, Constant)]
+        names = [name for name, slot in self.declared.items() if slot.writers]
         values = vars(self.view)
         return {name: values[name] for name in names if values[name] is not None}
 
@@ -234,4 +234,4 @@ class Subject:
     def is_filled(self, name: str) -> bool:
         """Return whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
         late = self.declaration.side(name) == DEVICE and self.runner.is_whole
-        return not (late or isinstance(self.slots[name], Output))
+        return not (late or self.slots[name].writers == BY_STEP)

@@ -26,7 +26,7 @@ from ...dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, outside_in
 from ...dataflow.lowering import LOWERINGS
 from ...dataflow.packet import HEAD, WORD, Feed
 from ...dataflow.plan import Absent, packet_bytes
-from ...dataflow.slots import Output
+from ...dataflow.slots import BY_STEP
 from ...dataflow.sources import Side, Sources
 from ...dataflow.views import alias
 from .capture import (
@@ -592,6 +592,6 @@ class GraphSet(Generic[V]):
         if inside is None or not tensor.numel():
             return Stamped.stamp(tensor, lambda: self.clock.replays)
         name, turn = inside.name, self.buffers.turn
-        if isinstance(inside.slot, Output):
+        if inside.slot.writers == BY_STEP:
             return Stamped.stamp(tensor, lambda: self.clock.replays + turn.eager_runs + turn.overwritten(name))
         return Stamped.stamp(tensor, lambda: turn.fills + turn.overwritten(name))

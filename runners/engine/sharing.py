@@ -15,7 +15,7 @@ from ...dataflow.buffers import ALIGNMENT, aligned
 from ...dataflow.capabilities import HOST, Capabilities, Placement, resolve_dtype
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, LayoutError
-from ...dataflow.slots import Constant, Output, Slot, Staged
+from ...dataflow.slots import BY_PRODUCER, BY_STEP, Slot
 from ...dataflow.tails import Keep, Once, Pad
 
 Key = tuple[str, str]
@@ -203,13 +203,13 @@ def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
     written = slot.rewritten or slot.restored or read or computed
     ruled = isinstance(rule, Pad) or not slot.varying
     reasons = {
-        "a constant, which no step writes": isinstance(slot, Constant) and rule is None and not written,
+        "a constant, which no step writes": not slot.writers and rule is None and not written,
         "it is kept, because that was asked for": name in kept,
         "in host memory, where a fill may write what the device has yet to read": slot.placement == HOST,
         "its tail is set once": isinstance(rule, Once),
         "its tail is kept, and holds what the slot held before": isinstance(rule, Keep),
         "no fill writes all of it in each step": not (
-            computed or (ruled if read else isinstance(slot, Output) or (isinstance(slot, Staged) and ruled))
+            computed or (ruled if read else slot.writers == BY_STEP or (slot.writers == BY_PRODUCER and ruled))
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

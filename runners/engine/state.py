@@ -27,7 +27,7 @@ from ...dataflow.buffers import Buffers, overlaps, span
 from ...dataflow.errors import CaptureError, CheckError, place_now
 from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Output
+from ...dataflow.slots import BY_STEP
 from ...dataflow.views import ordinary_alias
 from .bits import bits, first_unequal, text_of
 from .running import running
@@ -260,7 +260,7 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
 
     step: it is given what to call before an operator writes a part of a slot, which finds the line for the error.
     """
-    read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or isinstance(one.slot, Output))]
+    read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or one.slot.writers == BY_STEP)]
     before = {buffer.name: buffer.tensor.clone() for buffer in read}
     places = dict[str, str]()
 

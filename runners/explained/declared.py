@@ -19,7 +19,6 @@ from ...dataflow.capabilities import (
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
-from ...dataflow.slots import Constant
 from ...dataflow.sources import linear
 from ...dataflow.transition import Advance
 from .pages import Row, Shown, Table, pairs
@@ -191,7 +190,7 @@ def explain_declaration(
             source=None if source is None else str(source),
             limit=None if limit is None else str(limit),
             parameter=slot.argument,
-            value=_named(slot.initial()) if isinstance(slot, Constant) else None,
+            value=None if slot.writers else _named(slot.initial()),
             function=compute.name if compute else None,
             needs=slot.needs,
             runs_on=declaration.side(name) if compute else None,

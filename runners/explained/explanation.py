@@ -12,7 +12,7 @@ import attrs
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, LoweringName, dtype_text
 from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
-from ...dataflow.slots import Output
+from ...dataflow.slots import BY_STEP
 from ..decode import GraphRunner
 from ..engine.outputs import nbytes_of
 from ..engine.runner import Runner
@@ -467,7 +467,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
 def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
     """Return the first and the last phase in which the value of a slot counts that need not last between steps."""
     slot, name = buffer.slot, buffer.name
-    if isinstance(slot, Output):
+    if slot.writers == BY_STEP:
         return "replay", "outputs"
     if runner.stage.declaration.side(name) == DEVICE:
         return ("replay" if runner.tally.path == "graph" else "fill"), "replay"

@@ -15,7 +15,7 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ConfigError
 from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Staged
+from ...dataflow.slots import BY_PRODUCER
 from ...dataflow.sources import Side, look_up
 from ..comparison import live_part, named
 from ..engine.config import checked
@@ -92,7 +92,7 @@ class Recording(Watcher):
     def before_replay(self, view: Inputs) -> None:
         """Copy what producers have written."""
         info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
-        staged = [(name, slot) for name, slot in self._declaration.slots.items() if isinstance(slot, Staged)]
+        staged = [(name, slot) for name, slot in self._declaration.slots.items() if slot.writers == BY_PRODUCER]
         if staged and info is not None and (step := self._step) is not None:
             step.staged = self._take((name, live_part(slot, vars(view)[name], info.step)) for name, slot in staged)
 

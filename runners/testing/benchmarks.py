@@ -19,7 +19,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.hostdata import tensor_of
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Output, Staged
+from ...dataflow.slots import BY_PRODUCER, BY_STEP
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
 from ..engine.bits import first_unequal
@@ -157,7 +157,7 @@ def verify(
     compared = [
         name
         for name, slot in slots.items()
-        if not (isinstance(slot, Output | Staged) or isinstance(slot.rule(), Keep | Once))
+        if not (slot.writers in {BY_STEP, BY_PRODUCER} or isinstance(slot.rule(), Keep | Once))
     ]
 
     def run(contestant: Contestant, batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.slots import Constant, Output, Slot
+from ...dataflow.slots import BY_STEP, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
@@ -118,7 +118,7 @@ def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) 
     """Write random bytes, or each bit the other way round, but for constants and for tails that are kept."""
     generator = torch.Generator().manual_seed(seed)
     for buffer in buffers:
-        if not isinstance(buffer.slot, Constant) and not isinstance(buffer.slot.rule(), Keep | Once):
+        if buffer.slot.writers and not isinstance(buffer.slot.rule(), Keep | Once):
             view = buffer.view(padded)
             view.copy_(garbage(view, generator, flipped=flipped))
 
@@ -126,7 +126,7 @@ def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) 
 def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:
     """Do what a step does to slots that it may write: put anything in every padded row."""
     for buffer in buffers:
-        if buffer.slot.rewritten or isinstance(buffer.slot, Output):
+        if buffer.slot.rewritten or buffer.slot.writers == BY_STEP:
             view = buffer.view(padded)
             view.copy_(garbage(view, generator))
 

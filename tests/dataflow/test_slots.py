@@ -9,12 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import (
     BATCH,
     CACHE_LOC,
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
+    DecodeRunner,
     Inputs,
     Step,
     computed,
@@ -29,7 +31,7 @@ from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, DeclarationErrors
 from slotgraph.dataflow.fill.bucket import Bucket
-from slotgraph.dataflow.slots import Constant, Copied, Output
+from slotgraph.dataflow.slots import BY_STEP, Constant, Copied, Output, Writer
 from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
@@ -103,6 +105,30 @@ def test_a_kind_of_ones_own() -> None:
     counted = {**IDS, "count": slot(Counter(shape=1, dtype=torch.int64, start=40), init=False)}
     assert declaration_of(counted).slotgraph.slots["count"].kind == "counter"
     assert fill(counted, {"ids": torch.tensor([7, 8])}, 2) == {"ids": [7, 8, 0, 0], "count": [41]}
+
+
+@attrs.frozen(kw_only=True)
+class Written(Slot):
+    """A kind of a user's own: the step writes it, as it writes an output slot."""
+
+    @property
+    def writers(self) -> frozenset[Writer]:
+        return BY_STEP
+
+
+def test_a_kind_that_the_step_writes() -> None:
+    """Who writes a slot is what it says, not what class it is of: it goes through each check as an output slot does."""
+    fields: dict[str, Any] = {**IDS, "made": slot(Written(shape=BATCH, dtype=torch.int64), init=False)}
+    runner: Any = DecodeRunner(
+        declaration_of(fields),
+        lambda view: torch.add(view.ids, 1, out=view.made),
+        buckets=[4],
+        backend="cpu-capture",
+        progress=False,
+    )
+    runner.capture()
+    assert runner({"ids": torch.tensor([7, 8])}).tolist() == [8, 9]
+    assert slotgraph.check(runner, progress=False).findings == ()
 
 
 def test_what_the_backend_decides() -> None:
