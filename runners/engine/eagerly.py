@@ -6,10 +6,10 @@ from typing import Any, Generic
 from ...dataflow import log
 from ...dataflow.axes import Live
 from ...dataflow.buffers import Buffers
-from ...dataflow.capabilities import LoweringName
 from ...dataflow.errors import BatchError
 from ...dataflow.fill.bucket import FilledBucket, hand_over
 from ...dataflow.fill.kinds import KindTable
+from ...dataflow.lowering import LOWERINGS
 from ...dataflow.plan import Absent
 from ...dataflow.sources import Side
 from ...dataflow.views import Viewer, ViewInfo, Views
@@ -123,9 +123,8 @@ class Eagerly(Generic[V]):
 
     def _over(self, buffers: Buffers) -> Filler[V]:
         """Fill buffers by copies: no kernel knows live rows alone."""
-        lowerings = self.stage.backend.capabilities.lowerings
-        by_copies: tuple[LoweringName, ...] = "direct", "foreach", "slot_by_slot"
-        lowering = next(one for one in by_copies if one in lowerings)
+        able = self.stage.backend.capabilities.lowerings
+        lowering = next(name for name, one in LOWERINGS.items() if name in able and not one.has_kernel)
         return Filler(self.stage, buffers, lowering, [buffers.capacity], self._table)
 
 

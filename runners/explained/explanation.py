@@ -11,6 +11,7 @@ import attrs
 
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, LoweringName, dtype_text
+from ...dataflow.lowering import LOWERINGS
 from ...dataflow.plan import FillPlan, plan_fill, slot_bytes
 from ...dataflow.slots import BY_STEP
 from ..decode import GraphRunner
@@ -368,7 +369,8 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
     """List a plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
     named, steps, declaration = dict(plan.sizes), list[FillStep](), stage.declaration
     sizes = {axis: named[axis.name] for axis in declaration.axes}
-    is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel
+    lowering = LOWERINGS[plan.lowering]
+    is_first = lowering.is_in_graph  # of the graph's nodes the kernel
 
     def add(
         kind: Kind, label: str, slots: Iterable[str], calls: int, moved: Iterable[str] | None = None, **more: bool
@@ -401,7 +403,7 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
 
     for label, always in (("reset tails", True), ("reset dirty tails", False)):
         tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
-        is_plain, is_direct = plan.lowering == "slot_by_slot", plan.lowering == "direct"  # without torch, by address
+        is_plain, is_direct = lowering.is_reference, lowering.copies == "direct"  # without torch, by address
         sliced = [one for one in tails if is_plain or not (is_direct or declaration.slots[one.slot].placement == HOST)]
         zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in sliced if not is_plain)
         if tails:  # zeros are set in one call
@@ -414,7 +416,7 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
         label = "fused kernel, the graph's first node" if is_first else "fused kernel"
         add("kernel", label, slots, int(not is_first), inside=is_first)
     copy(late=True)
-    compute(DEVICE, inside=whole and plan.lowering != "slot_by_slot")
+    compute(DEVICE, inside=whole and not lowering.is_reference)
     if parts:
         add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts)
     else:
