@@ -119,9 +119,10 @@ class Written(Slot):
 def test_a_kind_that_the_step_writes() -> None:
     """Who writes a slot is what it says, not what class it is of: it goes through each check as an output slot does."""
     fields: dict[str, Any] = {**IDS, "made": slot(Written(shape=BATCH, dtype=torch.int64), init=False)}
+    step: Any = lambda view: torch.add(view.ids, 1, out=view.made)  # noqa: E731 - of one line
     runner: Any = DecodeRunner(
         declaration_of(fields),
-        lambda view: torch.add(view.ids, 1, out=view.made),
+        step,
         buckets=[4],
         backend="cpu-capture",
         progress=False,
