@@ -107,6 +107,18 @@ def test_a_kind_of_ones_own() -> None:
     assert fill(counted, {"ids": torch.tensor([7, 8])}, 2) == {"ids": [7, 8, 0, 0], "count": [41]}
 
 
+def test_computed_slots_follow_what_they_need() -> None:
+    """One that reads another is computed after it, whatever their names are."""
+    own: dict[str, Any] = {"shape": BATCH, "dtype": torch.int64, "placement": HOST}
+    fields: dict[str, Any] = {
+        "ids": copied(BATCH, dtype=torch.int64, pad=0, placement=HOST),
+        "after": computed(lambda before: before + 1, **own),
+        "before": computed(lambda ids: ids * 2, **own),
+    }
+    shown = fill(fields, {"ids": torch.tensor([7, 8])}, 2)
+    assert (shown["before"], shown["after"]) == ([14, 16, 0, 0], [15, 17, 1, 1])
+
+
 @attrs.frozen(kw_only=True)
 class Written(Slot):
     """A kind of a user's own: the step writes it, as it writes an output slot."""

@@ -138,7 +138,8 @@ def rows_apart_are_read_as_one_piece(old: Any, *given: Any) -> int:
 @fault(KINDS, kinds.SourceKinds, "read", "runners/test_outputs.py::test_rows_follow_their_axis")
 def sizes_are_those_of_the_batch_before(old: Any, self: Any, given: Any) -> Any:
     """Keep the sizes of the first batch: a later one of other sizes has its rows cut, or rows that it has not."""
-    return self._last_live or old(self, given)
+    _, live, _ = self._last
+    return live or old(self, given)
 
 
 @fault(KINDS, guard, "own_guard", "invariants/test_sources.py::test_values_alone_count")
@@ -224,7 +225,7 @@ def changed_views_are_handed_out_again(old: Any, self: Any) -> Any:
     return self._made or old(self)
 
 
-@fault(COMPUTED, Declaration, "_ordered", "dataflow/test_lowerings.py::test_lowerings_take_turns")
+@fault(COMPUTED, Declaration, "_ordered", "dataflow/test_slots.py::test_computed_slots_follow_what_they_need")
 def computed_slots_go_by_name(old: Any, *given: Any, **named: Any) -> Any:
     """Compute slots in the order of their names: one that reads another sees the last step's value."""
     return dict(sorted(old(*given, **named).items()))
