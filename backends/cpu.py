@@ -128,7 +128,7 @@ def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
 
 
 def _live(row: list[int], words: list[int], *, before: bool = False) -> int:
-    """Read how many elements of a table row are live: none where the rows that it is one of are fewer."""
+    """Count the live elements of a table row. A row behind the live rows of its first axis has none."""
     padded, count, inner, own, owns = row[4], *row[11:15]
     shift = (count >> 32) * before
     return min(words[(count & _PLACE) + shift] * inner, padded) if own < words[owns + shift] else 0

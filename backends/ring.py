@@ -57,16 +57,16 @@ class Ring(Upload):
     def send(self, data: bytes, kept: object) -> None:
         """Write the next entry and start its copy. One that is read at once, and keeps nothing, takes no entry."""
         size = len(data)
-        is_inline = self._inline is not None and size <= self._most_inline
-        if is_inline and kept is None:
-            self._inline(data, size)  # type: ignore[misc] # there is one
+        inline = self._inline if size <= self._most_inline else None
+        if inline is not None and kept is None:
+            inline(data, size)
             return
         index = self._next
         if index % SEGMENT == 0:
             self._turn(index // SEGMENT)
         self._kept[index] = kept
-        if is_inline:
-            self._inline(data, size)  # type: ignore[misc] # likewise
+        if inline is not None:
+            inline(data, size)
         else:
             if size > self._room:
                 self._grow(size)

@@ -187,11 +187,6 @@ class Buffers:
         return [span(buffer.tensor) for buffer in self if buffer.nbytes]
 
     @functools.cached_property
-    def near(self) -> tuple[int, int]:
-        """Two addresses; no tensor reaches into a buffer that begins before the first, or from the second on."""
-        return min(self.storages, default=0), max([stop for _, stop in self.spans], default=0)
-
-    @functools.cached_property
     def bounds(self) -> list[int]:
         """Where each allocation begins that buffers are parts of, and where the last of them ends, in order."""
         ends = dict[int, int]()

@@ -157,9 +157,8 @@ class RowBucket:
         """Admit sources for some requests, one for each name. Raises as a fill does; nothing is written."""
         given = dict(zip(self.bucket.table.names, sources, strict=True))
         check_sources([(self.buffers[name], None, ()) for name in names if given[name] is None])
-        low, high = self.buffers.near
         for name, source in given.items():  # an edit has no rows of the slot's own
-            if isinstance(source, torch.Tensor) and low <= source.data_ptr() < high:
+            if isinstance(source, torch.Tensor) and self.buffers.reaches(source.data_ptr()):
                 given[name] = source.clone()
         live = self.live_of(len(keys))
         return self._write_of(keys, live, *self.bucket.admit(tuple(given.values()), live))
@@ -200,7 +199,7 @@ class RowBucket:
         """
         feed, data = self.bucket.feed, write.packet or self._left_alone
         places = _words_of([*[start | to << 32 for start, to in moves], *rows])
-        head = _words_of([EDIT, next(feed.sent), len(data) // WORD, len(moves) | len(rows) << 32, *counts, *before])
+        head = _words_of([EDIT, 0, len(data) // WORD, len(moves) | len(rows) << 32, *counts, *before])
         lanes = data[self._lanes_at :]
         if values:
             changed = bytearray(lanes)
@@ -210,7 +209,7 @@ class RowBucket:
                 _WORD.pack_into(changed, WORD * (2 * len(self.bucket.lanes) + self.whole[slot]), at)
                 at += len(value)
             lanes = bytes(changed)
-        feed.start(b"".join((head, lanes, places, *values.values())), write.kept)
+        feed.send(b"".join((head, lanes, places, *values.values())), write.kept)
 
     @functools.cached_property
     def whole(self) -> Mapping[str, int]:

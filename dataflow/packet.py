@@ -241,14 +241,15 @@ class Upload(abc.ABC):
 class Feed:
     """One packet of `room` bytes that several buckets take turns to fill; it is made when first asked for.
 
-    numbered: whether each packet that is sent has a number of its own, as slots that advance need. sent: these numbers.
+    numbered: whether each packet that is sent gets a number of its own, as slots that advance need.
     """
 
     def __init__(self, upload: Callable[[int], Upload | None], room: int, *, numbered: bool = False) -> None:
         """Keep a backend's verb, which makes the packet."""
         self.room, self._make, self._data = room, upload, _AT_REST
-        self.sent, self._numbered = itertools.count(1), numbered
-        self._numbers = itertools.count(1)
+        self._numbered = numbered
+        self._sent = itertools.count(1)
+        self._tables = itertools.count(1)
 
     @functools.cached_property
     def upload(self) -> Upload:
@@ -267,20 +268,14 @@ class Feed:
 
     def number(self) -> int:
         """A number for one more table that this packet feeds: it arms no other."""
-        return next(self._numbers)
+        return next(self._tables)
 
     def send(self, data: bytes, kept: object) -> None:
         """Have the packet hold a step's bytes; `kept` as `Upload.send` takes it."""
         if self._numbered and len(data) > WORD:
-            data = b"".join((data[:WORD], _NUMBER(next(self.sent)), data[2 * WORD :]))
+            data = b"".join((data[:WORD], _NUMBER(next(self._sent)), data[2 * WORD :]))
         elif data == self._data:
             return
-        self._data = b""  # in case the next line raises
-        self.upload.send(data, kept)
-        self._data = data
-
-    def start(self, data: bytes, kept: object) -> None:
-        """The same for bytes that are new, with the packet's own number in them."""
         self._data = b""  # in case the next line raises
         self.upload.send(data, kept)
         self._data = data

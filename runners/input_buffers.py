@@ -359,10 +359,10 @@ class BucketBuffers(Generic[V]):
         declaration.check_names("skip" if only is None else "only", skip if only is None else only, "copied")
         copied = declaration.sources.keys() - call.absent
         last, behind = layer.behind
-        is_part = last in [part.bucket for (absent, _), part in self._parts.items() if absent == call.absent]
+        is_own = last is not None and (last.padded, last.absent) == (self._padded, call.absent)
         if clean.was(whole.bucket, call.live):
             behind = frozenset()
-        elif not (is_part and clean.was(last, call.live)):
+        elif not (is_own and clean.was(last, call.live)):
             behind = frozenset(copied)
         if only is None:
             left, behind = set(copied.intersection(skip) - behind), frozenset()

@@ -25,7 +25,7 @@ _UNLIKE: Final = (AttributeError, RuntimeError, *NOT_CARRIED)
 _MOST_APART: Final = 1024
 """Addresses of sources in no slot that a plan knows; then it forgets them."""
 _ODD: Final = WORD - 1
-"""The bits of an address that is no multiple of a word."""
+"""The bits that are set only in addresses that are no multiple of a word."""
 
 
 @attrs.frozen(eq=False)
@@ -74,9 +74,9 @@ class Writers:
         tails: Resets the others.
         early: Copies before the host computes anything: into slots that its functions read.
         late: Copies after the packet was sent.
-        packing: Packs and sends the packet; None where there is none.
+        packing: Packs and sends the packet. None for a plan that sends no packet.
         computes: Whether the host computes anything.
-        distrusts: Whether a producer may have written tails of which no plan says so.
+        distrusts: Whether a producer may have written tails, though no tail of the plan is marked `always`.
     """
 
     always: Sequence[Tails]
@@ -94,7 +94,7 @@ class BoundPlan:
     Attributes:
         plan: The plan.
         ways: How each source reaches its slot.
-        packing: Packs and sends the packet; None where there is none.
+        packing: Packs and sends the packet. None for a plan that sends no packet.
     """
 
     __slots__ = (
@@ -134,7 +134,7 @@ class BoundPlan:
         """Convert what must be converted, and copy what lies where the fill writes. Writes no slot.
 
         Returns:
-            What the writers read; None where a source is not of its kind after all.
+            The sources and addresses that writers read. None if a source turns out to be of another kind.
         """
         try:
             if self._conversions:

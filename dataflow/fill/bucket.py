@@ -495,7 +495,7 @@ class Bucket:
             late=late,
             packing=packing,
             computes=not self.partial and any(one.on == HOST for one in self._computed),
-            distrusts=bool(in_place) and self.lowering.has_kernel,  # of which no plan of these says so
+            distrusts=bool(in_place) and self.lowering.has_kernel,  # their plans mark no tail `always` for it
         )
 
     def _packing(self, plan: FillPlan, ways: Sequence[Way], order: Mapping[int, int]) -> Packing:

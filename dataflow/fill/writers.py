@@ -39,8 +39,8 @@ _WORDS: Final[Mapping[int, torch.dtype]] = {
     16: torch.complex128,
 }
 """By itemsize, a dtype in which NumPy holds the bits of a slot whose own dtype it may not know."""
-PARTS: Final = 8
-"""Parts of a bucket's rows at which the slices of its tails begin."""
+_STARTS: Final = 8
+"""Rows of each axis of a bucket at which slices of tails begin, evenly apart."""
 _MOST_STARTS: Final = 32
 """Beginnings of tails whose slices one object keeps."""
 Taken: TypeAlias = tuple[Sources, tuple[int, ...]]
@@ -255,7 +255,7 @@ class SlicedTails(Tails):
         self._exact = [tail for tail in tails if not tail.is_copied]
         self._copied = [tail for tail in tails if tail.is_copied]
         self._padded = padded
-        self._steps = [max(1, rows // PARTS) for rows in padded]
+        self._steps = [max(1, rows // _STARTS) for rows in padded]
         self._known = dict[Live, TailSlices]()
 
     def reset(self, live: Live, dirty: Live) -> None:
