@@ -130,8 +130,11 @@ class LayoutError(SlotGraphError, RuntimeError):
 
 
 class RankError(SlotGraphError, RuntimeError):
-    """Ranks that run their steps together do not: one refused its batch, is elsewhere, or did not come; it is named."""
+    """Ranks disagree: one refused its batch, is at another step, or is missing. The message names it."""
 
+
+for _name in __all__:  # what a traceback prints is what users import
+    globals()[_name].__module__ = "slotgraph.errors"
 
 _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__)
 """Files that a failure is not blamed on: those of torch, and of this library."""

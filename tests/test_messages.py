@@ -1,6 +1,7 @@
 """Messages: what came, and the way out, for the mistakes that users make first, in every entry point."""
 
 import functools
+import pickle
 import re
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from structlog.testing import capture_logs
 from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, DecodeRunner, EagerRunner, InputBuffers, Inputs, copied
 from slotgraph.backends import load
 from slotgraph.config import RunnerConfig
+from slotgraph.dataflow import errors
 from slotgraph.dataflow.capabilities import dtype_from_text
 from slotgraph.dataflow.errors import BatchError, CaptureError, MissingSourceError, ReplayError, SlotGraphError, hint
 from slotgraph.pool import InputPool
@@ -520,3 +522,11 @@ def test_a_step_that_raises_itself() -> None:
     eager = EagerRunner(Placed, broken, settings={"window": False}, backend="cpu")
     with pytest.raises(LookupError, match=r"^'?no such table"):
         eager(placed_batch("EagerRunner"))
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_a_traceback_names_an_error_as_users_import_it(name: str) -> None:
+    """It prints the public name, under which pickle finds it, too."""
+    kind = getattr(errors, name)
+    assert (kind.__module__, kind.__qualname__) == ("slotgraph.errors", name)
+    assert pickle.loads(pickle.dumps(kind)) is kind  # noqa: S301 - our own

@@ -254,5 +254,5 @@ def test_a_torch_without_process_groups() -> None:
     )
     done = python("-c", code)
     assert done.stderr.splitlines()[-1].startswith(
-        "slotgraph.dataflow.errors.ConfigError: ranks need a process group: call torch.distributed.init_process_group"
+        "slotgraph.errors.ConfigError: ranks need a process group: call torch.distributed.init_process_group"
     )
