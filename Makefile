@@ -47,8 +47,8 @@ bench: .venv/.have-test  ## the pytest-benchmark suites, then the table of `slot
 	@$(BIN)/pytest tests/benchmarks --benchmark-enable --benchmark-only
 	@$(BIN)/slotgraph bench $(ARGS)
 
-coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
-	@$(PYTEST) -q -m "not slow" --cov --cov-report= --cov-fail-under=0 src tests/dataflow tests/runners tests/backends
+coverage: .venv/.have-test  ## make test, and branch coverage of dataflow/, at least 95 %
+	@$(MAKE) --no-print-directory test ARGS="--cov --cov-report= --cov-fail-under=0 $(ARGS)"
 	@$(BIN)/coverage report
 	@$(BIN)/coverage json -q -o - | $(BIN)/python -c "import json, sys; \
 	found = json.load(sys.stdin)['totals']; share = 100 * found['covered_branches'] / max(1, found['num_branches']); \

@@ -77,6 +77,10 @@ class Graph(abc.ABC):
 class Event(Protocol):
     """A point in the device's work that the host can ask about, as torch's own events are."""
 
+    def record(self) -> None:
+        """Move it to the present point of the current stream."""
+        ...
+
     def query(self) -> bool:
         """Whether the device has passed this point."""
         ...

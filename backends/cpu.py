@@ -33,6 +33,10 @@ class HostEvent(Event):
     """A moment on the host's clock: CPU work is done when the call returns."""
 
     def __init__(self) -> None:
+        self.record()
+
+    def record(self) -> None:
+        """Take the present moment."""
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:

@@ -74,7 +74,7 @@ class Writers:
         tails: Resets the others.
         early: Copies before the host computes anything: into slots that its functions read.
         late: Copies after the packet was sent.
-        packing: Packs and sends the packet. None for a plan that sends no packet.
+        packing: Packs the packet. None for a plan that sends no packet.
         computes: Whether the host computes anything.
         distrusts: Whether a producer may have written tails, though no tail of the plan is marked `always`.
     """
@@ -94,7 +94,7 @@ class BoundPlan:
     Attributes:
         plan: The plan.
         ways: How each source reaches its slot.
-        packing: Packs and sends the packet. None for a plan that sends no packet.
+        packing: Packs the packet. None for a plan that sends no packet.
     """
 
     __slots__ = (
@@ -198,16 +198,22 @@ class BoundPlan:
                 tails.reset(live, dirty)
         for copies in writers.early:
             copies.copy(taken, live)
-        packing = self.packing
+        packed: Sequence[PackedValue] = ()
+        step: Step | None = None
         if writers.computes:
             functions = self._functions or bucket.functions(live)
-            step = bucket.step(live) if functions.ask_step else None
+            packed = functions.packed
+            if functions.ask_step:
+                step = bucket.step(live)
             for computation in functions.on_host:
                 computation.run(batch, step)
-            if packing is not None:
-                packing.send(*taken, live, functions.packed, batch, step)
-        elif packing is not None:
-            packing.send(*taken, live, ())
+        packing = self.packing
+        if packing is not None:
+            sources, addresses = taken
+            packet = packing.pack(sources, addresses, live)
+            for value in packed:
+                packet += value.bytes_of(batch, step)
+            packing.feed.send(packet, sources if addresses else None)
         for copies in writers.late:
             copies.copy(taken, live)
         clean.done(bucket, live)

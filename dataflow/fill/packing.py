@@ -8,7 +8,6 @@ import attrs
 import torch
 
 from ..axes import Extent, Live
-from ..computation import PackedValue
 from ..packet import HEAD, UNIT, WORD, Feed, Lane, code_of, head_bytes, rounded
 from ..sources import Sources, chosen
 from .reach import Reach, Rows
@@ -51,7 +50,7 @@ class Carried:
 
 
 class Packing:
-    """Packs and sends the packet of one bound plan.
+    """Packs the packet of one bound plan.
 
     Attributes:
         feed: What the packet is sent by.
@@ -133,17 +132,8 @@ class Packing:
         """Tell the bytes of the packet of a call."""
         return self._start + sum(rounded(one.nbytes(live)) for one in self._carried)
 
-    def send(
-        self, sources: Sources, addresses: tuple[int, ...], live: Live, values: Sequence[PackedValue], *given: Any
-    ) -> None:
-        """Send the packet of a call. values: what the host computes now. given: the batch and its step."""
-        data = self.pack(sources, addresses, live)
-        for value in values:
-            data += value.bytes_of(*given)
-        self.feed.send(data, sources if addresses else None)
-
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
-        """Pack the words and the host data of a call."""
+        """Pack the words and the host data of a call. What the host computes comes behind them."""
         last_addresses, last_live, words = self._last
         if addresses != last_addresses or live != last_live:
             words = self._pack_words(addresses, live)

@@ -14,7 +14,7 @@ from ...backends.base import Event
 from ...dataflow.capabilities import HOST
 from ...dataflow.edits import Keys, keys_in
 from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
-from ...dataflow.guard import outside_inference
+from ...dataflow.guard import outside_inference, without_gradients
 from ...dataflow.sources import NO_SIDE
 from ..engine.config import GENERATIONS, refuse
 from ..engine.outputs import Stamped, chosen_parts, constant_of, map_tensors, own_copy
@@ -79,9 +79,11 @@ class LaunchedStep:
             raise ConfigError(
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
             )
-        rows = self._loop.counted_rows(self.number, self.keys)
-        numbers = outputs.view(len(self.keys), -1).squeeze(1).tolist() if self.keys else []
-        return [(self.keys[row], numbers[row]) for row in rows]
+        self._loop.check_rows()
+        requests = len(self.keys)
+        if requests and outputs.shape != (requests,):  # several rows or numbers for each
+            outputs = outputs.view(requests, -1).squeeze(1)
+        return self._loop.counted(self.number, list(zip(self.keys, outputs.tolist(), strict=True)))
 
     def needs(self, slot: str) -> dict[Any, int]:
         """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
@@ -182,7 +184,9 @@ class StepLoop(Generic[V]):
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # by key of each request that is not to leave, its first step
         self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps in which their rows still count
+        self._changed = 0  # the first step with the requests of today: all its rows count
         self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
+        self._events = list[Event]()  # by place in the ring
         self._in_flight: dict[int, tuple[Event, Copies]] = {}
         self._growths = {name: chain.growth_of(name) for name in needs}
         self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
@@ -234,14 +238,19 @@ class StepLoop(Generic[V]):
         self.launched += 1
         copies = self._copies(number)
         outputs, targets, sources, together = copies
-        with torch.no_grad():
-            if together:
-                _FOREACH_COPY(targets, sources)
-            else:
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
+        if together:
+            without_gradients(_FOREACH_COPY, targets, sources)
+        else:
+            for target, source in zip(targets, sources, strict=True):
+                without_gradients(target.copy_, source, True)  # noqa: FBT003 - without waiting for it
         self._in_flight.pop(number - len(self._ring), None)
-        self._in_flight[number] = self._backend.event(), copies
+        if number < len(self._ring):
+            event = self._backend.event()
+            self._events.append(event)
+        else:
+            event = self._events[number % len(self._ring)]
+            event.record()
+        self._in_flight[number] = event, copies
         return LaunchedStep(self, number, keys, outputs)
 
     def _copies(self, number: int) -> Copies:
@@ -286,12 +295,18 @@ class StepLoop(Generic[V]):
         """Say whether a later step uses the host memory of a step."""
         return self.launched > number + len(self._ring)
 
-    def counted_rows(self, number: int, keys: Keys) -> list[int]:
-        """Choose the rows of a step that still count: of live requests, and of others until their known end."""
+    def check_rows(self) -> None:
+        """Raise ConfigError where outputs have no rows of requests."""
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
-        ended, launched = {key for key, steps in self._ended if number in steps}, self.launched
-        return [row for row, key in enumerate(keys) if key in ended or self._since.get(key, launched) <= number]
+
+    def counted(self, number: int, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Choose the keys and rows of a step that still count: of live requests, and of others until their known end."""
+        if number >= self._changed:
+            return pairs
+        launched = self.launched
+        ended = {key for key, steps in self._ended if number in steps}
+        return [pair for pair in pairs if pair[0] in ended or self._since.get(pair[0], launched) <= number]
 
     def _forget_ended(self) -> None:
         """Forget requests that left before any step that can still be read."""
@@ -304,6 +319,7 @@ class StepLoop(Generic[V]):
             since = self._since.pop(key)
             if not now:
                 self._ended.append((key, range(since, self.launched)))
+        self._changed = self.launched
         self._chain.leave(gone)
 
     def join(self, batch: Any, keys: SomeKeys) -> None:
@@ -313,6 +329,7 @@ class StepLoop(Generic[V]):
             raise BatchError("these steps() have ended: begin again with all live requests")
         self._chain.join(batch, new)
         self._since.update(dict.fromkeys(new, self.launched))
+        self._changed = self.launched
         for name in self._growths:
             self._note_values(name, new, self._sources[name].read(batch, NO_SIDE))
 

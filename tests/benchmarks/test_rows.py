@@ -84,10 +84,39 @@ def launched(backend: str) -> tuple[list[Any], dict[str, Any]]:
         step.join(few, joining)
         keys.extend(joining)
 
+    def by_hand() -> Callable[[Any], Any]:
+        """The loop that an engine writes: two graphs in turn, one copy and one event a step, tokens a step late."""
+        first = batches[0][0]
+        ids = [first.input_ids.clone(), first.input_ids.clone()]
+        positions, seq_lens = first.positions.clone(), first.seq_lens.clone()
+
+        def step(turn: int) -> torch.Tensor:
+            positions.add_(1)
+            seq_lens.add_(1)
+            return torch.add(ids[turn], positions, out=ids[1 - turn])
+
+        step(0)
+        graphs = [on.capture(functools.partial(step, turn)) for turn in range(2)]
+        host = [on.empty((LIVE,), torch.int64, "host") for _ in range(2)]
+        events = [on.event() for _ in range(2)]
+        turns, keys = itertools.cycle(range(2)), [*range(LIVE)]
+
+        def go_on(_: Any) -> list[tuple[int, int]]:
+            turn = next(turns)
+            graphs[turn].replay()
+            host[turn].copy_(ids[1 - turn], non_blocking=True)
+            events[turn].record()
+            events[1 - turn].synchronize()
+            return [*zip(keys, host[1 - turn].tolist(), strict=True)]
+
+        return go_on
+
     filled, graph = runner(), runner(lowering=ORACLE).graphs.captured[PADDED, frozenset()].graph
     return batches, {
         "full fill": lambda pair: filled(pair[0]),
         "no news": looped(lambda *_: None),
+        "tokens read": looped(lambda step, _: step.tokens()),
+        "tokens read, by hand": by_hand(),
         f"{FEW} change": looped(lambda step, few: step.edit(range(FEW), tables=few.tables)),
         f"{FEW} leave, {FEW} join": looped(exchange),
         "bare": lambda _: graph.replay(),

@@ -38,9 +38,14 @@ class Stream:  # work in order. handed: how much ever came. done: how much of it
 
 @attrs.define(eq=False)
 class Point(Event):  # a point in a stream. tells: whether it says the truth; else it says that it has passed
+    device: "Device"
     stream: Stream
     at: int
     tells: bool
+
+    def record(self) -> None:
+        self.stream = self.device.streams[self.device.current]
+        self.at = self.stream.handed
 
     def query(self) -> bool:
         return self.stream.done >= self.at or not self.tells
@@ -135,7 +140,7 @@ class Device(HostBackend):
 
     def _point(self, what: str) -> Point:
         stream = self.streams[self.current]
-        return Point(stream, stream.handed, self.fault != what)
+        return Point(self, stream, stream.handed, self.fault != what)
 
     def synchronize(self) -> None:
         self._drain(random.Random(0))  # noqa: S311 - data for a test

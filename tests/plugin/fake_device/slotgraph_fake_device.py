@@ -25,6 +25,9 @@ _RECORD = Capabilities(
 
 class FakeEvent(Event):
     def __init__(self) -> None:
+        self.record()
+
+    def record(self) -> None:
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
