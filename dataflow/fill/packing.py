@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import torch

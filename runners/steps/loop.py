@@ -301,7 +301,7 @@ class StepLoop(Generic[V]):
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
 
     def counted(self, number: int, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Choose the keys and rows of a step that still count: of live requests, and of others until their known end."""
+        """Choose the rows of a step that still count: of live requests, and of others until their known end."""
         if number >= self._changed:
             return pairs
         launched = self.launched
