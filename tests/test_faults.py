@@ -12,7 +12,7 @@ from tests.faults.planted import FAULTS
 from tests.faults.planting import Fault
 
 ROOT: Final = Path(__file__).parents[1]
-TABLE: Final = (ROOT / "docs/decisions/planted-faults-are-functions.md").read_text(encoding="utf-8")
+TABLE: Final = (ROOT / "docs/decisions/tests-and-tools.md").read_text(encoding="utf-8")
 ROWS: Final = [
     (promise, faults.split(", "), before.split(", "))
     for promise, faults, before in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", TABLE, re.MULTILINE)[1:]

@@ -1,6 +1,6 @@
 """The faults, grouped by the promise that each breaks: the docstring of each says what it does and what a user sees.
 
-docs/decisions/planted-faults-are-functions.md has the table of all promises.
+docs/decisions/tests-and-tools.md has the table of all promises.
 """
 
 import contextlib
