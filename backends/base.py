@@ -77,10 +77,6 @@ class Graph(abc.ABC):
 class Event(Protocol):
     """A point in the device's work that the host can ask about, as torch's own events are."""
 
-    def record(self) -> None:
-        """Move it to the present point of the current stream."""
-        ...
-
     def query(self) -> bool:
         """Whether the device has passed this point."""
         ...
@@ -223,8 +219,12 @@ class Backend(abc.ABC):
         """Have one stream, told by its number, wait for what was handed to another so far."""
 
     @abc.abstractmethod
-    def event(self) -> Event:
-        """An event recorded now on the current stream."""
+    def event(self, again: Event | None = None) -> Event:
+        """An event recorded now on the current stream.
+
+        Args:
+            again: An event of this backend that nobody needs any more, to record it anew if that takes less time.
+        """
 
     @abc.abstractmethod
     def synchronize(self) -> None:

@@ -33,10 +33,6 @@ class HostEvent(Event):
     """A moment on the host's clock: CPU work is done when the call returns."""
 
     def __init__(self) -> None:
-        self.record()
-
-    def record(self) -> None:
-        """Take the present moment."""
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
@@ -231,8 +227,9 @@ class HostBackend(Backend):
         """The fused fill in plain code."""
         return HOST_FUSION
 
-    def event(self) -> Event:
+    def event(self, again: Event | None = None) -> Event:
         """The present moment."""
+        del again
         return HostEvent()
 
     def synchronize(self) -> None:

@@ -186,12 +186,16 @@ class StreamBackend(Backend):
         earlier, later = (make(stream_id=one, device_index=index, device_type=kind) for one in (first, then))
         later.wait_stream(earlier)
 
-    def event(self) -> Event:
+    def event(self, again: Event | None = None) -> Event:
         """An event recorded now on the current stream."""
-        recorded = self._module.Event(enable_timing=True)
-        recorded.record(self._module.current_stream(self._device))
+        recorded: Any = self._module.Event(enable_timing=True) if again is None else again
+        recorded.record(self.current_stream())
         event: Event = recorded
         return event
+
+    def current_stream(self) -> Any:
+        """Return the current stream, as events take it."""
+        return self._module.current_stream(self._device)
 
     def synchronize(self) -> None:
         """Wait until the device has done all work handed to it."""

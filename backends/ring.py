@@ -34,14 +34,14 @@ class Ring(Upload):
     """An upload by way of a ring.
 
     pinned: makes host memory that the device copies from. start: copies so many bytes from a place in such memory to
-    the packet, on the current stream. mark: records a point on that stream. finish: waits for the device, before the
-    ring's memory can go to others. inline: as start, from bytes that may change afterwards, `most_inline` of them.
+    the packet, on the current stream. mark: records a point on that stream, anew in the event that it is given, if any.
+    finish: waits for the device, before the ring's memory can go to others. inline: as start, from bytes that may change afterwards, `most_inline` of them.
     """
 
     packet: torch.Tensor
     _pinned: Callable[[int], torch.Tensor]
     _start: Start
-    _mark: Callable[[], Any]
+    _mark: Callable[[Any], Any]
     _finish: Callable[[], None]
     _inline: Inline | None = None
     _most_inline: int = 0
@@ -83,7 +83,7 @@ class Ring(Upload):
 
     def _turn(self, entered: int) -> None:
         """Leave a segment and enter the next, once the device is done with it; let go of what it has read."""
-        self._marks[entered - 1] = self._mark()
+        self._marks[entered - 1] = self._mark(self._marks[entered - 1])
         mark = self._marks[entered]
         if mark is not None:
             mark.synchronize()
@@ -93,7 +93,7 @@ class Ring(Upload):
 
     def _grow(self, size: int) -> None:
         """Larger entries, once the device has done with all the others."""
-        self._mark().synchronize()
+        self._mark(None).synchronize()
         self._room = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = self._pinned(self._room * ENTRIES)
         self.nbytes = self.packet.nbytes + self._memory.nbytes
@@ -132,17 +132,20 @@ def ring_on(
     module: Any = None,
     memory: Callable[[int], torch.Tensor] = pinned,
     driver: Callable[[torch.Tensor], tuple[Start, Inline, int]] | None = None,
+    stream: Callable[[], Any] | None = None,
 ) -> Ring:
     """A packet of so many bytes on a device, fed by torch's own copies, or by the driver's.
 
     module: what has the device's `Event`, `current_stream` and `synchronize`, if not torch's own. memory: makes host
     memory. driver: gives `start`, `inline` and `most_inline` of a `Ring` for a packet.
+    stream: gives the current stream, if not the module.
     """
     packet, found = packet_on(device, nbytes), module or torch.get_device_module(device)
+    current = functools.partial(found.current_stream, device) if stream is None else stream
 
-    def mark() -> Any:
-        event: Any = found.Event()
-        event.record(found.current_stream(device))
+    def mark(again: Any) -> Any:
+        event: Any = found.Event() if again is None else again
+        event.record(current())
         return event
 
     def finish() -> None:  # not in the middle of a capture, which that would break off

@@ -184,9 +184,10 @@ class StepLoop(Generic[V]):
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # by key of each request that is not to leave, its first step
         self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps in which their rows still count
+        self._stamps = GENERATIONS in runner.config.modes
         self._changed = 0  # the first step with the requests of today: all its rows count
         self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
-        self._events = list[Event]()  # by place in the ring
+        self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, Copies]] = {}
         self._growths = {name: chain.growth_of(name) for name in needs}
         self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
@@ -238,18 +239,14 @@ class StepLoop(Generic[V]):
         self.launched += 1
         copies = self._copies(number)
         outputs, targets, sources, together = copies
-        if together:
+        if together and len(targets) > 1:  # for one tensor, the grouped call takes longer
             without_gradients(_FOREACH_COPY, targets, sources)
         else:
             for target, source in zip(targets, sources, strict=True):
                 without_gradients(target.copy_, source, True)  # noqa: FBT003 - without waiting for it
         self._in_flight.pop(number - len(self._ring), None)
-        if number < len(self._ring):
-            event = self._backend.event()
-            self._events.append(event)
-        else:
-            event = self._events[number % len(self._ring)]
-            event.record()
+        place = number % len(self._ring)
+        self._events[place] = event = self._backend.event(self._events[place])
         self._in_flight[number] = event, copies
         return LaunchedStep(self, number, keys, outputs)
 
@@ -287,7 +284,7 @@ class StepLoop(Generic[V]):
             del self._in_flight[number]
         if runner.config.outputs == "copy":
             return own_copy(outputs)
-        if GENERATIONS in runner.config.modes:
+        if self._stamps:
             return map_tensors(outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(number)))
         return outputs
 

@@ -69,8 +69,12 @@ class LazyDevice:
         self.sources.append(alive := weakref.ref(kept))
         self.queues[self.stream].append(lambda: self._check(data, alive))
 
-    def mark(self) -> "LazyMark":
-        made = LazyMark(self, self.stream)
+    def mark(self, again: "LazyMark | None") -> "LazyMark":
+        """Record a point, anew in a mark that has passed."""
+        if again is not None and not again.passed:
+            self.faults.append("a point was recorded anew that the device had not passed")
+        made = again or LazyMark(self, self.stream)
+        made.stream, made.passed = self.stream, False
         self.queues[self.stream].append(made.reach)
         return made
 

@@ -105,7 +105,7 @@ def launched(backend: str) -> tuple[list[Any], dict[str, Any]]:
             turn = next(turns)
             graphs[turn].replay()
             host[turn].copy_(ids[1 - turn], non_blocking=True)
-            events[turn].record()
+            events[turn] = on.event(events[turn])
             events[1 - turn].synchronize()
             return [*zip(keys, host[1 - turn].tolist(), strict=True)]
 

@@ -38,14 +38,9 @@ class Stream:  # work in order. handed: how much ever came. done: how much of it
 
 @attrs.define(eq=False)
 class Point(Event):  # a point in a stream. tells: whether it says the truth; else it says that it has passed
-    device: "Device"
     stream: Stream
     at: int
     tells: bool
-
-    def record(self) -> None:
-        self.stream = self.device.streams[self.device.current]
-        self.at = self.stream.handed
 
     def query(self) -> bool:
         return self.stream.done >= self.at or not self.tells
@@ -120,7 +115,7 @@ class Device(HostBackend):
         def pinned(count: int) -> torch.Tensor:
             return self._on_host(torch.zeros(count, dtype=torch.uint8))
 
-        return Ring(packet, pinned, start, lambda: self._point("mark"), self.synchronize)
+        return Ring(packet, pinned, start, lambda _: self._point("mark"), self.synchronize)
 
     def fusion(self) -> Fusion:
         last = -1 if self.fault == "kernel" else None
@@ -135,12 +130,13 @@ class Device(HostBackend):
         if self.fault != "order" and self.is_late:
             self._put(self.streams[then], lambda: earlier.run(at))
 
-    def event(self) -> Event:
+    def event(self, again: Event | None = None) -> Event:
+        del again
         return self._point("event")
 
     def _point(self, what: str) -> Point:
         stream = self.streams[self.current]
-        return Point(self, stream, stream.handed, self.fault != what)
+        return Point(stream, stream.handed, self.fault != what)
 
     def synchronize(self) -> None:
         self._drain(random.Random(0))  # noqa: S311 - data for a test

@@ -11,6 +11,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, output, record
 from slotgraph.backends import Backend
+from slotgraph.backends.base import Event
 from slotgraph.backends.cpu import HostBackend, HostEvent
 from slotgraph.errors import BatchError, ConfigError, CycleError, DeclarationErrors, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
@@ -275,7 +276,8 @@ def test_a_device_that_is_late(cpu: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """A step waits for its own outputs alone; memory that the device may still write lives on when the loop ends."""
     events, waited, runner = weakref.WeakSet[HostEvent](), list[int](), counting(cpu)
 
-    def event(_: HostBackend) -> HostEvent:
+    def event(_: HostBackend, again: Event | None = None) -> HostEvent:
+        del again
         events.add(one := HostEvent())
         return one
 

@@ -25,9 +25,6 @@ _RECORD = Capabilities(
 
 class FakeEvent(Event):
     def __init__(self) -> None:
-        self.record()
-
-    def record(self) -> None:
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
@@ -98,7 +95,8 @@ class _Fake(Backend):
         except Exception as error:
             raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
-    def event(self) -> Event:
+    def event(self, again: Event | None = None) -> Event:
+        del again
         return FakeEvent()
 
     def synchronize(self) -> None:
