@@ -18,6 +18,7 @@ from .sources import OUT, linear
 from .tails import Number, Pad, resolve_value
 from .transition import Advance, rows_of_requests
 
+
 @attrs.frozen
 class TailReset:
     """Rows beyond the live size are set to `value`, along each dim that varies.
