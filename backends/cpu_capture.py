@@ -217,7 +217,7 @@ class Recorder(OperatorWatch):
         if active_recorder() is not None:
             raise CaptureError("this thread is capturing already: a capture cannot contain another one")
         random = torch.get_rng_state()
-        functions = _C._get_torch_function_state()  # whether a block has turned modes off
+        functions = _C._get_torch_function_state()  # noqa: SLF001 - whether a block has turned modes off
 
         def watched() -> Any:
             _ACTIVE.recorder = self

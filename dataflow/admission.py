@@ -113,7 +113,7 @@ def admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
         faults = [*_faults(to, made, shape)]
         if faults:
             raise BatchError.of(*faults)
-    return made  # a tensor: anything else is a fault
+    return made  # type: ignore[no-any-return] # a tensor: all else is a fault
 
 
 def is_in_place(source: Any, to: Buffer) -> bool:
