@@ -3,7 +3,8 @@
 Behaviour that is not obvious:
 
 - All captures on a device share one stream and one pool, whichever runner makes them. A graph's outputs are therefore
-  valid until a graph that was captured before it on the same device is replayed; those of one runner last as ever.
+  valid until a graph that was captured before it on the same device is replayed. Within one runner, they last until
+  its next replay, as always.
 - Replays run on the current stream. Runners make a step wait for the one before it if that was on another stream.
 - A host slot is pinned. A graph that copies from it reads it when the device gets there, not when replay returns. A
   runner's next fill waits for that.
@@ -83,8 +84,7 @@ class CudaBackend(StreamBackend):
 
     Args:
         check_input_liveness: Let torch (2.13 or newer) record every tensor that a capture reads, and refuse a replay
-            after
-            one of them was freed. It takes a stack trace for each of them, so it is for finding bugs.
+            after one of them was freed. It takes a stack trace for each of them, so it is for finding bugs.
     """
 
     name = "cuda"
@@ -163,7 +163,10 @@ class CudaBackend(StreamBackend):
 
 @functools.lru_cache(maxsize=128)
 def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-    """Return the stream of a handle, and an event for it. Handle 0 would make torch draw a stream from its pool."""
+    """Return the stream of a handle, and an event for it.
+
+    Handle 0 is the default stream's. An external stream of that handle would be one from torch's pool.
+    """
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     if handle == 0:
         return torch.cuda.default_stream(device), event

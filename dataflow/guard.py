@@ -17,7 +17,7 @@ FUNCTION_MODES: Final[Callable[[], int]] = _C._len_torch_function_stack  # noqa:
 
 
 def below_modes(call: Callable[..., T], *args: Any) -> T:
-    """Call a function that only inspects tensors, with torch's function modes off, which would double a step's time."""
+    """Call a function that only inspects tensors without torch's function modes, which would double a step's time."""
     if not FUNCTION_MODES():
         return call(*args)
     with _C.DisableTorchFunction():

@@ -51,8 +51,7 @@ class CopyGroup:
         src_dtype: The dtype of their sources.
         placement: Where they are.
         how: "fused" with all others into one kernel, "direct" by address in host memory, together in one "foreach"
-            call,
-            each by a "single" plain copy, or not at all, because a producer wrote them "in place".
+            call, each by a "single" plain copy, or not at all, because a producer wrote them "in place".
         why: What ruled out the lowering's own way of copying, or "".
     """
 
@@ -186,7 +185,7 @@ def _names(names: Iterable[str]) -> frozenset[str]:
 
 @attrs.frozen
 class Pattern:
-    """Properties of batches that each need a plan of their own.
+    """What distinguishes batches that need different plans.
 
     Attributes:
         absent: Optional slots that the batch lacks.

@@ -345,7 +345,7 @@ class Bucket:
         return Functions(on_host, packed, on_device, ask_step)
 
     def computation(self, slot: str, views: Views) -> Computation:
-        """Bind a computed slot's function to the views that it needs and to its own slot's."""
+        """Bind a computed slot's function to the views that it needs, and to its own slot."""
         given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
         target = views[slot]
         if target is None:
@@ -358,7 +358,7 @@ class Bucket:
         return [one for one in self.plan.computed if one.slot not in self.left]
 
     def _ask(self, step: Step) -> None:
-        """Call each function of sizes only once, and raise DeclarationError if it asks for an unknown size.
+        """Call each function that needs only sizes once. Raise DeclarationError if it asks for an unknown size.
 
         Any other error waits for the fill that needs the function's value.
         """
@@ -501,7 +501,8 @@ class Bucket:
             late=late,
             packing=packing,
             computes=not self.partial and any(one.on == HOST for one in self._computed),
-            distrusts=bool(in_place) and self.lowering.has_kernel,  # these plans mark no tail `always` for it
+            # plans with a kernel do not depend on sources in place, and so mark no tail `always` for them
+            distrusts=bool(in_place) and self.lowering.has_kernel,
         )
 
     def _packing(self, plan: FillPlan, ways: Sequence[Way], order: Mapping[int, int]) -> Packing:
