@@ -207,7 +207,7 @@ class HostBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach everywhere, int64 cache locations."""
+        """The CPU's capabilities: every lowering, copies by address first, and int64 cache locations."""
         return HOST_CAPABILITIES
 
     @property
