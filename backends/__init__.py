@@ -1,6 +1,6 @@
-"""Device adapters: one file a device over one abstract base, found by name and imported on first use.
+"""Device adapters: one file for each device over one abstract base, found by name and imported on first use.
 
-Those of this package are known by name, those of others by their entry points.
+The backends of this package have fixed names; those of other packages are found by their entry points.
 """
 
 import importlib.metadata
@@ -49,16 +49,16 @@ _MEANT: Final = {
     "ascend": "npu",
     **dict.fromkeys(("xpu", "mps", "musa", "hpu", "intel"), "accelerator"),
 }
-"""Other names of devices, and the backend that each is meant for."""
+"""Other names of devices, and the backend that a user of the name probably means."""
 
 
 def names() -> tuple[str, ...]:
-    """Every backend that can be named: this package's own, then those found through entry points."""
+    """Return the name of every backend: this package's own, then those found through entry points."""
     return tuple(_points())
 
 
 def load(name: str) -> type[Backend]:
-    """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
+    """Return a backend's class, imported on first use. Raise BackendUnavailableError if there is none of that name."""
     points = _points()
     if name not in points:
         near = f"did you mean {_MEANT[name.lower()]!r}?" if name.lower() in _MEANT else hint(name, points)
@@ -67,7 +67,7 @@ def load(name: str) -> type[Backend]:
         )
     try:
         found = points[name].load()
-    except Exception as error:  # whatever a package raises that has no place here
+    except Exception as error:  # the package may raise anything
         raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailableError(f"backend {name!r}: {found!r} is not a subclass of slotgraph.backends.Backend")
@@ -75,14 +75,14 @@ def load(name: str) -> type[Backend]:
 
 
 def _points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Entry points by name; those of this package first, whose names no other takes."""
+    """Return entry points by name, this package's first. No other package can take over its names."""
     own = [importlib.metadata.EntryPoint(name, f"{__package__}.{value}", GROUP) for name, value in _OWN.items()]
     others = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
     return {point.name: point for point in (*own, *(other for other in others if other.name not in _OWN))}
 
 
 def name_of(backend: str | Backend | type[Backend]) -> str:
-    """A backend's name, as it is written in a configuration. ConfigError where it is none of these."""
+    """Return a backend's name, as a configuration has it. Raise ConfigError for anything else."""
     if isinstance(backend, str):
         return backend
     kind = backend if isinstance(backend, type) else type(backend)
@@ -92,10 +92,12 @@ def name_of(backend: str | Backend | type[Backend]) -> str:
 
 
 def choose(backend: str | Backend | type[Backend]) -> Backend:
-    """A backend by name or class, or "auto" for the available one of highest priority; an instance as it is.
+    """Return a backend by name or class, or for "auto" the available one of highest priority.
 
-    Raises BackendUnavailableError with the reason where it cannot run here, ConfigError for anything else, and for a
-    backend whose record does not suit it.
+    Return an instance as it is.
+
+    Raises BackendUnavailableError with the reason if the backend cannot run on this machine, and ConfigError for
+    anything else, or if its record does not match its methods.
     """
     name = name_of(backend)
     if isinstance(backend, Backend):
@@ -109,7 +111,10 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
 
 
 def _checked(backend: Backend) -> Backend:
-    """The backend. ConfigError where its record is none, or names what needs a verb that it has not."""
+    """Return the backend.
+
+    Raise ConfigError if its record is not one, or promises a method that the class does not define.
+    """
     record, kind = backend.capabilities, type(backend)
     if not isinstance(record, Capabilities):
         raise ConfigError(f"backend {kind.name!r}: expected a Capabilities as its record, got {type(record).__name__}")
@@ -122,9 +127,9 @@ def _checked(backend: Backend) -> Backend:
 
 
 def _available() -> Iterator[type[Backend]]:
-    """Every backend that can run here, the highest priority first; one that breaks when it is asked is passed over.
+    """Yield every backend that can run on this machine, the highest priority first, and skip any that raises.
 
-    Each is asked only when its turn comes: to ask may import a package that takes seconds.
+    Each is tried only when it is needed, since trying may import a package that takes seconds.
     """
     kinds = list[type[Backend]]()
     for name in names():

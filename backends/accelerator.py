@@ -1,8 +1,9 @@
-"""Any device that torch.accelerator can capture on, and that has no adapter of its own: slower, and right.
+"""Any device that torch.accelerator can capture on and that has no adapter of its own: slower, but correct.
 
-torch 2.13 has graphs, streams, events and memory under one set of names for every device whose package registers them.
-Nothing else is taken for granted: no fused fill, no foreach from host memory, one packed upload for host data. Memory
-that an interrupted capture hands on is kept as long as the graph; the first graph brings the pool for later ones.
+Torch 2.13 has graphs, streams, events and memory under one set of names for every device whose package registers them.
+Nothing else is assumed: there is no fused fill and no foreach from host memory, and host data goes in one packed
+upload. Memory that an interrupted capture passes on is kept as long as the graph. The first graph brings the pool for
+later ones.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ def _recorded(graph: Any, stream: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            torch.accelerator.set_stream(stream)  # a capture ends on its own stream: with another, the device is lost
+            torch.accelerator.set_stream(stream)  # a capture must end on its own stream, or the device is lost
 
 
 @final
@@ -48,7 +49,7 @@ class AcceleratorBackend(StreamBackend):
         own = {  # by the names that devices' own modules have
             "Stream": torch.Stream,
             "Event": torch.Event,
-            "stream": lambda stream: stream,  # which is a context itself
+            "stream": lambda stream: stream,  # a stream is a context itself
             "is_current_stream_capturing": lambda: accelerator["current_stream"]().is_capturing(),
             "graph_pool_handle": lambda: None,  # only a graph has a pool
             "mem_get_info": accelerator["get_memory_info"],
@@ -57,7 +58,7 @@ class AcceleratorBackend(StreamBackend):
 
     @classmethod
     def why_not(cls) -> str:
-        """Why torch has no graphs for any device, or sees none that has registered its own; nothing where it does."""
+        """Return why torch cannot make graphs on an accelerator, or ""."""
         if not hasattr(torch.accelerator, "Graph"):
             return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
         if not torch.accelerator.is_available():
@@ -76,13 +77,13 @@ class AcceleratorBackend(StreamBackend):
         return _CAPABILITIES
 
     def begin(self, handle: Handle, **options: Any) -> Opened:
-        """A graph, which is told its pool and mode when it is made."""
+        """Make a graph, which gets its pool and mode on construction, and the context that records into it."""
         make: Any = torch.accelerator.Graph
         graph = make(pool=handle, **options)
         return graph, _recorded(graph, self.state.stream)
 
     def stream_key(self) -> Callable[[], int]:
-        """A call that tells the current stream's number."""
+        """Return a call that gives the current stream's number."""
         return lambda: int(torch.accelerator.current_stream(self.device).stream_id)
 
 

@@ -1,4 +1,4 @@
-"""The abstract base of all backends: a capability record and a handful of verbs."""
+"""The abstract base of all backends: a capability record and a handful of methods."""
 
 import abc
 import inspect
@@ -16,18 +16,23 @@ from ..dataflow.packet import Upload
 
 @attrs.frozen
 class Availability:
-    """Whether a backend can run here, and why not; true or false in a condition."""
+    """Whether a backend can run on this machine, and why not; true or false in a condition.
+
+    Attributes:
+        available: Whether it can run.
+        reason: Why it cannot, or "".
+    """
 
     available: bool
     reason: str = ""
 
     def __bool__(self) -> bool:
-        """Whether the backend can run here."""
+        """Return whether the backend can run on this machine."""
         return self.available
 
 
 def mode_of(error_mode: str | None, modes: Sequence[str]) -> str:
-    """A mode of capture, by default the first. CaptureError where there is no such mode."""
+    """Return a capture mode, by default the first. Raise CaptureError if there is no such mode."""
     mode = modes[0] if error_mode is None else error_mode
     if mode not in modes:
         raise CaptureError(f"error_mode is one of {', '.join(map(repr, modes))}, not {error_mode!r}")
@@ -35,16 +40,22 @@ def mode_of(error_mode: str | None, modes: Sequence[str]) -> str:
 
 
 NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}
-"""What `capture` takes where a step has no host parameters."""
+"""What `capture` takes for a step without host parameters."""
 Capturable = Callable[[], Any]
 """A step without arguments, as a device records it."""
 Interruption = Callable[[Sequence[Any] | None], Any]
-"""What is called between two graphs: without places it answers, with them it writes its answer there."""
+"""Called between two graphs: without places it returns its answer, with places it writes its answer to them."""
 
 
 @attrs.frozen
 class Memory:
-    """A device's memory at one moment, in bytes: in all, free, and held by this process's allocator."""
+    """A device's memory at one moment, in bytes.
+
+    Attributes:
+        total: All of it.
+        free: What is free.
+        allocated: What this process's allocator has.
+    """
 
     total: int
     free: int
@@ -55,9 +66,9 @@ class Graph(abc.ABC):
     """One captured step. Its addresses are fixed from capture on.
 
     Attributes:
-        outputs: What the captured step returned; the same tensors at each replay where the device has true graphs.
-        nbytes: Bytes that it holds beside its inputs and outputs, as far as the device can tell.
-        parts: Graphs that a replay launches in turn; what interrupted the capture runs between them.
+        outputs: What the captured step returned. With true graphs, each replay returns the same tensors.
+        nbytes: Bytes that it occupies without its inputs and outputs, as far as the device can tell.
+        parts: The number of graphs that a replay launches in sequence. What interrupted the capture runs between them.
         is_recorded: Whether a replay repeats what was recorded, at its addresses; else it calls the step again.
     """
 
@@ -68,37 +79,40 @@ class Graph(abc.ABC):
 
     @abc.abstractmethod
     def replay(self) -> None:
-        """Run the captured step again on whatever its inputs hold now. ReplayError where that cannot be."""
+        """Run the captured step again on the current contents of its inputs.
 
-    def check_addresses(self) -> None:  # noqa: B027 - most devices cannot tell, which is no fault of theirs
+        Raise ReplayError if that is impossible.
+        """
+
+    def check_addresses(self) -> None:  # noqa: B027 - most devices cannot tell, and need no override
         """Raise ReplayError if memory that the graph reads has moved since capture, as far as the device can tell."""
 
 
 class Event(Protocol):
-    """A point in the device's work that the host can ask about, as torch's own events are."""
+    """A point in the device's work that the host can query, as with torch's own events."""
 
     def query(self) -> bool:
-        """Whether the device has passed this point."""
+        """Return whether the device has passed this point."""
         ...
 
     def synchronize(self) -> None:
         """Wait until the device has passed this point."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Device time from this event to a later one, in milliseconds; both must have passed."""
+        """Return the device time from this event to a later one, in milliseconds. Both must have passed."""
         ...
 
 
 @attrs.frozen
 class Fusion:
-    """A device's own way to fill a bucket in one upload and one launch: `dataflow.packet` says of what.
+    """A device's own way to fill a bucket in one upload and one launch; see `dataflow.packet` for the data.
 
     Attributes:
-        block: Words that one row of a table takes.
+        block: Words that one row of a table covers.
         kernel: Takes a table, a packet, and the buffers that are written. Returns a call that launches the kernel over
             the table on the current stream, which may be captured.
         edit: Takes the same. Returns a call that advances all lanes, and then moves and writes rows of requests as an
-            edit's packet says. None where the device has no such way: rows are then edited slot by slot.
+            edit's packet says. None if the device has no such kernel; rows are then edited slot by slot.
     """
 
     block: int
@@ -109,14 +123,16 @@ class Fusion:
 class Backend(abc.ABC):
     """A device adapter. Subclasses are final, and are made without arguments.
 
-    name: what users write. priority: among the available ones, "auto" takes the highest.
+    Attributes:
+        name: What users write.
+        priority: "auto" takes the available backend of the highest priority.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Check that the class's verbs take what runners call them with. ConfigError names the verb."""
+        """Raise ConfigError, which names the method, if a method does not accept what runners pass."""
         super().__init_subclass__(**keywords)
         for name, verb in vars(Backend).items():
             own = None if name.startswith("_") else getattr(cls, name)
@@ -134,7 +150,7 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def is_available(cls) -> Availability:
-        """Whether this backend can run here; where not, the reason and the command that helps."""
+        """Return whether this backend can run on this machine. If not, give the reason and the command that helps."""
 
     @property
     @abc.abstractmethod
@@ -144,18 +160,18 @@ class Backend(abc.ABC):
     @property
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """Where slots with placement "device" live, index included."""
+        """The device of slots with placement "device", index included."""
 
     @abc.abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-        """Uninitialised memory for one buffer: on the device, or on the host (pinned where that means something)."""
+        """Allocate uninitialised memory for one buffer on the device, or on the host (pinned if that has an effect)."""
 
     def pool(self) -> object | None:
-        """A handle for memory that captures may share; None where the device has no such thing."""
+        """Return a handle for memory that captures may share, or None if the device has none."""
         return None
 
     def stream(self) -> AbstractContextManager[object]:
-        """The stream that warm-ups and captures run on, as a context; one that does nothing where there are none."""
+        """Return the stream of warm-ups and captures as a context, which does nothing if the device has no streams."""
         return nullcontext()
 
     @abc.abstractmethod
@@ -167,60 +183,61 @@ class Backend(abc.ABC):
         error_mode: str | None = None,
         parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     ) -> Graph:
-        """Record what `step` does, without lasting effect where the device has true capture.
+        """Record what `step` does, without lasting effect if the device has true capture.
 
-        parameters: host tensors, by the name of the operator's argument that takes them. Where the record says
-        `host_parameters`, each replay hands the graph what they hold then; elsewhere they are ordinary host memory.
-        Raises CaptureError, chained to what the device or the step said; nothing is left half captured.
+        `parameters` has host tensors, by the name of the operator's argument that takes them. If the record says
+        `host_parameters`, each replay passes their current values to the graph; else they are ordinary host memory.
+        Raises CaptureError, chained to the error of the device or the step. Nothing is left half captured.
         """
 
     def interrupt(self, run: Interruption) -> Any:
-        """In the middle of a capture: end the graph so far, call `run` as it is, and go on with another graph.
+        """End the graph that is being captured, call `run` outside of it, and continue with another graph.
 
-        What the graph so far does has been done when `run` is called, and a replay calls it again at the same place.
-        Returns what the captured step gets: the answer of `run(None)`, its tensors in places of the graph's own
+        What the graph so far does has been done when `run` is called, and a replay calls it again at the same point.
+        Returns what the captured step gets: the answer of `run(None)`, with its tensors in places in the graph's own
         memory. A replay calls `run(places)`, with one place for each leaf of the answer, which it must write. Outside
-        of a capture `run(None)` is called once. Raises CaptureError where the device cannot do that.
+        of a capture, `run(None)` is called once. Raises CaptureError if the device cannot do that.
         """
         del run
         raise CaptureError(f"backend {self.name!r} cannot interrupt a capture, which a break in a step needs")
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In `run` of an interruption: the same memory, for as long as the graph lives, but free for its later parts.
+        """In `run` of an interruption, return an alias of a tensor that lets the graph's later parts reuse the memory.
 
-        Else memory for each break alone would be kept apart. The same tensor where it is no memory of that graph.
+        The alias is valid for as long as the graph lives. Without it, each break would need memory of its own. Returns
+        the tensor itself if it is not in that graph's memory.
         """
         return tensor
 
     def upload(self, nbytes: int) -> Upload | None:
-        """A packet of so many bytes on the device, which holds zeros, and what feeds it; None where there is no way.
+        """Return a zeroed packet of `nbytes` bytes on the device with its upload, or None if the device has none.
 
-        Asked for where there is a `fusion()`, and where the record says `packed_uploads`.
+        It is called if there is a `fusion()`, and if the record says `packed_uploads`.
         """
         del nbytes
         return None
 
     def fusion(self) -> Fusion | None:
-        """The device's way to fill in one upload and one launch; None where it has no such way."""
+        """Return the device's way to fill in one upload and one launch, or None if it has none."""
         return None
 
     def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same host memory, from `empty`, as a tensor that kernels of the device write; itself where none can.
+        """Return host memory from `empty` as a tensor that kernels of the device can write, or itself if none can.
 
-        A small copy by a kernel takes a device less time than one by its copy engine.
+        For a small copy, a kernel takes the device less time than its copy engine does.
         """
         return tensor
 
     def stream_key(self) -> Callable[[], int]:
-        """A call that tells the current stream by a number; one number where the device has no streams."""
+        """Return a call that gives the current stream's number, which is constant if the device has no streams."""
         return int  # int() is 0
 
-    def order(self, first: int, then: int) -> None:  # noqa: B027 - there is nothing to wait for without streams
-        """Have one stream, told by its number, wait for what was handed to another so far."""
+    def order(self, first: int, then: int) -> None:  # noqa: B027 - without streams there is nothing to wait for
+        """Make stream number `then` wait for the work submitted so far to stream number `first`."""
 
     @abc.abstractmethod
     def event(self, again: Event | None = None) -> Event:
-        """An event recorded now on the current stream.
+        """Return an event recorded now on the current stream.
 
         Args:
             again: An event of this backend that nobody needs any more, to record it anew if that takes less time.
@@ -228,8 +245,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Wait until the device has done all work handed to it."""
+        """Wait until the device has done all submitted work."""
 
     @abc.abstractmethod
     def memory(self) -> Memory:
-        """The device's memory now."""
+        """Return the device's memory now."""

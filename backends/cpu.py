@@ -1,7 +1,7 @@
 """The CPU: host memory, no streams, the host's clock; and the CPU without graphs, whose replays run the step again.
 
-The fused fill is what the kernel does, in plain code over the same table and packet. It is an operator of torch's, so
-that a capture on the CPU records it like any other. The kernel must leave the same bytes.
+The fused fill does what the kernel does, in plain code over the same table and packet, and must leave the same bytes.
+It is a torch operator, so that a capture on the CPU records it like any other.
 """
 
 import ctypes
@@ -26,30 +26,30 @@ from .device_graph import not_captured
 HOST_CAPABILITIES: Final = Capabilities(
     foreach_mixed=True, lowerings=("direct", "foreach", "slot_by_slot", "in_graph", "fused")
 )
-"""Copies by address are the fastest here; the fused ones show what a device will do."""
+"""Copies by address are the fastest on a CPU. The fused lowerings show what a device will do."""
 
 
 class HostEvent(Event):
-    """A moment on the host's clock: CPU work is done when the call returns."""
+    """A moment on the host's clock. CPU work is done when the call returns."""
 
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """Always: the work before this moment is done."""
+        """Return True: the work before this moment is done."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, since there is nothing to wait for."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Host time between two moments, in milliseconds."""
+        """Return the host time between two moments, in milliseconds."""
         return float(end_event._seconds - self._seconds) * 1e3  # noqa: SLF001 - of the same class
 
 
 @final
 class HostUpload(Upload):
-    """A packet that is written at once: what reads the packet before has done so."""
+    """A packet that is written at once, since all earlier reads of it are done."""
 
     def __init__(self, nbytes: int) -> None:
         with outside_inference():
@@ -58,7 +58,7 @@ class HostUpload(Upload):
         self._kept: object = None
 
     def send(self, data: bytes, kept: object) -> None:
-        """Write the packet; what it points to lives until the next one."""
+        """Write the packet. What it points to lives until the next one."""
         self._kept = kept
         ctypes.memmove(self._address, data, len(data))
 
@@ -67,7 +67,7 @@ _PLACE: Final = (1 << 32) - 1
 _DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch.bool}
 
 
-# Not torch.library.custom_op, which imports the compiler: seconds.
+# torch.library.custom_op would import the compiler, which takes seconds.
 _LIBRARY: Final[Any] = torch.library.Library("slotgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("fill_lanes(Tensor(b!) table, Tensor packet, Tensor(a!)[] targets) -> ()")
 _LIBRARY.define("edit_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
@@ -101,7 +101,7 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
     moves = [(pair & _PLACE, pair >> 32) for pair in words[rows : rows + (counts & _PLACE)]]
     writes = words[rows + len(moves) : rows + len(moves) + (counts >> 32)]
     blocks = table.view(-1, COLUMNS).tolist()
-    for row in blocks:  # all of them before an edit: one may advance to what another one holds
+    for row in blocks:  # all before the edit, since one lane may advance to what another holds
         _advance(row, _live(row, words, before=True), moves=True, tail=False)
     for row in blocks:
         target, place, outer, _, padded, stride, _, flags, _, _, each, *_ = row
@@ -118,7 +118,7 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
 
 
 def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
-    """The words of a packet for a table, and for one of edits its rows."""
+    """Return the words of a packet for a table, including the rows of an edit."""
     words = packet.view(torch.int64)
     armed, _, place, counts = words[:4].tolist()
     rows = place + (counts & _PLACE) + (counts >> 32) if armed else 0
@@ -128,14 +128,14 @@ def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
 
 
 def _live(row: list[int], words: list[int], *, before: bool = False) -> int:
-    """Count the live elements of a table row. A row behind the live rows of its first axis has none."""
+    """Return the number of live elements of a table row, which is 0 outside the live rows of its first axis."""
     padded, count, inner, own, owns = row[4], *row[11:15]
     shift = (count >> 32) * before
     return min(words[(count & _PLACE) + shift] * inner, padded) if own < words[owns + shift] else 0
 
 
 def _fill(row: list[int], words: list[int], code: int, pace: int, source: int) -> None:
-    """Fill one outer row of one lane from a table row's first element on: what other blocks fill is filled again."""
+    """Fill one outer row of one lane, from a table row's first element on. Rows of other blocks may repeat that."""
     target, _, outer, start, _, stride, _, flags, *_, count, inner, _, _, _ = row
     if code < 0:
         return
@@ -147,7 +147,7 @@ def _fill(row: list[int], words: list[int], code: int, pace: int, source: int) -
 
 
 def _advance(row: list[int], live: int, *, moves: bool, tail: bool) -> None:
-    """Advance the live elements of a table row, where it has a rule, and reset its tail."""
+    """Advance the live elements of a table row, if it has a rule, and reset its tail."""
     target, _, outer, _, _, stride, _, flags, source, add, *_ = row
     size = flags & BYTE
     if moves and source and live:
@@ -170,7 +170,7 @@ def _reset(row: list[int], live: int) -> None:
 
 
 def _copy(source: int, first: int, to: int, count: int, code: int, flags: int) -> None:
-    """Copy so many elements of a source, from one of them on, converted where it has a code."""
+    """Copy `count` elements of a source, from index `first` on, and convert them if there is a dtype code."""
     if code:
         _convert(source, first, to, count, code, flags >> CODE_SHIFT & BYTE)
     else:
@@ -178,7 +178,7 @@ def _copy(source: int, first: int, to: int, count: int, code: int, flags: int) -
 
 
 def _convert(source: int, first: int, to: int, count: int, code: int, goal: int) -> None:
-    """Write so many elements of one dtype as another, as torch converts them."""
+    """Write `count` elements of one dtype as another, as torch converts them."""
     one, other = _DTYPES[code], _DTYPES[goal]
     data = ctypes.string_at(source + first * one.itemsize, count * one.itemsize)
     made = torch.frombuffer(bytearray(data), dtype=one).to(other)
@@ -190,7 +190,7 @@ HOST_FUSION: Final = Fusion(
     lambda *given: functools.partial(torch.ops.slotgraph.fill_lanes, *given),
     lambda *given: functools.partial(torch.ops.slotgraph.edit_lanes, *given),
 )
-"""The fused fill in plain code. Blocks mean nothing here: one row of a table takes any slot's row whole."""
+"""The fused fill in plain code. Its blocks are so large that one row of a table covers any slot's row."""
 
 
 class HostBackend(Backend):
@@ -198,12 +198,12 @@ class HostBackend(Backend):
 
     @classmethod
     def is_available(cls) -> Availability:
-        """Everywhere."""
+        """Return that it is available, which it is everywhere."""
         return Availability(available=True)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach everywhere, int64 cache locations."""
+        """The CPU's capabilities: every lowering, copies by address first, and int64 cache locations."""
         return HOST_CAPABILITIES
 
     @property
@@ -212,7 +212,7 @@ class HostBackend(Backend):
         return torch.device("cpu")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-        """Host memory for either placement, which torch refuses to resize: another tensor owns it."""
+        """Allocate host memory for either placement. Torch refuses to resize it, since another tensor owns it."""
         del placement
         nbytes = math.prod(shape) * dtype.itemsize
         with outside_inference():
@@ -220,23 +220,23 @@ class HostBackend(Backend):
             return from_dlpack(owner).view(dtype).view(shape)
 
     def upload(self, nbytes: int) -> Upload | None:
-        """A packet in host memory."""
+        """Make a packet in host memory."""
         return HostUpload(nbytes)
 
     def fusion(self) -> Fusion | None:
-        """The fused fill in plain code."""
+        """Return the fused fill in plain code."""
         return HOST_FUSION
 
     def event(self, again: Event | None = None) -> Event:
-        """The present moment."""
+        """Return the present moment."""
         del again
         return HostEvent()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, since there is nothing to wait for."""
 
     def memory(self) -> Memory:
-        """The machine's memory, and this process's largest resident size so far as what is allocated."""
+        """Return the machine's memory. What is allocated is this process's largest resident size so far."""
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(
             total=os.sysconf("SC_PHYS_PAGES") * page,
@@ -247,7 +247,7 @@ class HostBackend(Backend):
 
 @final
 class CallableGraph(Graph):
-    """A step that is simply called again; its outputs are new tensors each time."""
+    """A step that is simply called again. Its outputs are new tensors each time."""
 
     is_recorded = False
 
@@ -256,7 +256,7 @@ class CallableGraph(Graph):
         self.outputs = step()
 
     def replay(self) -> None:
-        """Call the step again; ReplayError chained to what it raises, but for errors of this library."""
+        """Call the step again. Raise ReplayError chained to its error, except for errors of this library."""
         try:
             self.outputs = self._step()
         except SlotGraphError:
@@ -279,7 +279,10 @@ class CpuBackend(HostBackend):
         error_mode: str | None = None,
         parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     ) -> Graph:
-        """Run the step once and keep it. A replay runs its code again, which reads parameters where they lie."""
+        """Run the step once and keep it.
+
+        A replay runs its code again, which reads host parameters from their memory.
+        """
         del pool, error_mode, parameters
         try:
             return CallableGraph(step)
@@ -289,5 +292,5 @@ class CpuBackend(HostBackend):
             raise not_captured(error) from error
 
     def interrupt(self, run: Interruption) -> Any:
-        """Call it: a replay runs the whole step again, and comes by here each time."""
+        """Call `run` once. A replay runs the whole step again, and comes to this call each time."""
         return run(None)

@@ -1,15 +1,15 @@
 """The CPU with true capture semantics: what CUDA would refuse or get wrong fails in a test on a laptop.
 
-How it behaves, where that is not obvious:
+Behaviour that is not obvious:
 
-- The step runs once, on what its inputs hold then; whatever existed before, and the random state, is as it was
+- The step runs once, on the current contents of its inputs. Existing tensors and the random state are restored
   afterwards. For that, the whole storage of each tensor that the step writes is cloned: a capture that writes a cache
   of 10 GB needs 10 GB more for a moment.
-- Every storage that the step allocates stays: there is no reuse between operators as in a device's graph pool.
-- A custom operator is one operator: it is run again whole, and what it does inside is not looked at.
-- A compiled function runs as it was written, operator by operator; higher-order operators (torch.cond) are refused.
-- What torch takes apart, it takes apart as in inference mode; that is where an LSTM differs in its last bits.
-- Backward passes are refused; gradients are never recorded, and no tensor becomes an inference tensor.
+- Every storage that the step allocates is kept: operators do not reuse memory as they do in a device's graph pool.
+- A custom operator is one operator: it is run again as a whole, and its inner operators are not inspected.
+- A compiled function runs as it was written, operator by operator. Higher-order operators (torch.cond) are refused.
+- Torch decomposes operators as in inference mode, so an LSTM may differ in its last bits.
+- Backward passes are refused. Gradients are never recorded, and no tensor becomes an inference tensor.
 - Only the capturing thread is recorded, whatever the error mode.
 """
 
@@ -52,8 +52,8 @@ Call = Callable[[], object]
 _ACTIVE: Final = threading.local()
 _MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
 
-# A replay is below autograd and autocast: what they did is in the recorded operators already. So it writes inference
-# tensors and ordinary ones alike, and spares the version counters.
+# A replay runs below autograd and autocast, whose effects are in the recorded operators already. So it can write
+# inference tensors and ordinary ones alike, and skips the version counters.
 _BELOW: Final = (
     _C.DispatchKeySet(_C.DispatchKey.AutogradFunctionality)
     | _C.DispatchKeySet(_C.DispatchKey.AutogradOther)
@@ -64,7 +64,7 @@ _CAPABILITIES: Final = attrs.evolve(HOST_CAPABILITIES, capture_error_modes=("glo
 
 
 def active_recorder() -> "Recorder | None":
-    """What records this thread's operators, if it is capturing a step."""
+    """Return what records this thread's operators, or None if it is not capturing a step."""
     recorder: Recorder | None = getattr(_ACTIVE, "recorder", None)
     return recorder
 
@@ -77,7 +77,16 @@ def plainly(call: Callable[..., T], *args: Any) -> T:
 
 @attrs.define
 class Found:
-    """A storage that was there before the capture, its first operator, its tensors, and its bytes before a write."""
+    """A storage that existed before the capture.
+
+    Attributes:
+        storage: The storage.
+        address: Its address.
+        nbytes: Its size.
+        operator: The first operator that took it.
+        tensors: The tensors over it, with their addresses.
+        before: Its bytes before the first write, or None.
+    """
 
     storage: torch.UntypedStorage
     address: int
@@ -88,11 +97,11 @@ class Found:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the storage is not where it was at capture, or of another size."""
+        """Whether the storage has moved or changed size since capture."""
         return (self.storage.data_ptr(), self.storage.nbytes()) != (self.address, self.nbytes)
 
     def check(self) -> None:
-        """Raise ReplayError if the storage, or a tensor over it that still lives, is not where it was at capture."""
+        """Raise ReplayError if the storage, or a tensor over it that still lives, has moved since capture."""
         if self.has_moved:
             raise ReplayError(
                 f"a storage of {self.nbytes} bytes that {self.operator} takes in the graph was resized or moved: "
@@ -106,16 +115,16 @@ class Found:
 
 
 class Storages:
-    """The storages that a capture meets; `restore` and `poison` make it leave no trace."""
+    """The storages that a capture uses. With `restore` and `poison`, the capture leaves no trace."""
 
     def __init__(self) -> None:
         self._found: dict[int, Found] = {}
         self._owned: dict[int, torch.Tensor] = {}
-        self._known: dict[int, torch.Tensor] = {}  # by id; alive, so that no id is used twice
+        self._known: dict[int, torch.Tensor] = {}  # by id; kept alive, so that no id is reused
         self.constants: set[int] = set()
 
     def read(self, tensor: torch.Tensor, operator: str) -> None:
-        """Note a tensor that an operator takes."""
+        """Record a tensor that an operator takes."""
         key = fixed_key(tensor)
         if key not in self._owned and id(tensor) not in self._known:
             storage = tensor.untyped_storage()
@@ -133,7 +142,7 @@ class Storages:
             found.before = found.storage.clone()  # type: ignore[no-untyped-call]
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Note a tensor that an operator returned; whether it lies in a storage that was not known before."""
+        """Record a tensor that an operator returned, and return whether its storage is new."""
         key = fixed_key(tensor)
         self._known[id(tensor)] = tensor
         if key in self._owned or key in self._found:
@@ -142,7 +151,7 @@ class Storages:
         return True
 
     def restore(self) -> None:
-        """Give every storage that was there before the bytes that it had."""
+        """Restore the bytes of every storage that existed before."""
         for found in self._found.values():
             if found.before is not None:
                 if found.storage.nbytes() != found.nbytes:
@@ -151,18 +160,18 @@ class Storages:
                 found.before = None
 
     def poison(self) -> None:
-        """Set every bit of what the capture allocated, to be seen if read too early: NaN, -1 or true."""
+        """Set every bit of what the capture allocated, so that premature reads show: as NaN, -1 or true."""
         for tensor in self._owned.values():
             storage: Any = tensor.untyped_storage()
             storage.fill_(0xFF)
 
     def nbytes(self, outputs: Any) -> int:
-        """Bytes that the capture allocated, without the storages of the outputs."""
+        """Return the bytes that the capture allocated, without the storages of the outputs."""
         handed_out = {fixed_key(tensor) for tensor in tensors_in(outputs)}
         return sum(own.untyped_storage().nbytes() for key, own in self._owned.items() if key not in handed_out)
 
     def seal(self) -> list[Found]:
-        """All that was there before; raises CaptureError where the step itself moved one."""
+        """Return all storages that existed before. Raise CaptureError if the step itself moved one."""
         if any(found.has_moved for found in self._found.values()):
             refuse("a storage that it resizes", _MOVED)
         return list(self._found.values())
@@ -189,10 +198,11 @@ class _Functions(TorchFunctionMode):
 
 
 class Recorder(OperatorWatch):
-    """Runs a step's operators and writes them down, with aliases of their tensors.
+    """Runs a step's operators and records them, with aliases of their tensors.
 
-    parts: calls that are replayed below autograd, and what is called after them as it is. refused: the first refusal,
-    which a step must not outlive even if it catches the error.
+    Attributes:
+        parts: Calls that are replayed below autograd, each list with what is called after it in the ordinary way.
+        refused: The first refusal, which fails the capture even if the step catches the error.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
@@ -203,7 +213,7 @@ class Recorder(OperatorWatch):
         self.refused: CaptureError | None = None
 
     def record(self, step: Capturable) -> Any:
-        """Run a step, record this thread's operators, and put all back as it was. CaptureError inside a capture."""
+        """Run a step, record this thread's operators, and restore everything. Raise CaptureError inside a capture."""
         if active_recorder() is not None:
             raise CaptureError("this thread is capturing already: a capture cannot contain another one")
         random = torch.get_rng_state()
@@ -222,7 +232,7 @@ class Recorder(OperatorWatch):
         return run_and_undo(lambda: run_uncompiled(watched, _unrecorded), undo)
 
     def interrupt(self, run: Interruption) -> Any:
-        """Call something as if nothing was recorded, and note that a replay calls it too."""
+        """Call something without recording its operators, and record that a replay calls it too."""
         answer = _unrecorded(run, None)
         places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
         calls, _ = self.parts.pop()
@@ -232,7 +242,7 @@ class Recorder(OperatorWatch):
         return places
 
     def refusing(self, call: Callable[..., T], *args: Any) -> T:
-        """Call something, and remember it if it refuses."""
+        """Call something, and remember its refusal."""
         try:
             return call(*args)
         except CaptureError as error:
@@ -240,7 +250,7 @@ class Recorder(OperatorWatch):
             raise
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator and write it down; raises CaptureError for what a graph cannot hold."""
+        """Run one operator and record it. Raise CaptureError for what a graph cannot hold."""
         if active_recorder() is not self:
             return operator(*args, **kwargs)
         with _C.DisableTorchFunction():
@@ -253,7 +263,7 @@ class Recorder(OperatorWatch):
         if is_composite(operator):
             return self.take_apart(operator, args, kwargs)
         if torch.Tag.inplace_view in operator.tags:
-            return operator(*args, **kwargs)  # shape and strides alone, and those are fixed in the aliases
+            return operator(*args, **kwargs)  # changes only shape and strides, and the aliases have fixed ones
         for tensor in tensors_in((args, kwargs)):
             self.storages.read(tensor, operator.name())
         changed = list(written(operator, args, kwargs))
@@ -263,7 +273,7 @@ class Recorder(OperatorWatch):
         result = operator(*args, **kwargs)
         made = enumerate(tensors_in(result))
         fixed = {position: tensor.detach() for position, tensor in made if self.storages.made(tensor)}
-        # What returns nothing is called for what else it does, as torch._assert_async is.
+        # An operator that returns nothing is called for its effect, such as torch._assert_async.
         has_effect = not operator._schema.returns and operator.namespace != "profiler"  # noqa: SLF001
         if operator.name() == "aten::lift_fresh":
             self.storages.constants.add(fixed_key(result))
@@ -275,7 +285,7 @@ class Recorder(OperatorWatch):
 
 
 def _unrecorded(call: Callable[..., Any], *args: Any) -> Any:
-    """Call something with all operators let through; the user's own modes see them as they see a replay's."""
+    """Call something with recording off. The user's own modes see its operators, as in a replay."""
     recorder = active_recorder()
     try:
         _ACTIVE.recorder = None
@@ -299,12 +309,15 @@ class CapturedGraph(Graph):
         self._is_checked = False
 
     def check_addresses(self) -> None:
-        """Raise ReplayError if a tensor that the graph uses was moved or resized since; the first replay does it."""
+        """Raise ReplayError if a tensor that the graph uses was moved or resized since. The first replay calls this."""
         for found in self._found:
             found.check()
 
     def replay(self) -> None:
-        """Run the recorded operators again. ReplayError inside a capture, and where a tensor moved or one raises."""
+        """Run the recorded operators again.
+
+        Raises ReplayError inside a capture, if a tensor has moved, and if an operator raises.
+        """
         if not self._is_checked:
             self.check_addresses()
             self._is_checked = True
@@ -336,7 +349,7 @@ class CpuCaptureBackend(HostBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The CPU's, with CUDA's modes of capture."""
+        """The CPU's capabilities, with CUDA's capture modes."""
         return _CAPABILITIES
 
     def capture(
@@ -347,10 +360,10 @@ class CpuCaptureBackend(HostBackend):
         error_mode: str | None = None,
         parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     ) -> Graph:
-        """Run the step once and record it; its storages, and all that it wrote, are left as if it had not run.
+        """Run the step once and record it. Its storages, and all that it wrote, are left as if it had not run.
 
-        parameters: only operators may read them. CaptureError for what CUDA refuses, with the way out, and for what the
-        step raised.
+        Only operators may read `parameters`. Raises CaptureError for what CUDA refuses, with the way out, and for what
+        the step raised.
         """
         del pool
         mode_of(error_mode, _CAPABILITIES.capture_error_modes)
@@ -366,6 +379,6 @@ class CpuCaptureBackend(HostBackend):
         return plainly(CapturedGraph, recorder, outputs)
 
     def interrupt(self, run: Interruption) -> Any:
-        """Call it as it is, here and in each replay; outside a capture, once."""
+        """Call `run` outside the recording, now and in each replay; outside a capture, call it once."""
         recorder = active_recorder()
         return run(None) if recorder is None else recorder.interrupt(run)

@@ -1,13 +1,14 @@
 """CUDA devices, and AMD's under ROCm, which torch serves under the same names.
 
-How it behaves, where that is not obvious:
+Behaviour that is not obvious:
 
 - All captures on a device share one stream and one pool, whichever runner makes them. A graph's outputs are therefore
-  good until a graph that was captured before it on the same device is replayed; those of one runner last as ever.
-- Replays run on the current stream; runners let a step wait for the one before it where that was on another.
-- A host slot is pinned. A graph that copies from it reads it when the device gets there, not when replay returns; a
+  valid until a graph that was captured before it on the same device is replayed. Within one runner, they last until
+  its next replay, as always.
+- Replays run on the current stream. Runners make a step wait for the one before it if that was on another stream.
+- A host slot is pinned. A graph that copies from it reads it when the device gets there, not when replay returns. A
   runner's next fill waits for that.
-- Outputs are ordinary tensors, also of a capture inside inference mode.
+- Outputs are ordinary tensors, even if the capture ran in inference mode.
 """
 
 import ctypes
@@ -37,9 +38,11 @@ _C: Final[Any] = torch._C  # noqa: SLF001 - the allocator's side of a capture ha
 _CAPABILITIES: Final = Capabilities(packed_uploads=True, capture_error_modes=StreamBackend.error_modes)
 _WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=("in_graph", "fused", *_CAPABILITIES.lowerings))
 _MOST_INLINE: Final = 32 << 10
-"""Bytes up to which a copy from pageable memory beats a pinned entry. One H200, driver 580, host and device us: 216
-bytes 2.3 and 0.9 against 2.0 and 2.0 pinned; 4 KiB 2.3 and 1.2 against 2.1 and 10.5; 32 KiB 3.7 and 3.4 against 3.4 and
-11.2; 64 KiB 6.6 and 5.6 against 4.2 and 11.9."""
+"""The most bytes for which a copy from pageable memory beats a pinned entry.
+
+One H200, driver 580, host and device us: 216 bytes 2.3 and 0.9 against 2.0 and 2.0 pinned; 4 KiB 2.3 and 1.2 against
+2.1 and 10.5; 32 KiB 3.7 and 3.4 against 3.4 and 11.2; 64 KiB 6.6 and 5.6 against 4.2 and 11.9.
+"""
 _DRIVER: Final = "libcuda.so.1"
 _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _ON_DEVICE: Final = (
@@ -79,8 +82,9 @@ _ADVICE: Final[Advice] = (
 class CudaBackend(StreamBackend):
     """The CUDA device that is current when the backend is made.
 
-    check_input_liveness: let torch (2.13 or newer) note every tensor that a capture reads, and refuse a replay after
-    one of them was freed. It takes a stack trace for each of them, so it is for finding bugs.
+    Args:
+        check_input_liveness: Let torch (2.13 or newer) record every tensor that a capture reads, and refuse a replay
+            after one of them was freed. It takes a stack trace for each of them, so it is for finding bugs.
     """
 
     name = "cuda"
@@ -94,7 +98,7 @@ class CudaBackend(StreamBackend):
 
     @classmethod
     def why_not(cls) -> str:
-        """Why torch is not built for such devices, or sees none; nothing where it sees one."""
+        """Return why torch is not built for such devices or sees none, or ""."""
         if torch.version.cuda is None and torch.version.hip is None:
             return (
                 f"torch {torch.__version__} is built without CUDA: on Linux, `pip install --force-reinstall torch` "
@@ -103,35 +107,35 @@ class CudaBackend(StreamBackend):
         if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has no public name for it
             return "this process was forked after CUDA was used: start it with multiprocessing's 'spawn' method"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it warns of, _no_device says
+            warnings.simplefilter("ignore")  # _no_device reports what it warns of
             return "" if torch.cuda.is_available() else _no_device()
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach copies of one dtype a call; the fused lowerings come first where triton can compile."""
+        """Foreach copies of one dtype a call. The fused lowerings come first if triton can compile."""
         return _CAPABILITIES if self.fusion() is None else _WITH_FUSION
 
     def upload(self, nbytes: int) -> Upload | None:
-        """A packet on the device, fed by a pinned ring, by the driver's own copy where there is CUDA's."""
+        """Make a packet on the device with a pinned ring, which uses CUDA's own driver copy if there is one."""
         copy = _driver_copy()
         driver = None if copy is None else functools.partial(_copies, copy)
         return ring_on(self.device, nbytes, driver=driver, stream=self.current_stream)
 
     def fusion(self) -> Fusion | None:
-        """The fused fill, compiled on first use; None where triton is missing or cannot compile."""
+        """Return the fused fill, compiled on first use, or None if triton is missing or cannot compile."""
         return fusion_on(self.device)
 
     def begin(self, handle: Handle, **options: Any) -> Opened:
-        """A CUDAGraph, by torch.cuda.graph."""
+        """Make a CUDAGraph and its torch.cuda.graph."""
         graph = torch.cuda.CUDAGraph()
         return graph, torch.cuda.graph(graph, pool=handle, stream=self.state.stream, **options)
 
     def release_workspaces(self) -> None:
-        """Those of cuBLAS and cuBLASLt, of all streams, as torch's own graph trees do around each recording."""
+        """Free cuBLAS's and cuBLASLt's workspaces of all streams, as torch's graph trees do around each recording."""
         _C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, which it does not keep: as torch's own graph trees hold what lies in a pool."""
+        """Make a tensor over the same memory that does not keep it alive, as torch's own graph trees do in a pool."""
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         with outside_inference():
@@ -140,11 +144,14 @@ class CudaBackend(StreamBackend):
             return fresh.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned memory has one address for the host and for kernels. The host's tensor must outlive this one."""
+        """Return an alias that kernels can write, since pinned memory has one address for the host and for kernels.
+
+        The host's tensor must outlive the alias.
+        """
         return self.alias_of(tensor) if tensor.is_pinned() else tensor
 
     def stream_key(self) -> Callable[[], int]:
-        """A call that tells the current stream's handle."""
+        """Return a call that gives the current stream's handle."""
         return _current_stream_on(self.device)
 
     def current_stream(self) -> torch.cuda.Stream:
@@ -152,7 +159,7 @@ class CudaBackend(StreamBackend):
         return _stream_of(self.stream_key()(), self.device)[0]
 
     def order(self, first: int, then: int) -> None:
-        """Have the stream of one handle wait for what was handed to that of another so far."""
+        """Make the stream of handle `then` wait for the work submitted so far to that of handle `first`."""
         (earlier, event), (later, _) = _stream_of(first, self.device), _stream_of(then, self.device)
         event.record(earlier)
         later.wait_event(event)
@@ -160,7 +167,10 @@ class CudaBackend(StreamBackend):
 
 @functools.lru_cache(maxsize=128)
 def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-    """The stream of a handle, and an event for it; for 0, the default stream's, torch would draw one from its pool."""
+    """Return the stream of a handle, and an event for it.
+
+    Handle 0 is the default stream's. An external stream of that handle would be one from torch's pool.
+    """
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     if handle == 0:
         return torch.cuda.default_stream(device), event
@@ -185,7 +195,7 @@ def _no_device() -> str:
 
 
 def _driver_says() -> str:
-    """What torch says when it is made to start."""
+    """Return torch's message when it is made to initialize CUDA."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
@@ -194,15 +204,15 @@ def _driver_says() -> str:
 
 
 def _current_stream_on(device: torch.device) -> Callable[[], int]:
-    """A call that tells the handle of a device's current stream, without making an object of it."""
+    """Return a call that gives the handle of a device's current stream, without making a stream object."""
     return functools.partial(_C._cuda_getCurrentRawStream, device.index)  # noqa: SLF001 - what torch's own code calls
 
 
 def _copies(copy: DriverCopy, packet: torch.Tensor) -> tuple[Start, Inline, int]:
-    """What starts copies to a packet by the driver, in two thirds of the time that torch takes.
+    """Return what starts copies to a packet by the driver, in two thirds of the time that torch takes.
 
     From memory that is not pinned, a driver reads what it copies before the call returns (CUDA's "API synchronization
-    behavior"); torch would wait for the device there.
+    behavior"). Torch would wait for the device there.
     """
     target, stream = ctypes.c_uint64(packet.data_ptr()), _current_stream_on(packet.device)
     size, handle = functools.cache(ctypes.c_size_t), functools.cache(ctypes.c_void_p)  # ctypes converts ints slowly
@@ -213,7 +223,7 @@ def _copies(copy: DriverCopy, packet: torch.Tensor) -> tuple[Start, Inline, int]
 
     def inline(data: bytes, nbytes: int) -> None:
         if copy(target, data, size(nbytes), handle(stream())):
-            with torch.cuda.device(packet.device):  # a thread that has not used the device yet: torch readies it
+            with torch.cuda.device(packet.device):  # in a thread that has not used the device yet, torch sets it up
                 packet[:nbytes].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     return start, inline, _MOST_INLINE
@@ -221,7 +231,7 @@ def _copies(copy: DriverCopy, packet: torch.Tensor) -> tuple[Start, Inline, int]
 
 @functools.cache
 def _driver_copy() -> DriverCopy | None:
-    """The driver's asynchronous copy to the device; None where there is another driver than CUDA's."""
+    """Return the driver's asynchronous copy to the device, or None if the driver is not CUDA's."""
     if torch.version.hip is not None:
         return None
     try:
@@ -234,27 +244,30 @@ def _driver_copy() -> DriverCopy | None:
 
 @functools.cache
 def fusion_on(device: torch.device) -> Fusion | None:
-    """The fused fill as a Triton kernel on a device; None, with one warning that says why, where it cannot be had."""
+    """Return the fused fill as a Triton kernel on a device.
+
+    If that fails, log one warning with the reason and return None.
+    """
     if importlib.util.find_spec("triton") is None:
         log.warning("no_fused_fill", device=str(device), reason="triton is not installed: `pip install triton`")
         return None
     try:
-        from . import cuda_kernel  # noqa: PLC0415 - triton is there only where the device is
+        from . import cuda_kernel  # noqa: PLC0415 - triton is installed only with the device
 
         fusion = Fusion(cuda_kernel.BLOCK, *(functools.partial(one, cuda_kernel) for one in (_kernel, _editing)))
-        with outside_inference(), torch.cuda.device(device):  # a capture is no place to find out
+        with outside_inference(), torch.cuda.device(device):  # fails now rather than in a capture
             table = torch.zeros(1, COLUMNS, dtype=torch.int64, device=device)
             words = torch.zeros(2 * HEAD, dtype=torch.int64, device=device)  # for no table
             fusion.kernel(table, words, ())()
             torch.cuda.synchronize(device)
-    except Exception as error:  # noqa: BLE001 - triton raises what it likes: no compiler, no driver, an unknown chip
+    except Exception as error:  # noqa: BLE001 - triton may raise anything: no compiler, no driver, an unknown chip
         log.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
         return None
     return fusion
 
 
 def _kernel(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """A launch of one program for each row of a table, which has the addresses of its targets."""
+    """Return a launch of one program for each row of a table. The rows have the addresses of the targets."""
     words, rows = packet.view(torch.int64), table.shape[0]
 
     def launch() -> None:
@@ -265,7 +278,7 @@ def _kernel(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[
 
 
 def _editing(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """A launch that advances a table's lanes, and one that edits their rows."""
+    """Return a call that launches one kernel to advance a table's lanes, and one to edit their rows."""
     words, rows = packet.view(torch.int64), table.shape[0]
 
     def launch() -> None:

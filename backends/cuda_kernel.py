@@ -1,9 +1,9 @@
 """The fused fill: one Triton kernel that copies, converts, pads and advances every lane of a bucket; and edits of rows.
 
-`..dataflow.packet` says what table and packet hold. A program takes one row of the table: one block of one lane.
-Where source, slot and all that is to be written of the block are multiples of eight bytes, whatever the dtype, it moves
-eight at a time, else element by element. Addresses come from memory, so the compiler assumes no more of them than that
-each is a multiple of its own dtype's size; the packer sees to that.
+`..dataflow.packet` documents the table and the packet. A program handles one row of the table: one block of one lane.
+If source, slot and everything to be written of the block are multiples of eight bytes, whatever the dtype, it moves
+eight bytes at a time, else it goes element by element. Addresses come from memory, so the compiler assumes only that
+each is a multiple of its own dtype's size, which the packer guarantees.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - as said above; no bundles of arguments, and sizes as numbers
@@ -18,7 +18,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
 from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, TAIL
 
 BLOCK: Final = 1024
-"""Words that one program takes, whatever the dtype of their elements: a power of two."""
+"""Words that one program handles, whatever the dtype of their elements: a power of two."""
 WARPS: Final = 4
 PIECE: Final = 128
 """Elements that a program of an edit moves at a time."""
@@ -40,11 +40,12 @@ _HALF = tl.constexpr(CODES[torch.float16])
 _BRAIN = tl.constexpr(CODES[torch.bfloat16])
 
 
-@triton.jit(do_not_specialize_on_alignment=["table", "packet"])  # one compilation, wherever the two lie
+@triton.jit(do_not_specialize_on_alignment=["table", "packet"])  # one compilation, whatever the alignment of the two
 def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Fill one block of one lane, if the packet is new and meant for this table, else advance it; both are words.
+    """Fill one block of one lane, if the packet is new and meant for this table, else advance it.
 
-    ADVANCE: only that, of the live rows of the step before, and no tails: what comes before an edit.
+    Table and packet are both words. With `ADVANCE`, only advance the live rows of the step before, and no tails, as
+    comes before an edit.
     """
     row = table + tl.program_id(0) * _COLUMNS
     armed = tl.load(packet)
@@ -89,7 +90,7 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
         width = _width(code, size)
         since = source + (outer * pace + start) * width
         to = target + (outer * stride + start) * size
-        # From here on places count from the block's start; what is written begins at `first` and ends before `stop`.
+        # From here on, places count from the block's start. What is written begins at `first` and ends before `stop`.
         span = BLOCK * 8 // size
         live = _within(tl.minimum(length, padded) - start, span)
         first = tl.where(source == 0, live, 0)
@@ -105,7 +106,7 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["table", "packet"])
 def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Move rows of one lane's requests, then write those that an edit brings, one of `PARTS` of each."""
+    """Move rows of one lane's requests, then write the edit's rows. Each program does one of `PARTS` of both."""
     row = table + tl.program_id(0) * _COLUMNS
     places = tl.load(row + 1)
     counts = tl.load(packet + 3)
@@ -150,7 +151,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _width(code, size):
-    """Bytes of a source's element; without a code it is of the slot's dtype."""
+    """Return the bytes of a source's element. Without a code, it has the slot's dtype."""
     is_one = (code == _CHAR) | (code == _BYTE)
     is_two = (code == _SHORT) | (code == _HALF) | (code == _BRAIN)
     converted = tl.where(is_one, 1, tl.where(is_two, 2, tl.where(code == _LONG, 8, 4)))
@@ -159,13 +160,13 @@ def _width(code, size):
 
 @triton.jit
 def _within(place, span):
-    """The nearest place in the block."""
+    """Clamp a place to the block."""
     return tl.minimum(tl.maximum(place, 0), span).to(tl.int32)
 
 
 @triton.jit
 def _words(since, to, first, live, stop, pad, BLOCK: tl.constexpr):
-    """Move what is live and write the tail, in words; what is read for other places is never written.
+    """Move live words and write the tail. Words that are read for other places are never written.
 
     Two words at a time were tried on an H200 and gained nothing, from 64 KiB (a step took 4.4 us of the device against
     4.6) to 16 MiB (12.6 against 12.5).
@@ -178,7 +179,7 @@ def _words(since, to, first, live, stop, pad, BLOCK: tl.constexpr):
 
 @triton.jit
 def _elements(since, to, first, live, stop, pad, add, code, width, flags, BLOCK: tl.constexpr):
-    """Move what is live, converted where it has a code, plus a number, and write the tail, element by element."""
+    """Move live elements, converted if they have a code, plus a number, and write the tail."""
     size = (flags & _SIZE).to(tl.int32)
     begin = stop * 0
     while begin < stop:
@@ -195,7 +196,7 @@ def _elements(since, to, first, live, stop, pad, add, code, width, flags, BLOCK:
 
 @triton.jit
 def _read(since, at, mask, width, BLOCK: tl.constexpr):
-    """Elements of so many bytes as signed whole numbers."""
+    """Read elements of `width` bytes as signed integers."""
     bits = tl.full((BLOCK,), 0, tl.int64)
     if width == 1:
         bits = tl.load(since.to(tl.pointer_type(tl.int8)) + at, mask=mask).to(tl.int64)
@@ -210,7 +211,7 @@ def _read(since, at, mask, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write(to, at, bits, mask, size):
-    """The lowest bytes of whole numbers, as many as an element has: larger numbers wrap."""
+    """Write the lowest bytes of integers, as many as an element has. Larger numbers wrap."""
     if size == 1:
         tl.store(to.to(tl.pointer_type(tl.int8)) + at, bits.to(tl.int8), mask=mask)
     elif size == 2:
@@ -223,10 +224,10 @@ def _write(to, at, bits, mask, size):
 
 @triton.jit
 def _round(bits, code, goal):
-    """A float's bits as those of the nearest float of another dtype, ties to even.
+    """Return a float's bits as those of the nearest float of another dtype, ties to even.
 
-    What touches bfloat16 is whole numbers' arithmetic, which Triton's interpreter does right (its own conversion cuts
-    off), with the one NaN that CUDA makes.
+    Conversions of bfloat16 use integer arithmetic, which Triton's interpreter does right (its own conversion
+    truncates), with the one NaN that CUDA makes.
     """
     single = bits.to(tl.int32)
     if code == _HALF:

@@ -1,4 +1,4 @@
-"""What all devices with streams have in common: captures, events, memory and uploads, by torch's calls for them."""
+"""What all devices with streams have in common: captures, events, memory and uploads, through torch's own calls."""
 
 import abc
 import contextlib
@@ -42,10 +42,10 @@ from .ring import ring_on
 class CaptureState:
     """What all captures on one device share."""
 
-    stream: Any  # they run on it
+    stream: Any  # the stream that they run on
     pool: GraphPool
-    one: torch.Tensor  # to compute with
-    lock: Any = attrs.field(factory=threading.RLock)  # under it one thread warms up or captures
+    one: torch.Tensor  # used to make the device compute something
+    lock: Any = attrs.field(factory=threading.RLock)  # one thread at a time warms up or captures
     recording: "DeviceCapture | None" = None
     broken: list[Recorded] = attrs.field(factory=list)  # torch may still ask whether an allocation is theirs
     checks: int = 0
@@ -56,11 +56,19 @@ _LOCK: Final = threading.Lock()
 
 
 class StreamBackend(Backend):
-    """A device with streams, and graphs that are captured off them.
+    """A device with streams, and with graphs that are captured from them.
 
-    module: has torch's calls by the names of `torch.cuda`. native: torch's side of the allocator. options: torch's own
-    for each capture. error_modes: the default first. advice, conditions: what the device says when it refuses a
-    capture, and the ways out. warns_of_empty: what a warning says where a graph has nothing in it.
+    Attributes:
+        error_modes: The capture modes, the default first.
+        advice: Texts of the device's errors for what a step does, and the ways out.
+        conditions: Texts of the device's errors for conditions outside the step, and the ways out.
+        warns_of_empty: The text of the warning about an empty graph.
+
+    Args:
+        device: The device.
+        module: Has torch's calls by the names of `torch.cuda`.
+        native: Torch's side of the allocator.
+        options: Torch's own options for each capture.
     """
 
     error_modes: ClassVar[tuple[str, ...]] = ("global", "thread_local", "relaxed")
@@ -80,11 +88,11 @@ class StreamBackend(Backend):
     @classmethod
     @abc.abstractmethod
     def why_not(cls) -> str:
-        """Why no such device can be used here; nothing where one can."""
+        """Return why no such device can be used on this machine, or ""."""
 
     @classmethod
     def is_available(cls) -> Availability:
-        """Whether torch, the device's package and its driver are here and see a device."""
+        """Return whether torch, the device's package and its driver are installed and see a device."""
         reason = cls.why_not()
         return Availability(available=not reason, reason=reason)
 
@@ -95,49 +103,49 @@ class StreamBackend(Backend):
 
     @abc.abstractmethod
     def begin(self, handle: Handle, **options: Any) -> Opened:
-        """A new graph, and the context that records into it on the capture stream; options: torch's own."""
+        """Make a new graph, and the context that records into it on the capture stream. `options` are torch's own."""
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, which it does not keep; the tensor where the device has no such thing."""
+        """Make a tensor over the same memory that does not keep it alive. Return the tensor if the device cannot."""
         return tensor
 
     def held_and_used(self) -> tuple[int, int]:
-        """Bytes that torch's allocator holds, and those of them that tensors use."""
+        """Return the bytes that torch's allocator has reserved, and how many of them tensors use."""
         return int(self._module.memory_reserved(self._device)), int(self._module.memory_allocated(self._device))
 
     def release_workspaces(self) -> None:
-        """Have libraries free the workspaces that they keep between calls, so that the next operator allocates anew."""
+        """Free the workspaces that libraries keep between calls, so that the next operator allocates new ones."""
 
     def ranges(self, handle: Handle) -> list[tuple[int, int]]:
-        """First and one past the last address of each piece of memory in a pool, where the allocator tells."""
+        """Return the address range of each piece of memory in a pool, as far as the allocator reveals them."""
         if self._native is None:
             return []
         try:
             segments = self._module.memory_snapshot(handle)
-        except TypeError:  # an older torch tells of all pools at once
+        except TypeError:  # an older torch reports all pools at once
             segments = [one for one in self._module.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
         return [(one["address"], one["address"] + one["total_size"]) for one in segments]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-        """Memory on the device, or pinned memory on the host."""
+        """Allocate memory on the device, or pinned memory on the host."""
         with outside_inference():
             if placement == DEVICE:
                 return torch.empty(shape, dtype=dtype, device=self._device)
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def upload(self, nbytes: int) -> Upload | None:
-        """A packet on the device, fed by a pinned ring with events."""
+        """Make a packet on the device, sent through a pinned ring with events."""
         return ring_on(self._device, nbytes)
 
     def pool(self) -> GraphPool:
-        """The pool that all captures on this device share."""
+        """Return the pool that all captures on this device share."""
         return self.state.pool
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[Any]:
-        """The device's one capture stream: it waits for the current stream, which waits for it at the end.
+        """Enter the device's one capture stream. It waits for the current stream, which waits for it at the end.
 
-        Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
+        Raises CaptureError, which says what to lower, if the block runs out of the device's memory.
         """
         state, around = self.state, self._module.current_stream(self._device)
         with state.lock:
@@ -162,32 +170,33 @@ class StreamBackend(Backend):
         error_mode: str | None = None,
         parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     ) -> Graph:
-        """Record the step on the capture stream without running it; pool: as `pool()` or torch hands it out.
+        """Record the step on the capture stream without running it. `pool` comes from `pool()` or from torch.
 
-        CaptureError, with the way out, for what the device refuses, where memory ran out, and for what the step raised.
+        Raises CaptureError, with the way out, for what the device refuses, if memory runs out, and for what the step
+        raised.
         """
         del parameters
         mode = mode_of(error_mode, self.error_modes)
         return self.record(step, pool, functools.partial(self.begin, capture_error_mode=mode, **self._options))
 
     def interrupt(self, run: Interruption) -> Any:
-        """Call it between two graphs, here and in each replay; outside a capture, once."""
+        """Call `run` between two graphs, now and in each replay; outside a capture, call it once."""
         recording = self.state.recording
         return run(None) if recording is None else recording.interrupt(run)
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, without keeping the graph's pool from using it again, where the allocator tells of that."""
+        """Return an alias that lets the graph's pool reuse the memory, if the allocator reveals the pool's ranges."""
         recording = self.state.recording
         return tensor if recording is None else recording.borrow(tensor)
 
     def order(self, first: int, then: int) -> None:
-        """Have the stream of one number wait for what was handed to that of another so far."""
+        """Make stream number `then` wait for the work submitted so far to stream number `first`."""
         make, index, kind = self._module.Stream, self._device.index, self.state.stream.device_type
         earlier, later = (make(stream_id=one, device_index=index, device_type=kind) for one in (first, then))
         later.wait_stream(earlier)
 
     def event(self, again: Event | None = None) -> Event:
-        """An event recorded now on the current stream."""
+        """Return an event recorded now on the current stream."""
         recorded: Any = self._module.Event(enable_timing=True) if again is None else again
         recorded.record(self.current_stream())
         event: Event = recorded
@@ -198,16 +207,16 @@ class StreamBackend(Backend):
         return self._module.current_stream(self._device)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all work handed to it."""
+        """Wait until the device has done all submitted work."""
         self._module.synchronize(self._device)
 
     def memory(self) -> Memory:
-        """The driver's account of the device, and what torch's allocator holds of it."""
+        """Return the device's memory as the driver reports it, and what torch's allocator has reserved of it."""
         free, total = self._module.mem_get_info(self._device)
         return Memory(total=int(total), free=int(free), allocated=self.held_and_used()[0])
 
     def record(self, step: Capturable, pool: object | None, begin: Callable[[Handle], Opened]) -> DeviceGraph:
-        """Record a step into graphs that `begin` makes. CaptureError leaves the device as it was before."""
+        """Record a step into graphs that `begin` makes. A CaptureError leaves the device as it was before."""
         used, state = self._pool_of(pool), self.state
         if self._module.is_current_stream_capturing():
             raise CaptureError("a step that is being captured cannot capture another")
@@ -216,21 +225,24 @@ class StreamBackend(Backend):
             around, state.recording = state.recording, recording
             try:
                 outputs, error, before = recording.attempt(step)
-            except BaseException:  # an interrupt: any other error is returned
+            except BaseException:  # an interrupt, since any other error is returned
                 self._discard(recording, used)
                 raise
             finally:
                 state.recording = around
-            del alive  # kept so that the handle stayed good until here
+            del alive  # kept so that the handle stayed valid until here
             if error is not None:
                 raise self._cleaned_up(recording, used, error) from error
             used.add(recording.graphs, recording.handle)
             after = self.held_and_used()
-            grown = (after[0] - before[0]) - (after[1] - before[1])  # without what is still in use: the outputs
+            grown = (after[0] - before[0]) - (after[1] - before[1])  # without what is still in use, the outputs
             return DeviceGraph(recording.parts, ordinary(outputs), max(0, grown))
 
     def _pool_of(self, pool: object | None) -> GraphPool:
-        """A pool as it is, one around torch's handle, or one for a single graph. CaptureError for anything else."""
+        """Return a pool unchanged, one around torch's handle, or one for a single graph.
+
+        Raise CaptureError for anything else.
+        """
         if isinstance(pool, GraphPool):
             return pool
         if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
@@ -239,7 +251,7 @@ class StreamBackend(Backend):
         return GraphPool(lambda: handle)
 
     def _cleaned_up(self, recording: "DeviceCapture", pool: GraphPool, error: Exception) -> CaptureError:
-        """Leave nothing of the capture; the error to raise, which says so where the device cannot go on."""
+        """Discard a capture and return the error to raise, which says so if the device cannot go on."""
         if ran_out_of_memory(error):
             traceback.clear_frames(error.__traceback__)  # the step's tensors, which the error would keep alive
         left = ""
@@ -251,9 +263,9 @@ class StreamBackend(Backend):
         return CaptureError(f"{error if known else not_captured(error, self.advice, self.conditions)}{left}")
 
     def _discard(self, recording: "DeviceCapture", pool: GraphPool) -> None:
-        """Leave nothing of a capture that failed. RuntimeError where the device does no work any more.
+        """Leave nothing of a capture that failed. Raise RuntimeError if the device has stopped working.
 
-        torch (2.9 to 2.13) does not end one that the device has invalidated: its allocator would refuse the next
+        Torch (2.9 to 2.13) does not end a capture that the device has invalidated: its allocator would refuse the next
         capture into the same memory, and its random generator any draw outside of captures.
         """
         for graph in recording.graphs:
@@ -268,26 +280,26 @@ class StreamBackend(Backend):
         self._check()
 
     def _close(self, handle: Handle) -> bool:
-        """End the allocator's recording into a pool, where a broken capture left it open; whether it was."""
+        """End the allocator's recording into a pool if a broken capture left it open. Return whether it was open."""
         if self._native is None:
             return False
         kind, index = self._device.type, self._device.index
         try:
             getattr(self._native, f"_{kind}_endAllocateToPool")(index, handle)
-        except RuntimeError:  # "not currently recording": the capture ended in order
+        except RuntimeError:  # "not currently recording": the capture ended normally
             return False
-        getattr(self._native, f"_{kind}_releasePool")(index, handle)  # what an ended capture's reset does
+        getattr(self._native, f"_{kind}_releasePool")(index, handle)  # as an ended capture's reset does
         return True
 
     def _check(self) -> None:
-        """Have the device do something: some that have failed take on work, and never do it."""
+        """Make the device compute something, since some failed devices accept work and never do it."""
         state = self.state
         state.checks += 1
         if int(state.one.fill_(state.checks).item()) != state.checks:
             raise RuntimeError("it takes on work and does not do it")
 
     def _mend(self, pool: GraphPool) -> None:
-        """Run one good capture, which brings the generator back; into another handle if this one cannot be mended."""
+        """Run one good capture, which repairs the generator, with another handle if this one cannot be repaired."""
         try:
             self._capture_nothing(pool.handle())
         except RuntimeError:
@@ -307,7 +319,7 @@ class StreamBackend(Backend):
 
 
 class DeviceCapture:
-    """A capture under way: the graphs so far, what runs between them, and the graph that `begin` made for a handle.
+    """A capture in progress: the graphs so far, what runs between them, and the graph that `begin` made for a handle.
 
     Libraries release their workspaces when a graph begins and before it ends, so that those of its operators lie in its
     own pool: clearing one of a warm-up would free memory that replays read (pytorch issues 192061 and 193402).
@@ -315,19 +327,19 @@ class DeviceCapture:
 
     def __init__(self, backend: StreamBackend, handle: Handle, begin: Callable[[Handle], Opened]) -> None:
         self.parts: list[Part] = []
-        self.graphs: list[Recorded] = []  # all that are recorded, those with nothing in them too
+        self.graphs: list[Recorded] = []  # all that are recorded, including empty ones
         self.graph: Recorded | None = None
         self.handle, self._backend, self._begin = handle, backend, begin
         self._open: AbstractContextManager[object] | None = None
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._ranges: list[tuple[int, int]] | None = None  # of the pool, while nothing is allocated in it
+        self._ranges: list[tuple[int, int]] | None = None  # those of the pool, while nothing is allocated in it
 
     def attempt(self, step: Capturable) -> tuple[Any, Exception | None, tuple[int, int]]:
-        """The step's outputs, the first error, of the step or of torch, and the allocator's bytes before."""
+        """Return the step's outputs, the first error of the step or of torch, and the allocator's bytes before."""
         outputs, raised, before, empty = None, None, (0, 0), self._backend.warns_of_empty
         try:
             with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
-                ending.callback(self._stop)  # it may have begun when what follows raises
+                ending.callback(self._stop)  # `_start` may raise after the capture has begun
                 self._start()
                 before = self._backend.held_and_used()
                 try:
@@ -335,11 +347,11 @@ class DeviceCapture:
                 except Exception as error:  # noqa: BLE001 - raised again, once the capture is ended
                     raised = error
                     quietly.enter_context(warnings.catch_warnings())
-                    warnings.simplefilter("ignore")  # that the graph is empty: it is thrown away
+                    warnings.simplefilter("ignore")  # hides that the graph is empty, since it is discarded
                 if self.parts and empty:  # after a break there may be nothing left to record
                     quietly.enter_context(warnings.catch_warnings())
                     warnings.filterwarnings("ignore", message=f".*{empty}")
-        except Exception as error:  # noqa: BLE001 - likewise; torch says it when the capture begins or ends
+        except Exception as error:  # noqa: BLE001 - likewise; torch raises when the capture begins or ends
             raised = raised or error
         return outputs, raised, before
 
@@ -356,7 +368,7 @@ class DeviceCapture:
         if self._open is not None and self.graph is not None:
             try:
                 self._backend.release_workspaces()
-            finally:  # whatever interrupts that: a capture that is left open makes the device unusable
+            finally:  # even after an interrupt, since a capture that is left open makes the device unusable
                 opened, self._open = self._open, None
                 opened.__exit__(None, None, None)
             self.parts.append((self.graph.replay, self.graph))
@@ -365,7 +377,7 @@ class DeviceCapture:
                 self.handle = self.graph.pool()
 
     def interrupt(self, run: Interruption) -> Any:
-        """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
+        """End the graph and replay it, so that `run` sees its effects; call `run`; begin the next graph."""
         if self._open is None:  # inside a break, where nothing is being recorded
             return run(None)
         with warnings.catch_warnings(record=True) as said:
@@ -381,13 +393,13 @@ class DeviceCapture:
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         replay, _ = self.parts[-1]
-        if is_empty:  # nothing between two breaks, or memory alone: it lives as long as a graph
+        if is_empty:  # nothing between two breaks except memory, which lives as long as a graph
             self.parts.pop()
         else:
             replay()
         answer = run(None)
         self._start()
-        # What is allocated from here on is the graph's own memory, which later parts use again once it is free.
+        # From here on, allocations are the graph's own memory, which later parts reuse once it is free.
         places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
         self._answers = list(zip(tensors_in(places), tensors_in(answer), strict=True))
         kept = pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, self._alias, places))
@@ -400,7 +412,7 @@ class DeviceCapture:
         return alias
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An alias of a tensor in the memory that this capture allocates from; any other tensor as it is."""
+        """Return an alias of a tensor in the memory that this capture allocates from, or any other tensor unchanged."""
         plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
         if not plain or tensor.device.type != self._backend.device.type:
             return tensor
@@ -412,7 +424,7 @@ class DeviceCapture:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Keep Python's collector from freeing graphs and events in the middle of a capture, which would break it off."""
+    """Keep Python's collector from freeing graphs and events during a capture, which would break it off."""
     was_on = gc.isenabled()
     gc.disable()
     try:

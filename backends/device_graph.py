@@ -1,4 +1,4 @@
-"""Graphs of a device: the pools that they lie in, their replays, and what is said where one cannot be captured."""
+"""Graphs of a device: their pools, their replays, and the errors for steps that cannot be captured."""
 
 import re
 import weakref
@@ -14,9 +14,9 @@ from ..dataflow.views import ordinary_alias
 from .base import Graph
 
 Handle: TypeAlias = Any
-"""What torch calls a pool: two numbers, of a type without a public name; None where the first graph brings it."""
+"""What torch calls a pool: two numbers, of a type without a public name. None if the first graph brings the pool."""
 Advice: TypeAlias = Iterable[tuple[str, str]]
-"""What an error says, in lower case, and the way out where it says so."""
+"""A part of an error's text, in lower case, and the way out for such an error."""
 
 _LOWER: Final = (
     "lower the number of buckets, the largest bucket, or the share of memory that the engine's KV cache takes"
@@ -32,23 +32,23 @@ class Recorded(Protocol):
         """Launch it on the current stream."""
 
     def reset(self) -> None:
-        """Let go of all that it holds."""
+        """Release all that it holds."""
 
     def pool(self) -> Handle:
-        """The handle of its memory."""
+        """Return the handle of its memory."""
 
 
 Opened: TypeAlias = tuple[Recorded, AbstractContextManager[object]]
-"""A graph with nothing in it, and the context that records what is called inside into it."""
+"""An empty graph, and the context in which calls are recorded into it."""
 Part: TypeAlias = tuple[Callable[[], object], Recorded | None]
-"""What a replay calls: that of a graph, and the graph; or what runs between two graphs, and None."""
+"""What a replay calls: a graph's `replay` and the graph, or what runs between two graphs and None."""
 
 
 @final
 class GraphPool:
-    """Graph memory of one device: what one graph needs for its steps alone, the next one uses too.
+    """The graph memory of one device. Later graphs reuse what earlier ones need only within their steps.
 
-    torch refuses a handle whose graphs are all gone, and may refuse one whose capture was broken off: `draw` another.
+    Torch rejects a handle whose graphs are all gone, and may reject one whose capture failed. `draw` makes a new one.
     """
 
     def __init__(self, draw: Callable[[], Handle]) -> None:
@@ -57,22 +57,22 @@ class GraphPool:
         self._graphs: weakref.WeakSet[Recorded] = weakref.WeakSet()
 
     def handle(self) -> Handle:
-        """The handle for the next capture."""
+        """Return the handle for the next capture."""
         if self._handle is None or not self._graphs:
             self._handle = self._draw()
         return self._handle
 
     def graphs(self) -> list[Recorded]:
-        """The graphs that use this memory."""
+        """Return the graphs that use this memory."""
         return list(self._graphs)
 
     def add(self, graphs: Iterable[Recorded], handle: Handle) -> None:
-        """Note graphs that were captured by a handle."""
+        """Record graphs that were captured with a handle."""
         self._graphs.update(graphs)
         self._handle = handle
 
     def forget(self) -> None:
-        """Draw another handle next time; graphs that were captured keep what they have."""
+        """Draw another handle next time. Graphs that were captured keep their memory."""
         self._handle = None
 
 
@@ -80,7 +80,8 @@ class GraphPool:
 class DeviceGraph(Graph):
     """A captured step, replayed on the current stream. Its outputs hold nothing before the first replay.
 
-    nbytes: that the pool grew by, without the outputs and the driver's own memory, some 10 KB a kernel.
+    Attributes:
+        nbytes: By how much the pool grew, without the outputs and the driver's own memory, some 10 KB a kernel.
     """
 
     def __init__(self, parts: Sequence[Part], outputs: Any, nbytes: int) -> None:
@@ -90,7 +91,10 @@ class DeviceGraph(Graph):
         self._calls = [call for call, _ in parts]
 
     def replay(self) -> None:
-        """Launch the graph. ReplayError where torch or the driver refuses; what runs between graphs raises as it is."""
+        """Launch the graph.
+
+        Raise ReplayError if torch or the driver refuses. Errors of calls between graphs stay as they are.
+        """
         try:
             for call in self._calls:
                 call()
@@ -101,7 +105,7 @@ class DeviceGraph(Graph):
 
 
 def ordinary(outputs: Any) -> Any:
-    """The same memory in tensors that may be written outside inference mode too, whatever mode the capture was in."""
+    """Return outputs as tensors that may be written outside inference mode, whatever mode the capture was in."""
     return pytree.tree_map_only(torch.Tensor, _ordinary, outputs)
 
 
@@ -110,7 +114,7 @@ def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had too little memory, as the allocator, the driver or a library says it."""
+    """Return whether the device had too little memory, going by errors of the allocator, the driver or a library."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in text or "alloc_failed" in text)
@@ -118,18 +122,18 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, while_: str) -> CaptureError:
-    """The error for a bucket that the device has no memory for."""
+    """Make the error for a bucket that the device has no memory for."""
     asked = _ASKED.search(str(error))
     said = f"tried to allocate {asked[1]}" if asked else first_line(error)
     return CaptureError(f"the device's memory ran out {while_} ({said}): {_LOWER}")
 
 
 def not_captured(error: BaseException, advice: Advice = (), conditions: Advice = ()) -> CaptureError:
-    """The error for a step that raised or was refused; conditions: advice for what is wrong whatever the step does."""
+    """Make the error for a step that raised or was refused. `conditions` has advice for faults outside the step."""
     if ran_out_of_memory(error):
         return out_of_memory(error, "while this bucket was captured")
     said, text = first_line(error), str(error).lower()
-    place = "" if isinstance(error, ComputeError) else place_of(error)  # which says it itself
+    place = "" if isinstance(error, ComputeError) else place_of(error)  # a ComputeError has the place already
     refusals = [("nothing can be captured as things are", one) for one in conditions]
     refusals += [(f"a captured step cannot do what it does{place}", one) for one in advice]
     for refused, (sign, way_out) in refusals:
@@ -144,6 +148,6 @@ def not_captured(error: BaseException, advice: Advice = (), conditions: Advice =
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without a place in C++ before it or the paragraphs after it."""
+    """Return the first line of an error's text, without a leading place in C++."""
     lines = _IN_CPP.sub("", str(error).strip()).splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,14 +1,14 @@
-"""Ascend NPUs, by torch_npu, which is imported when the backend is asked for and not before.
+"""Ascend NPUs, through torch_npu, which is imported only when the backend is requested.
 
-How it behaves, where that is not obvious:
+Behaviour that is not obvious:
 
-- Cache locations are int32, and nothing else is converted: other kernels demand int64.
-- Host data goes up in one packet, cast on the host; then come grouped copies on the device. Nothing is copied by a
-  foreach from host memory, and nothing asynchronously from memory that is not pinned.
-- All captures on a device share one stream and one pool, as on CUDA; input buffers are never shared.
+- Cache locations are int32, and nothing else is converted: other kernels require int64.
+- Host data is cast on the host and uploaded in one packet, followed by grouped copies on the device. Nothing is copied
+  by a foreach from host memory, and nothing asynchronously from memory that is not pinned.
+- All captures on a device share one stream and one pool, as on CUDA. Input buffers are never shared.
 - Host parameters: torch_npu records each operator that takes host arguments behind an event. Only an update of the
   graph records this event, so a launch without an update never ends. An update that starts too early changes what the
-  previous launch reads. Each launch here makes its own update first, after the previous launch has ended.
+  previous launch reads. So each launch makes its own update first, after the previous launch has ended.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _CAPABILITIES: Final = Capabilities(
     arenas=False,
     host_parameters=True,
     capture_error_modes=StreamBackend.error_modes,
-    graphs_hint=1800,  # of 2,048 streams, of which each graph takes one or more: what vLLM-Ascend settled on
+    graphs_hint=1800,  # of 2,048 streams, of which each graph takes one or more: vLLM-Ascend's limit
 )
 _STREAMS_GONE: Final = (
     "the device has no streams left for another graph (2,048 in all; each graph takes at least one, and one more for "
@@ -72,7 +72,7 @@ _CONDITIONS: Final[Advice] = (
         ),
     ),
 )
-"""By what torch_npu 2.13 says, in lower case; 207005 and 207008 are CANN's numbers, the one sign of too many graphs."""
+"""By texts of torch_npu 2.13, in lower case. 207005 and 207008 are CANN's numbers, the only sign of too many graphs."""
 _ADVICE: Final[Advice] = (
     (
         "aclop operators",
@@ -80,33 +80,33 @@ _ADVICE: Final[Advice] = (
     ),
     *((sign, _ON_DEVICE) for sign in ("stream synchronize failed", "aclrtsynchronize", "aclrtmemcpy")),
 )
-"""Likewise, for what the step does."""
+"""The same, for what the step does."""
 
 _Tensor: Final[Any] = torch.Tensor
 Update = Mapping[str, Callable[[torch.Tensor], Any]]
-"""What one operator is told at each replay: by argument, what makes it of the slot: a host tensor, or a list."""
+"""How to update one operator at each replay: by argument, what converts the slot to a host tensor or a list."""
 
 
 def npu() -> Any:
-    """torch.npu, which torch_npu brings; checkers know nothing of it."""
-    return getattr(torch, "npu")  # noqa: B009 - no attribute that a checker could see
+    """Return torch.npu, which torch_npu adds and type checkers do not know."""
+    return getattr(torch, "npu")  # noqa: B009 - type checkers see no such attribute
 
 
 def npu_c() -> Any:
-    """torch_npu's own side of the allocator and of streams, where there is no public name."""
+    """Return torch_npu's own side of the allocator and of streams, which has no public name."""
     return importlib.import_module("torch_npu._C")
 
 
 @contextlib.contextmanager
 def recording(graph: Any, handle: Handle, stream: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """torch.npu.graph, which in torch_npu 2.13 leaves its stream and mode entered where a capture does not begin."""
+    """Enter torch.npu.graph, which in torch_npu 2.13 leaves its stream and mode entered if a capture does not begin."""
     around, depth = npu().current_stream(), len(_modes())
     try:
         with npu().graph(graph, pool=handle, stream=stream, **options):
             try:
                 yield
             finally:
-                npu().set_stream(stream)  # a capture ends on its own stream: with another, the device is lost
+                npu().set_stream(stream)  # a capture must end on its own stream, or the device is lost
     finally:
         for mode in reversed(_modes()[depth:]):
             mode.__exit__(None, None, None)
@@ -114,7 +114,7 @@ def recording(graph: Any, handle: Handle, stream: Any, options: Mapping[str, Any
 
 
 def _modes() -> list[Any]:
-    """Modes that watch operators, the innermost last."""
+    """Return the modes that intercept operators, the innermost last."""
     return list(dispatch._get_current_dispatch_mode_stack())  # noqa: SLF001 - no public name
 
 
@@ -128,13 +128,16 @@ class UpdatedGraph:
         self.native.graph_dispatch_mode.update_stream = _update_stream(device)
         self._device = device
         self._parameters = dict(parameters)
-        self._updates: list[Update] = []  # of each operator that takes host arguments
-        self._passed: Any = None  # what is recorded after each launch
+        self._updates: list[Update] = []  # one for each operator that takes host arguments
+        self._passed: Any = None  # recorded after each launch
         self._broken = ""
 
     @contextlib.contextmanager
     def recorded(self, opened: AbstractContextManager[object]) -> Iterator[None]:
-        """Around what records the graph. CaptureError where an operator has host arguments that no replay tells."""
+        """Wrap the context that records the graph.
+
+        Raise CaptureError if an operator has host arguments that no replay updates.
+        """
         with opened:
             yield
         records = self.native.graph_dispatch_mode.graph_dispatch_records
@@ -146,7 +149,7 @@ class UpdatedGraph:
         return frozenset(name for update in self._updates for name in update)
 
     def replay(self) -> None:
-        """Update once the launch before has ended, then launch. ReplayError where an update has broken off before."""
+        """Update once the previous launch has ended, then launch. Raise ReplayError if an earlier update broke off."""
         if not self._updates:
             self.native.replay()
             return
@@ -154,7 +157,7 @@ class UpdatedGraph:
             raise ReplayError(f"an update of this graph's host parameters broke off ({self._broken}): capture it anew")
         if self._passed is None:
             self._passed = npu().Event()
-        else:  # wait for the launch before, whose operators have then read what they were told
+        else:  # the previous launch's operators have then read their values
             self._passed.synchronize()
         self._broken = "it was interrupted"
         try:
@@ -167,7 +170,7 @@ class UpdatedGraph:
         self._broken = ""
 
     def _values(self) -> list[dict[str, Any]]:
-        """For each operator, copies of what the host tensors hold, since a queue may read them after the next fill."""
+        """Copy the host tensors' values for each operator, since a queue may read them after the next fill."""
         wanted = {pair for update in self._updates for pair in update.items()}
         found = {(name, copy): copy(self._parameters[name]) for name, copy in wanted}
         return [{name: found[name, copy] for name, copy in update.items()} for update in self._updates]
@@ -175,12 +178,12 @@ class UpdatedGraph:
 
 @functools.cache
 def _update_stream(device: torch.device) -> Any:
-    """A device's stream of updates; torch_npu has one for all devices, which belongs to the first."""
+    """Return a device's stream of updates. Torch_npu's own one serves all devices, and belongs to the first."""
     return npu().Stream(device)
 
 
 def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
-    """What an operator takes of the parameters; torch_npu tells where: "arg" or "kwarg", the place there, the name."""
+    """Return how to update an operator. A spec of torch_npu has "arg" or "kwarg", the position there, and the name."""
     operator = str(record.op_cache_entry.__name__)
     handlers: Any = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
     handler = handlers._NPU_GRAPH_OP_HANDLERS[operator]  # noqa: SLF001 - no public name
@@ -231,14 +234,14 @@ class NpuBackend(StreamBackend):
 
     @classmethod
     def why_not(cls) -> str:
-        """Why torch_npu and CANN are not here, or see no device; nothing where they see one."""
+        """Return why torch_npu and CANN are missing or see no device, or ""."""
         if sys.modules.get(_PACKAGE) is None and importlib.util.find_spec(_PACKAGE) is None:
             version = torch.__version__.split("+")[0]
             return f"torch_npu is not installed: `pip install torch_npu=={version}`, and the CANN that it needs"
         failed = _import()
         if failed:
             return failed
-        started_in = getattr(npu(), "_original_pid", False)  # torch_npu itself sees forks of multiprocessing alone
+        started_in = getattr(npu(), "_original_pid", False)  # torch_npu itself detects only forks of multiprocessing
         if npu()._is_in_bad_fork() or started_in not in {False, os.getpid()}:  # noqa: SLF001 - no public name
             return "this process was forked after the NPU was used: start it with multiprocessing's 'spawn' method"
         try:
@@ -248,7 +251,7 @@ class NpuBackend(StreamBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the head of this module says, as a record."""
+        """The record of what the head of this module says."""
         return _CAPABILITIES
 
     def capture(
@@ -259,10 +262,11 @@ class NpuBackend(StreamBackend):
         error_mode: str | None = None,
         parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     ) -> Graph:
-        """Record the step on the capture stream without running it; pool: as `pool()` or torch_npu hands it out.
+        """Record the step on the capture stream without running it. `pool` comes from `pool()` or from torch_npu.
 
-        parameters: host tensors, whose values the operators of these arguments are told at each replay. CaptureError
-        also where one reaches no operator, or an operator takes host arguments and none of these.
+        Each replay passes the values of `parameters`, host tensors, to the operators that take these arguments. Also
+        raises CaptureError if a parameter reaches no operator, or if an operator takes host arguments and none of
+        these.
         """
         if not parameters:
             return super().capture(step, pool=pool, error_mode=error_mode)
@@ -275,7 +279,7 @@ class NpuBackend(StreamBackend):
 
         graph = self.record(step, pool, begin)
         missing = sorted(parameters.keys() - made[0].taken)
-        if missing and len(made) == 1:  # else what runs between the parts may take them
+        if missing and len(made) == 1:  # with several graphs, what runs between them may take it
             raise CaptureError(
                 f"no operator of the captured step takes the host parameter {missing[0]!r} (what is taken: "
                 f"{', '.join(sorted(map(repr, made[0].taken))) or 'nothing'}): hand the slot to one under that name, "
@@ -284,35 +288,38 @@ class NpuBackend(StreamBackend):
         return graph
 
     def begin(self, handle: Handle, **options: Any) -> Opened:
-        """An NPUGraph, which takes no arguments and records once."""
+        """Make an NPUGraph, which takes no arguments and records once, and the context that records into it."""
         graph = npu().NPUGraph()
         return graph, recording(graph, handle, self.state.stream, options)
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, which it does not keep: as torch_npu's records of updated operators hold tensors."""
+        """Make a tensor over the same memory that does not keep it alive, as torch_npu does for updated operators."""
         with outside_inference():
             alias: torch.Tensor = npu_c()._weak_ref_tensor(tensor)  # noqa: SLF001
         return alias
 
     def stream_key(self) -> Callable[[], int]:
-        """A call that tells the current stream's number: torch_npu finds its own streams by it."""
+        """Return a call that gives the current stream's number, by which torch_npu finds its own streams."""
         return lambda: int(npu_c()._npu_getCurrentStream(self.device.index)[0])  # noqa: SLF001 - no public name
 
     def order(self, first: int, then: int) -> None:
-        """Have one stream wait for another, by number; the host waits for all where torch_npu does not know one."""
+        """Make one stream wait for another, by number.
+
+        The host waits for the device if torch_npu does not know one of them.
+        """
         known = min(first, then) >= 0
         try:
             if known:
                 super().order(first, then)
-        except RuntimeError:  # another library's: torch_npu takes no events on it
+        except RuntimeError:  # a stream of another library, on which torch_npu takes no events
             known = False
         if not known:
             self.synchronize()
 
 
-@functools.cache  # a second try after a failure meets a package half imported, and says something else
+@functools.cache  # a second try after a failure would meet a half imported package, and fail differently
 def _import() -> str:
-    """Import torch_npu; what went wrong, and the way out."""
+    """Import torch_npu, and return what went wrong and the way out, or ""."""
     if getattr(torch, "npu", None) is not None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""torch's operators: watched, taken apart, what they write, and which of them no graph can hold."""
+"""Torch's operators: interception, decomposition, what each writes, and which of them no graph can hold."""
 
 import abc
 import functools
@@ -24,9 +24,9 @@ _C: Final[Any] = torch._C  # noqa: SLF001 - torch's stacks of modes have no publ
 T = TypeVar("T")
 _DISPATCH: Final[tuple[Any, Callable[[], int]]] = (_python_dispatch, _C._len_torch_dispatch_stack)  # noqa: SLF001 - as above
 _FUNCTION: Final[tuple[Any, Callable[[], int]]] = (overrides, FUNCTION_MODES)
-_PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
+_PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - the dispatch of plain tensors
 
-# Composites that torch takes apart, which read the host on the CPU alone, to check values.
+# Composites that read the host only on the CPU, to check values.
 _WHOLE: Final = frozenset({"aten::one_hot"})
 
 # Arguments that an operator writes although its schema does not say so.
@@ -36,7 +36,7 @@ _NORMS: Final = ("native_batch_norm", "batch_norm", "cudnn_batch_norm", "miopen_
 def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]) -> T:
     """Call something under a mode, which is off afterwards wherever an interrupt comes.
 
-    torch's own `with mode:` takes several lines of Python to push it and to pop it.
+    Torch's own `with mode:` takes several lines of Python to push and pop it.
     """
     stack, depth = _DISPATCH if isinstance(mode, TorchDispatchMode) else _FUNCTION
     before = depth()
@@ -53,9 +53,10 @@ def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]
 
 
 def run_uncompiled(run: Callable[[], T], apart: Callable[..., object] = call) -> T:
-    """Call something with compiled functions run as they were written: the compiler cannot trace a watch.
+    """Call something with compiled functions run as they were written, since the compiler cannot trace a dispatch mode.
 
-    apart: calls what imports the compiler, should that come first now. The import runs operators in some versions.
+    `apart` calls the import of the compiler, if that happens during the call. The import runs operators in some
+    versions.
     """
     finder = _CompilerFinder(apart)
 
@@ -74,33 +75,33 @@ def run_uncompiled(run: Callable[[], T], apart: Callable[..., object] = call) ->
 
 
 class _CompilerFinder:
-    """Has the compiler run functions as they were written, from its import on where that comes later."""
+    """Makes the compiler run functions as they were written, from its import on if that comes later."""
 
     def __init__(self, apart: Callable[..., object]) -> None:
         self._apart = apart
         self._before: list[Any] = []
 
     def find_spec(self, name: str, path: Any, _: object = None) -> Any:
-        """Find the compiler as Python does, and ask it once it is there."""
+        """Find the compiler as Python does, and set its stance once it is loaded."""
         spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None
         if spec:
             load = spec.loader.exec_module
 
             def load_and_ask(module: Any) -> None:
                 self._apart(load, module)
-                if self in sys.meta_path:  # another thread's import may end later than the watch
+                if self in sys.meta_path:  # another thread's import may end after the call
                     self.ask()
 
             spec.loader.exec_module = load_and_ask
         return spec
 
     def ask(self) -> None:
-        """Set the compiler's stance, and note which one it had: torch itself tells only once it has set another."""
+        """Set the compiler's stance, and remember the one before, which torch reveals only when it sets another."""
         self._before.append(_compiler()._stance)  # noqa: SLF001 - it has no public name
         torch.compiler.set_stance("force_eager")
 
     def restore(self) -> None:
-        """Set the stance that it had."""
+        """Restore the compiler's stance."""
         for stance in self._before[:1]:
             _compiler()._stance = stance  # noqa: SLF001 - as above
 
@@ -110,7 +111,7 @@ def _compiler() -> Any:
 
 
 class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Sees each operator that a thread runs; tensor subclasses take themselves apart first."""
+    """Intercepts each operator that a thread runs. Tensor subclasses decompose themselves first."""
 
     supports_higher_order_operators = True  # torch would refuse them without a way out
 
@@ -118,34 +119,34 @@ class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __init_subclass__(cls) -> None:
-        """As torch has it, which gives it no type."""
+        """Do as torch does, which gives it no type."""
         super().__init_subclass__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No, or the first operator would import the compiler, which takes a second."""
+        """Return False, or the first operator would import the compiler, which takes a second."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Have one operator seen."""
+        """Pass one operator to `see`."""
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
-            return NotImplemented  # the subclass takes itself apart, and its parts come here
+            return NotImplemented  # the subclass decomposes itself, and its parts come here
         return self.see(func, args, dict(kwargs or {}))
 
     @abc.abstractmethod
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator, and return what it returns."""
+        """Run one operator, and return its result."""
 
     def take_apart(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a composite operator as the operators that it is made of, and see these."""
+        """Run a composite operator as the operators that it consists of, and intercept these."""
         parts = functools.partial(operator._op_dk, _C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # noqa: SLF001
         return run_under(self, parts)
 
 
 def kernel_of(operator: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
-    """A call of the kernel of a user's operator, in which watches see the kernel's own operators; None for torch's."""
+    """Return a call of a custom operator's kernel, in which modes see the kernel's operators. None for torch's own."""
     if operator.namespace == "aten":
         return None
     kinds = {tensor.device.type for tensor in tensors} - {"cpu"}
@@ -156,22 +157,22 @@ def kernel_of(operator: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., A
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's arguments or results, in order."""
+    """Return the tensors of an operator's arguments or results, in order."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies a tensor's storage for as long as that storage lives."""
+    """Return what identifies a tensor's storage for as long as that storage lives."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch compares storages by it, too
 
 
 def is_plain(operator: Any) -> bool:
-    """Whether an operator is one of torch's own kind, and no higher-order one, which takes functions."""
+    """Return whether an operator is an ordinary one, and not a higher-order one, which takes functions."""
     return isinstance(operator, torch._ops.OpOverload)  # noqa: SLF001 - no public name
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether torch takes an operator apart into others. A mode sees such an operator whole in inference mode alone."""
+    """Return whether torch decomposes an operator. A mode sees such an operator whole only in inference mode."""
     name = operator.name()
     if name in _WHOLE or operator.namespace != "aten":
         return False
@@ -180,7 +181,7 @@ def is_composite(operator: Any) -> bool:
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operator writes, as its schema says, and where it should say."""
+    """Yield the tensors that an operator writes, by its schema and where the schema is incomplete."""
     if operator.namespace == "c10d":  # collectives of torch.distributed
         yield from tensors_in((args, kwargs))
         return
@@ -205,9 +206,15 @@ def call_again(
     *,
     mutates: bool,
 ) -> Callable[[], object] | None:
-    """A call that does an operator again, or None for memory without contents; new results go where they lay.
+    """Return a call that runs an operator again, with results where they were; None for memory without contents.
 
-    args, kwargs: aliases of what it had. fixed: the tensors of `result` in memory of their own, by position.
+    Args:
+        operator: The operator.
+        args: Aliases of its arguments.
+        kwargs: Aliases of its keyword arguments.
+        result: What it returned.
+        fixed: The tensors of `result` in memory of their own, by position.
+        mutates: Whether it writes an argument.
     """
     name = operator._opname if operator.namespace == "aten" else ""  # noqa: SLF001 - OpOverload has no public name
     call = functools.partial(operator._op, *args, **kwargs)  # noqa: SLF001 - without the python layer around it
@@ -235,7 +242,7 @@ def call_again(
 
 @functools.cache
 def _out_overload(operator: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The overload that writes an operator's results into out= arguments, and their names."""
+    """Return the overload that writes an operator's results into out= arguments, and their names, or None."""
     schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
     if any(str(value.type) != "Tensor" for value in schema.returns) or any(arg.is_out for arg in schema.arguments):
         return None
@@ -254,15 +261,15 @@ def _signature(argument: Any) -> tuple[str, str, bool]:
 
 
 def _collective(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Do a collective again, and wait for it as the step's own `wait` did."""
-    from torch.distributed.distributed_c10d import Work  # noqa: PLC0415 - some builds of torch have none of it
+    """Run a collective again, and wait for it as the step's own `wait` did."""
+    from torch.distributed.distributed_c10d import Work  # noqa: PLC0415 - some builds of torch lack it
 
     unbox: Any = Work.unbox
     result = operator(*args, **kwargs)
     unbox(result[-1] if isinstance(result, tuple | list) else result).wait()
 
 
-# What a captured step may not do, and what to do instead: as seen on CUDA, and what moves a storage.
+# What a captured step may not do, and what to do instead: as on CUDA, and what moves a storage.
 
 _ON_DEVICE: Final = "keep the value on the device (torch.where, index_select), or hand it to the step from outside"
 _BY_MASK: Final = "its shape depends on values: use torch.where, or masked_fill_ with a number"
@@ -273,9 +280,12 @@ _TO_HOST: Final = "it copies to the host and waits: read the graph's outputs aft
 NO_GRADIENTS: Final = "capture the forward step alone: this backend records no gradients"
 
 _Made = Callable[[Any], bool]
-"""Whether an argument is a tensor that the step made from a host value."""
+"""Returns whether an argument is a tensor that the step made from a host value."""
 _Rule = tuple[Callable[[Any, _Made], bool], str]
-"""Whether a call is refused, by its arguments under their schema's names, defaults included; and the way out."""
+"""Returns whether a call is refused, by its arguments under their schema's names, defaults included.
+
+Then the way out.
+"""
 
 
 def _has_mask(call: Any) -> bool:
@@ -283,7 +293,10 @@ def _has_mask(call: Any) -> bool:
 
 
 def _puts_what_cuda_cannot(call: Any, made: _Made) -> bool:
-    """CUDA takes one mask with a number as masked_fill_; other masks become positions, on the host."""
+    """Return whether CUDA cannot do an index_put: it takes one mask with a number as masked_fill_.
+
+    Other masks become positions, on the host.
+    """
     if not _has_mask(call):
         return made(call.values)
     return not made(call.values) or call.accumulate or sum(index is not None for index in call.indices) > 1
@@ -326,7 +339,7 @@ _SOMETIMES: Final[Mapping[str, _Rule]] = {
     "histc": (lambda call, _: call.min == call.max, "it reads the range of its input: pass min and max"),
     "lift_fresh": (lambda call, _: call.self.dim() > 0, _COPIED),
 }
-"""What is refused for some of its arguments, by the name without the underscore of operators in place."""
+"""What is refused for some arguments. Names of in-place operators are without their underscore."""
 _TAGGED: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 _Tensor: Final[Any] = torch.Tensor
@@ -349,14 +362,14 @@ def refuse(what: str, advice: str) -> NoReturn:
 
 
 def fixed_key(tensor: torch.Tensor) -> int:
-    """The `storage_key` of a tensor. CaptureError for one that has no storage of its own, or hides it."""
+    """Return the `storage_key` of a tensor. Raise CaptureError if it has no storage of its own, or hides it."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         refuse(f"a tensor of layout {tensor.layout}, {tensor.dtype}", "only plain strided tensors have a fixed address")
     return storage_key(tensor)
 
 
 def check_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], constants: Container[int]) -> None:
-    """Let an operator's call pass, or raise CaptureError with the operator's name and what to do instead."""
+    """Raise CaptureError, with the operator's name and what to do instead, if a graph cannot hold its call."""
     if not is_plain(operator):
         refuse(
             f"the higher-order operator {getattr(operator, '__name__', operator)}",
@@ -388,7 +401,10 @@ def check_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], c
 def check_function(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuse what torch does without an operator: reads and copies; of host parameters, by argument, it says more."""
+    """Raise CaptureError for reads and copies that torch does without an operator.
+
+    The error says more about host parameters, which `parameters` has by argument.
+    """
     advice = _FUNCTIONS.get(func) or _refused_call(func, args, kwargs)
     if advice is None:
         return
@@ -408,7 +424,7 @@ def check_function(
 
 
 def copies_to_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is Tensor.to the text "cpu"; a torch.device, such as `x.device`, is where the step runs."""
+    """Return whether a call is Tensor.to the text "cpu". A torch.device, such as `x.device`, is where the step runs."""
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     return func is torch.Tensor.to and isinstance(target, str) and target.startswith("cpu")
 

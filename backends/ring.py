@@ -1,11 +1,12 @@
-"""The ring: host memory from which uploads start, of which no entry is written while its copy may be in flight.
+"""The ring: host memory that uploads start from. No entry is written while its copy may be in flight.
 
-A driver takes a small packet along in its own command stream, and has read it when the call returns. Only what is
-larger goes by way of an entry; but every step takes one, to hold on to what its packet points to.
+A driver copies a small packet into its own command stream, and has read it when the call returns. Only a larger packet
+goes through an entry. Each step still takes one, to keep alive what its packet points to.
 
 An event for each step would cost more than the upload, so one event closes each segment of entries. When the ring
-enters a segment, it records the event of the one that it leaves and waits for that of the one that it enters, a whole
-turn old. Until an event has passed, the ring keeps alive what the segment's packets point to.
+enters a segment, it records the event of the segment that it leaves, and waits for the event of the one that it enters,
+which was recorded one round earlier. Until an event has passed, the ring keeps alive what the segment's packets point
+to.
 """
 
 import functools
@@ -31,11 +32,16 @@ Inline = Callable[[bytes, int], None]
 @final
 @attrs.define(eq=False, slots=False)
 class Ring(Upload):
-    """An upload by way of a ring.
+    """An upload through a ring.
 
-    pinned: makes host memory that the device copies from. start: copies so many bytes from a place in such memory to
-    the packet, on the current stream. mark: records a point on that stream, anew in the event that it is given, if any.
-    finish: waits for the device, before the ring's memory can go to others. inline: as start, from bytes that may change afterwards, `most_inline` of them.
+    Attributes:
+        packet: The packet on the device.
+        pinned: Makes host memory that the device copies from.
+        start: Copies a number of bytes from an offset in such memory to the packet, on the current stream.
+        mark: Records a point on that stream, anew in the event that it is given, if any.
+        finish: Waits for the device, before the ring's memory can go to others.
+        inline: Copies like `start`, but from bytes that may change afterwards.
+        most_inline: The most bytes that `inline` copies.
     """
 
     packet: torch.Tensor
@@ -47,7 +53,7 @@ class Ring(Upload):
     _most_inline: int = 0
 
     def __attrs_post_init__(self) -> None:
-        """Have the ring wait for the device at its own end."""
+        """Register the wait for the device that ends the ring's life."""
         self.nbytes = self.packet.nbytes
         self._marks: list[Any] = [None] * SEGMENTS
         self._kept: list[object] = [None] * ENTRIES
@@ -55,7 +61,7 @@ class Ring(Upload):
         weakref.finalize(self, _end, self._finish, self._kept).atexit = False
 
     def send(self, data: bytes, kept: object) -> None:
-        """Write the next entry and start its copy. One that is read at once, and keeps nothing, takes no entry."""
+        """Write the next entry and start its copy. Data that is read at once and keeps nothing alive takes no entry."""
         size = len(data)
         inline = self._inline if size <= self._most_inline else None
         if inline is not None and kept is None:
@@ -76,14 +82,14 @@ class Ring(Upload):
         self._next = (index + 1) % ENTRIES
 
     def move(self, source: torch.Tensor) -> torch.Tensor:
-        """By way of pinned memory of its own: an entry of the ring for it would be there 32 times, and for good."""
+        """Copy through pinned memory of its own. In the ring, all 32 entries would have to be that large, for good."""
         with outside_inference(), torch.no_grad():
             held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
             return held.copy_(source).to(self.packet.device, non_blocking=True)
 
     def _turn(self, entered: int) -> None:
-        """Leave a segment and enter the next, once the device is done with it; let go of what it has read."""
-        self._marks[entered - 1] = self._mark(self._marks[entered - 1])
+        """Leave a segment and enter the next once the device is done with it. Release what the device has read."""
+        self._marks[entered - 1] = self._mark()
         mark = self._marks[entered]
         if mark is not None:
             mark.synchronize()
@@ -92,8 +98,8 @@ class Ring(Upload):
                 self._kept[segment * SEGMENT : (segment + 1) * SEGMENT] = [None] * SEGMENT
 
     def _grow(self, size: int) -> None:
-        """Larger entries, once the device has done with all the others."""
-        self._mark(None).synchronize()
+        """Make the entries larger, once the device is done with all of them."""
+        self._mark().synchronize()
         self._room = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = self._pinned(self._room * ENTRIES)
         self.nbytes = self.packet.nbytes + self._memory.nbytes
@@ -102,19 +108,19 @@ class Ring(Upload):
 
 
 def _end(finish: Callable[[], None], kept: list[object]) -> None:
-    """Let the device finish reading before memory goes to someone else: the entries, and what packets point to."""
+    """Let the device finish reading before the memory goes to others: the entries, and what packets point to."""
     finish()
     kept.clear()
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Host memory that the device copies from while the host goes on."""
+    """Allocate host memory that the device copies from while the host goes on."""
     with outside_inference():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
-    """Zeros at an address that is a multiple of 256."""
+    """Allocate zeros at an address that is a multiple of 256."""
     with outside_inference():
         room = torch.zeros(nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
         start = -room.data_ptr() % _ALIGNMENT
@@ -122,7 +128,10 @@ def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
 
 
 def copy_slice(packet: torch.Tensor, memory: torch.Tensor, at: int, nbytes: int) -> None:
-    """Start a copy from a slice of pinned memory, on the current stream: of an address torch would not know that."""
+    """Start a copy from a slice of pinned memory, on the current stream.
+
+    The slice keeps its storage, by which torch knows that the memory is pinned. A bare address would not.
+    """
     packet[:nbytes].copy_(memory[at : at + nbytes], non_blocking=True)
 
 
@@ -134,11 +143,14 @@ def ring_on(
     driver: Callable[[torch.Tensor], tuple[Start, Inline, int]] | None = None,
     stream: Callable[[], Any] | None = None,
 ) -> Ring:
-    """A packet of so many bytes on a device, fed by torch's own copies, or by the driver's.
+    """Make a packet of `nbytes` bytes on a device, filled by torch's own copies or by the driver's.
 
-    module: what has the device's `Event`, `current_stream` and `synchronize`, if not torch's own. memory: makes host
-    memory. driver: gives `start`, `inline` and `most_inline` of a `Ring` for a packet.
-    stream: gives the current stream, if not the module.
+    Args:
+        device: The device.
+        nbytes: The packet's bytes.
+        module: Has the device's `Event`, `current_stream` and `synchronize`, if not torch's own.
+        memory: Makes host memory.
+        driver: Returns `start`, `inline` and `most_inline` of a `Ring` for a packet.
     """
     packet, found = packet_on(device, nbytes), module or torch.get_device_module(device)
     current = functools.partial(found.current_stream, device) if stream is None else stream
@@ -148,7 +160,7 @@ def ring_on(
         event.record(current())
         return event
 
-    def finish() -> None:  # not in the middle of a capture, which that would break off
+    def finish() -> None:  # a wait would break off a capture
         if not getattr(found, "is_current_stream_capturing", bool)():
             found.synchronize(device)
 

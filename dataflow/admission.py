@@ -1,4 +1,4 @@
-"""Admission: a batch's sources checked against their slots, and how each travels to its slot."""
+"""Admission: checks a batch's sources against their slots, and makes tensors of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -13,22 +13,22 @@ from .hostdata import HOST_KINDS, tensor_of
 from .packet import converts
 
 NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
-"""Errors of reading the shape, strides or address of a source that is not a tensor, or of a tensor that hides them."""
+"""Raised by reading the shape, strides or address of a value that is not a tensor, or of a tensor that hides them."""
 _PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
 _HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
 Admitted = list[tuple[Buffer, Any, torch.Tensor]]
-"""Slots, what a batch brings for them, and that as a tensor: on the host where it is host data."""
+"""Slots, their sources in a batch, and the same as tensors, which are on the host for host data."""
 Move = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a dense host tensor to the device; see `Upload.move`."""
+"""Copies a dense host tensor to the device; see `Upload.move`."""
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is memory behind a tensor that has elements."""
+    """Return whether a tensor has memory, or has no elements and needs none."""
     return bool(tensor.data_ptr() or not tensor.numel())
 
 
 def unreadable(source: Any) -> str:  # noqa: PLR0911 - a reason a line
-    """Why the elements of a tensor cannot be read at its address, and the way out; nothing where they can."""
+    """Return why a tensor's elements cannot be read at its address and how to fix it, or "" if they can."""
     if not isinstance(source, torch.Tensor):
         return ""
     if source.is_nested or source.layout != torch.strided:
@@ -39,7 +39,7 @@ def unreadable(source: Any) -> str:  # noqa: PLR0911 - a reason a line
     if not _HAS_STORAGE(source):
         return "a tensor inside of a torch.func transform; run the step outside of vmap and grad"
     try:
-        if source.device.type == "meta" or has_memory(source):  # of the former the device is wrong
+        if source.device.type == "meta" or has_memory(source):  # for a meta tensor, the error is about the device
             return ""
     except NOT_TOLD as error:
         return f"a {kind.__name__} that cannot be read: {error}"
@@ -47,21 +47,22 @@ def unreadable(source: Any) -> str:  # noqa: PLR0911 - a reason a line
 
 
 def takes(to: Buffer, dtype: torch.dtype) -> bool:
-    """Whether a source of this dtype can be copied into the slot."""
+    """Return whether a source of this dtype can be copied into the slot."""
     return dtype == to.tensor.dtype or dtype in to.slot.converts_from()
 
 
 def is_hosted(to: Buffer, source: Any) -> bool:
-    """Whether a source is host data for a slot on the device."""
+    """Return whether a source is host data for a slot on the device."""
     if isinstance(source, torch.Tensor):
         return source.is_cpu and not to.tensor.is_cpu and to.slot.placement == DEVICE
     return isinstance(source, HOST_KINDS) and to.slot.placement == DEVICE
 
 
 def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> Admitted:
-    """Slots' sources, each also as a tensor, on the host where it is host data. rows: sources and the wanted shapes.
+    """Check slots' sources, and return each with a tensor of it, which is on the host for host data.
 
-    Raises MissingSourceError if sources are missing, else BatchError with every fault.
+    Each row gives a buffer, a source and the expected shape. Raises MissingSourceError if sources are missing, else
+    BatchError with every fault.
     """
     found, faults = Admitted(), list[Fault]()
     for to, source, _ in rows:
@@ -81,7 +82,7 @@ def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> Admitted:
 
 
 def placed(to: Buffer, source: Any, tensor: torch.Tensor, buffers: Buffers, move: Move | None) -> torch.Tensor:
-    """An admitted source as a tensor where its slot is, which can be read while slots are written."""
+    """Return an admitted source as a tensor on its slot's device that stays readable while slots are written."""
     if is_hosted(to, source):
         made = dense_of(tensor, to.tensor.dtype, buffers)
         return made.to(to.tensor.device, copy=True) if move is None else move(made)
@@ -92,13 +93,13 @@ def placed(to: Buffer, source: Any, tensor: torch.Tensor, buffers: Buffers, move
 
 
 def dense_of(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.Tensor:
-    """A host tensor in one piece, of a dtype, and in no slot's memory."""
+    """Return a contiguous host tensor of a dtype that shares no memory with a slot."""
     made = tensor.detach().resolve_neg().resolve_conj().to(dtype).contiguous()
     return made.clone() if buffers.holds(made) else made
 
 
 def admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
-    """One source as a tensor; BatchError with all that is wrong with it."""
+    """Return one source as a tensor. Raise BatchError with all that is wrong with it."""
     made: Any = source
     if isinstance(source, HOST_KINDS):
         try:
@@ -116,7 +117,7 @@ def admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
 
 
 def is_in_place(source: Any, to: Buffer) -> bool:
-    """Whether a source is the first part of its own slot's buffer, of the very same layout and dtype."""
+    """Return whether a source begins where its own slot's buffer does, with the same strides and dtype."""
     if not isinstance(source, torch.Tensor):
         return False
     mine = to.tensor
@@ -130,13 +131,13 @@ def _expected(to: Buffer, shape: Extent) -> str:
 
 
 def wrong_rank(slot: str, shape: Shape, came: Sequence[int]) -> Fault:
-    """Name a source of this shape, which has more or fewer dims than its slot."""
+    """Make the fault for a source of this shape, which has more or fewer dims than its slot."""
     expected = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
     return Fault(slot, f"slot {slot!r}: expected {expected}, got {len(came)}: shape {[*came]} for {[*shape]}")
 
 
 def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[Fault]:
-    """Each thing that is wrong with a source that can be read."""
+    """Yield each thing that is wrong with a source that can be read."""
     name = to.name
     if not isinstance(source, torch.Tensor):
         yield Fault(name, f"{_expected(to, shape)}, got {type(source).__name__}; make a tensor of it")
@@ -161,6 +162,6 @@ def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[Fault]:
 
 
 def lane_takes(to: Buffer, dtype: torch.dtype) -> bool:
-    """Whether the kernel can write a source of this dtype into the slot."""
+    """Return whether the kernel can write a source of this dtype into the slot."""
     own = to.tensor.dtype
     return dtype == own or (takes(to, dtype) and converts(dtype, own))

@@ -1,4 +1,4 @@
-"""Axes: named dims whose sizes vary by step, sizes made of them, and the sizes of one step."""
+"""Axes: named dims whose sizes vary by step, expressions over them, and the sizes of one step."""
 
 import collections
 import functools
@@ -14,20 +14,20 @@ from .errors import DeclarationError
 
 
 def python_number(value: Any) -> Any:
-    """A NumPy number as Python's own; all else as it is."""
+    """Convert a NumPy number to Python's own, and return anything else unchanged."""
     return value.item() if isinstance(value, np.bool_ | np.integer | np.floating) else value
 
 
 Sizes = Mapping["Axis", int]
 Extent = tuple[int, ...]
-"""A shape in whole numbers."""
+"""A shape as integers."""
 Live = tuple[int, ...]
-"""Live rows on each varying axis, in the declaration's order; behind them may be those of a runner's leading axis."""
-MOST: Final = 2**63 - 1  # the largest size that torch counts to
+"""Live rows on each varying axis, in the declaration's order. The rows of a runner's leading axis may follow them."""
+MOST: Final = 2**63 - 1  # the largest size that torch can represent
 
 
 class _Arithmetic:
-    """Sums and products of axes, expressions and whole numbers."""
+    """Adds and multiplies axes, expressions and integers."""
 
     def __add__(self, other: "int | Axis | Dim") -> "Dim":
         return _collected([*Dim.of(self).terms, *Dim.of(other).terms])
@@ -55,26 +55,26 @@ class Axis(_Arithmetic):
     fixed: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse another name, and what is only taken for a flag."""
+        """Raise ValueError if the name is not an identifier, and TypeError if `fixed` is not a bool."""
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"the name of an axis is an identifier, such as 'PAGES', got {self.name!r}")
         if not isinstance(self.fixed, bool):
             raise TypeError(f"axis {self.name!r}: fixed is True or False, got {self.fixed!r}")
 
     def __repr__(self) -> str:
-        """The name alone, as it stands in shapes."""
+        """Return the name alone, as shapes show it."""
         return self.name
 
 
 @attrs.frozen(repr=False)
 class Dim(_Arithmetic):
-    """A polynomial over axes in normal form, so that equal expressions compare equal: `((axes, factor), ...)`."""
+    """A polynomial over axes in normal form, `((axes, factor), ...)`, so that equal expressions compare equal."""
 
     terms: tuple[tuple[tuple[Axis, ...], int], ...]
 
     @classmethod
     def of(cls, value: object) -> "Dim":
-        """An axis, an expression or a whole number of at least 0, as an expression; TypeError or ValueError else."""
+        """Convert an axis, expression or integer of at least 0 to an expression, or raise TypeError or ValueError."""
         if isinstance(value, Dim):
             return value
         if isinstance(value, Axis):
@@ -88,7 +88,7 @@ class Dim(_Arithmetic):
 
     @property
     def axes(self) -> frozenset[Axis]:
-        """Every axis that stands in the expression."""
+        """Every axis in the expression."""
         return frozenset(axis for axes, _ in self.terms for axis in axes)
 
     @functools.cached_property
@@ -97,36 +97,36 @@ class Dim(_Arithmetic):
         return any(not axis.fixed for axis in self.axes)
 
     def at(self, sizes: Sizes) -> int:
-        """The expression's value; KeyError with the axis where `sizes` lacks one."""
+        """Return the expression's value. Raise KeyError with the axis if `sizes` lacks one."""
         if self._lone is not None:
             return sizes[self._lone]
         return sum(factor * math.prod(sizes[axis] for axis in axes) for axes, factor in self.terms)
 
     @functools.cached_property
     def _lone(self) -> Axis | None:
-        """The axis, where the expression is nothing but an axis."""
+        """The axis, or None if the expression is more than a single axis."""
         return self.terms[0][0][0] if len(self.terms) == 1 and len(self.terms[0][0]) == self.terms[0][1] == 1 else None
 
     def replace(self, relations: Mapping[Axis, "Dim"]) -> "Dim":
-        """The expression with some axes written out by what they follow from."""
+        """Return the expression with each axis in `relations` replaced by its expression."""
         total = Dim.of(0)
         for axes, factor in self.terms:
             total += math.prod((relations.get(axis, Dim.of(axis)) for axis in axes), start=Dim.of(factor))
         return total
 
     def reveals(self) -> Axis | None:
-        """The one varying axis that a tensor of this size tells, or None where none or several do."""
+        """Return the only varying axis, whose size follows from this one, or None if there is none or several."""
         varying = [axis for axes, _ in self.terms for axis in axes if not axis.fixed]
         return varying[0] if len(varying) == 1 else None
 
     def __repr__(self) -> str:
-        """The expression as one would write it."""
+        """Return the expression as source code would write it."""
         terms = [(*axes, factor) if factor != 1 or not axes else axes for axes, factor in reversed(self.terms)]
         return " + ".join(" * ".join(map(str, term)) for term in terms) or "0"
 
 
 def _collected(terms: Iterable[tuple[tuple[Axis, ...], int]]) -> Dim:
-    """The sum of some terms, each set of axes in it once."""
+    """Sum terms, and merge those over the same axes."""
     factors = collections.Counter[tuple[Axis, ...]]()
     for axes, factor in terms:
         factors[axes] += factor
@@ -137,12 +137,12 @@ Shape = tuple[Dim, ...]
 
 
 def shape_of(dims: object) -> Shape:
-    """A shape from one size or a sequence of sizes."""
+    """Make a shape from one size or a sequence of sizes."""
     return tuple(Dim.of(dim) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
 
 
 def extent(shape: Shape, sizes: Sizes) -> Extent:
-    """A shape's whole numbers at given sizes."""
+    """Evaluate a shape at given sizes."""
     return tuple(dim.at(sizes) for dim in shape)
 
 
@@ -158,10 +158,11 @@ WIDTH: Final = Axis("WIDTH", fixed=True)
 class Step:
     """The sizes of one step, as a computed slot sees them.
 
-    Fixed axes are in both. An axis that the batch does not tell is in neither: to ask for it raises DeclarationError.
+    Fixed axes are in both mappings. An axis whose size the batch does not determine is in neither, and asking for it
+    raises DeclarationError.
 
     Args:
-        live_sizes: Rows that the batch brought, for each axis.
+        live_sizes: Rows of the batch, for each axis.
         padded_sizes: Rows of the bucket, for each axis.
     """
 
@@ -169,14 +170,14 @@ class Step:
     padded_sizes: Sizes
 
     def live(self, size: Axis | Dim) -> int:
-        """Rows that the batch brought on an axis, or an expression's value at these sizes."""
+        """Return the rows of the batch on an axis, or the value of an expression at these sizes."""
         try:
             return self.live_sizes[size]  # type: ignore[index] # an axis, in most cases
         except (KeyError, TypeError):
             return self._at(size, self.live_sizes)
 
     def padded(self, size: Axis | Dim) -> int:
-        """Rows of the bucket on an axis, or an expression's value at these sizes."""
+        """Return the rows of the bucket on an axis, or the value of an expression at these sizes."""
         return self._at(size, self.padded_sizes)
 
     def _at(self, size: Axis | Dim, sizes: Sizes) -> int:

@@ -1,4 +1,4 @@
-"""Buffers: the memory behind slots, allocated, adopted or from a pool, and what is known of the tails in it."""
+"""Buffers: the memory of slots, which is allocated, adopted or taken from a pool, and which of its tails are clean."""
 
 import bisect
 import contextlib
@@ -23,15 +23,20 @@ from .slots import BY_STEP, Slot
 Allocate: TypeAlias = Callable[[Extent, torch.dtype, Placement], torch.Tensor]
 Box = Sequence[tuple[int, int]]
 ALIGNMENT: Final = 256
-"""Bytes that each slot's address is a multiple of: what CUDA's allocator gives, and wide loads need."""
+"""Each slot's address is a multiple of this many bytes, as CUDA's allocator guarantees and wide loads need."""
 
 
 @attrs.define(eq=False)
 class BufferTurn:
-    """One set of buffers' turns in memory that others use in theirs.
+    """How one set of buffers uses memory that it may share with other sets.
 
-    fills, eager_runs: how often it was filled, and ran without a graph. stream: that of its last fill or step. reading:
-    an event behind the last step that copies from host slots. neighbours: all that share a byte. overwriters: by slot.
+    Attributes:
+        fills: How often it was filled.
+        eager_runs: How often it ran without a graph.
+        stream: The stream of its last fill or step.
+        reading: An event after the last step that copies from host slots.
+        neighbours: All sets that share a byte with it.
+        overwriters: The same sets, by slot.
     """
 
     fills: int = 0
@@ -42,7 +47,7 @@ class BufferTurn:
     overwriters: Mapping[str, tuple["BufferTurn", ...]] = attrs.field(factory=dict)
 
     def follows(self, stream: int | None) -> bool:
-        """Whether nothing of the neighbours' was handed to another stream than this one."""
+        """Return whether no neighbour's memory was last used on a stream other than this one."""
         for other in self.neighbours:  # noqa: SIM110 - `all` takes twice as long, and it is asked in each step
             if other.stream != stream and other.stream is not None:
                 return False
@@ -50,17 +55,23 @@ class BufferTurn:
 
     @property
     def others(self) -> int:
-        """A number that grows whenever another's fill may have written some of this memory."""
+        """A number that grows whenever another set's fill may have written some of this memory."""
         return sum([other.fills for other in self.neighbours]) if self.neighbours else 0  # asked at each fill
 
     def overwritten(self, slot: str) -> int:
-        """A number that grows whenever another's fill may have written a slot's memory."""
+        """Return a number that grows whenever another set's fill may have written a slot's memory."""
         return sum(other.fills for other in self.overwriters.get(slot, ()))
 
 
 @attrs.frozen(eq=False)
 class SharedMemory:
-    """What a pool gives one set of buffers: memory for some of its slots, and what to know of the others in it."""
+    """What a pool gives one set of buffers.
+
+    Attributes:
+        tensors: Memory for some of its slots.
+        clean: The record of clean tails, which all sets in this memory share.
+        turn: How the set uses the memory.
+    """
 
     tensors: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     clean: CleanTails = attrs.field(factory=CleanTails)
@@ -72,8 +83,8 @@ class SharedMemory:
 class Exclusive:
     """A tensor to adopt that only the runner writes: `bind={"ids": Exclusive(tensor)}`.
 
-    Its tail is then reset where an earlier step left it dirty, as that of memory which the runner allocates. Any other
-    adopted tensor may be written by its owner between steps, so that its tail is reset in each step.
+    Its tail is reset only if an earlier step left it dirty, as in memory that the runner allocates. The owner of any
+    other adopted tensor may write it between steps, so its tail is reset in each step.
     """
 
     tensor: torch.Tensor
@@ -84,7 +95,7 @@ NOT_BOUND: Final[Mapping[str, Bound]] = {}
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one past the last address that a tensor's elements lie in."""
+    """Return the first address of a tensor's elements, and the address after the last."""
     first = tensor.data_ptr()
     if not tensor.numel():
         return first, first
@@ -95,7 +106,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether a tensor's elements lie in one of several address ranges."""
+    """Return whether some of a tensor's elements may lie in one of several address ranges."""
     low, high = span(tensor)
     return any(low < stop and start < high for start, stop in spans)
 
@@ -104,8 +115,13 @@ def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
 class Buffer:
     """One slot's memory at full capacity.
 
-    owner: the tensor that was handed in, of which `tensor` is an alias. foreign: whether its owner may write it between
-    steps. pooled: whether it is a part of memory that others use in their turn.
+    Attributes:
+        name: The slot's name.
+        slot: The slot.
+        tensor: The memory.
+        owner: The tensor that the user passed, which `tensor` is an alias of, or None.
+        foreign: Whether its owner may write it between steps.
+        pooled: Whether other sets of buffers also use the memory.
     """
 
     name: str
@@ -117,19 +133,19 @@ class Buffer:
 
     @property
     def adopted(self) -> bool:
-        """Whether the memory was handed in."""
+        """Whether the user passed the memory."""
         return self.owner is not None
 
     def reach(self, sizes: Sizes) -> Extent:
-        """A size along each varying dim."""
+        """Return the size along each varying dim."""
         return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
 
     def view(self, sizes: Sizes) -> torch.Tensor:
-        """The part that a bucket reads: the first rows along each varying dim."""
+        """Return the part that a bucket reads: the first rows along each varying dim."""
         return self.box([(0, rows) for rows in self.reach(sizes)])
 
     def box(self, ranges: Box) -> torch.Tensor:
-        """The part between two bounds along each varying dim; no inference tensor, whatever mode is on."""
+        """Return the part between two bounds along each varying dim. It is never an inference tensor."""
         if torch.is_inference_mode_enabled():
             with outside_inference():
                 return self.box(ranges)
@@ -140,12 +156,12 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole buffer."""
+        """The bytes of the whole buffer."""
         return self.tensor.nbytes
 
 
 class Buffers:
-    """The buffers of one declaration, with what is known of their tails, and the turn of their memory."""
+    """The buffers of one declaration, with the record of their clean tails and of who uses their memory."""
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
         self._buffers, self.capacity = dict(buffers), dict(capacity)
@@ -153,32 +169,32 @@ class Buffers:
         self._following: dict[str, Buffer] = {}
 
     def __getitem__(self, name: str) -> Buffer:
-        """One slot's buffer."""
+        """Return one slot's buffer."""
         return self._buffers[name]
 
     def __iter__(self) -> Iterator[Buffer]:
-        """All buffers, in the declaration's order."""
+        """Iterate over all buffers, in the declaration's order."""
         return iter(self._buffers.values())
 
     def distrust(self) -> None:
-        """Forget what is known of tails: after a write that no plan made, or one that broke off."""
+        """Forget which tails are clean, after a write that no plan made or that was interrupted."""
         self.clean.forget()
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated here, alignment included; memory of others and of a pool belongs to these."""
+        """Bytes allocated for these buffers, alignment included. Adopted and pooled memory does not count."""
         own = [buffer.tensor.untyped_storage() for buffer in self if not (buffer.adopted or buffer.pooled)]
         shared = {buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.pooled}
         return sum({one.data_ptr(): one.nbytes() for one in own if one.data_ptr() not in shared}.values())
 
     @functools.cached_property
     def foreign(self) -> frozenset[str]:
-        """Slots whose memory others may write between steps, so that no fill knows its tail to be clean."""
+        """Slots whose memory others may write between steps, so that no fill can know their tails to be clean."""
         return frozenset(buffer.name for buffer in self if buffer.foreign)
 
     @functools.cached_property
     def storages(self) -> frozenset[int]:
-        """Where the allocations begin that buffers are parts of."""
+        """The addresses of the allocations that the buffers are in."""
         return frozenset(buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.nbytes)
 
     @functools.cached_property
@@ -188,7 +204,7 @@ class Buffers:
 
     @functools.cached_property
     def bounds(self) -> list[int]:
-        """Where each allocation begins that buffers are parts of, and where the last of them ends, in order."""
+        """The start of each allocation that buffers are in and the end of the last buffer in it, in ascending order."""
         ends = dict[int, int]()
         for buffer in self:
             if buffer.nbytes:
@@ -196,22 +212,22 @@ class Buffers:
                 ends[start] = max(ends.get(start, 0), span(buffer.tensor)[1])
         found = list[int]()
         for start, stop in sorted(ends.items()):
-            if found and start <= found[-1]:  # two names of one memory
+            if found and start <= found[-1]:  # two allocations that overlap or touch
                 found[-1] = max(found[-1], stop)
             else:
                 found += [start, stop]
         return found
 
     def reaches(self, address: int) -> bool:
-        """Whether a tensor that begins at an address may have elements in a buffer."""
+        """Return whether a tensor that begins at an address may have elements in a buffer."""
         return bool(bisect.bisect_right(self.bounds, address) & 1)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether some of a tensor's elements lie in a buffer."""
+        """Return whether some of a tensor's elements lie in a buffer."""
         return self.reaches(tensor.data_ptr()) and overlaps(tensor, self.spans)
 
     def following(self, name: str) -> Buffer:
-        """Memory like a slot's, for what it holds in the next step until that is written."""
+        """Return memory like a slot's, for its value in the next step until the slot is written."""
         if name not in self._following:
             with outside_inference():
                 self._following[name] = attrs.evolve(self[name], tensor=torch.zeros_like(self[name].tensor), owner=None)
@@ -219,11 +235,11 @@ class Buffers:
 
     @functools.cached_property
     def addresses(self) -> dict[str, int]:
-        """Where each buffer began when this was first asked: at capture."""
+        """The address of each buffer when this was first read, which is at capture."""
         return {buffer.name: buffer.tensor.data_ptr() for buffer in self}
 
     def moved(self) -> list[str]:
-        """Slots whose buffer, or the tensor that was handed in for it, is not where it was."""
+        """Return the slots whose buffer, or the tensor that the user passed for it, has moved."""
         found = list[str]()
         for buffer in self:
             owner = buffer.tensor if buffer.owner is None else buffer.owner
@@ -233,12 +249,12 @@ class Buffers:
 
 
 def aligned(shape: Extent, dtype: torch.dtype) -> int:
-    """Bytes of a slot's memory, up to the alignment; never nothing, so that no two slots begin at one address."""
+    """Return the bytes of a slot's memory, rounded up to the alignment. At least one unit, so that addresses differ."""
     return max(math.ceil(math.prod(shape) * dtype.itemsize / ALIGNMENT), 1) * ALIGNMENT
 
 
 def carve(block: torch.Tensor, start: int, shape: Extent, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the bytes of a block, from one of them on."""
+    """Make a tensor of the bytes of a block from `start` on."""
     used = math.prod(shape) * dtype.itemsize
     return block[start : start + used].view(dtype).view(shape)
 
@@ -253,10 +269,10 @@ def allocate(
     *,
     keep_bound: bool = False,
 ) -> Buffers:
-    """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
+    """Make a buffer for every slot at full capacity. Tensors in `bind` are adopted, and all get their initial values.
 
-    shared: memory for some of them. keep_bound: leave what adopted memory holds, on which a step is captured.
-    Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
+    `shared` has memory for some slots. `keep_bound` leaves the contents of adopted memory, on which a step is captured.
+    Raises BindError if a tensor cannot be adopted, and ComputeError if a value does not fit its dtype on this backend.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
     shared = SharedMemory() if shared is None else shared
@@ -269,8 +285,8 @@ def allocate(
             if name in tensors:
                 continue
             if capabilities.arenas and slot.writers != BY_STEP:
-                # one allocation a placement, with the largest slots first; but torch.compile takes no step that writes
-                # one of several tensors of other dtypes in one allocation
+                # one allocation for each placement, with the largest slots first; but torch.compile rejects a step that
+                # writes one of several tensors of different dtypes in one allocation
                 waiting.setdefault(slot.placement, []).append((aligned(*asked[name]), name))
             else:
                 tensors[name] = empty(*asked[name], slot.placement)
@@ -302,7 +318,7 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
 
 @contextlib.contextmanager
 def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
-    """Have all slots hold their initial values for a while, on which a step does no harm; then what they held."""
+    """Set all slots to their initial values, on which a step does no harm, and restore their contents on exit."""
     with outside_inference(), torch.no_grad():
         kept = [(buffer.tensor, buffer.tensor.clone()) for buffer in buffers]
     try:
@@ -318,7 +334,7 @@ def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
 def check_bindings(
     declaration: Declaration, capacity: Sizes, capabilities: Capabilities, empty: Allocate, bind: Mapping[str, Bound]
 ) -> None:
-    """Refuse tensors that cannot be adopted, all of them at once: BindError."""
+    """Raise BindError for all tensors that cannot be adopted."""
     faults, spans = list[str](), list[tuple[tuple[int, int], str]]()
     for name, tensor in ((name, _tensor_in(bound)) for name, bound in bind.items()):
         if name not in declaration.slots:
@@ -339,12 +355,12 @@ def check_bindings(
 
 
 def _tensor_in(bound: Bound) -> torch.Tensor:
-    """The tensor that is to be adopted."""
+    """Return the tensor to adopt."""
     return bound.tensor if isinstance(bound, Exclusive) else bound
 
 
 def _misfits(tensor: torch.Tensor, like: torch.Tensor, shape: Extent) -> Iterator[str]:
-    """Why a tensor cannot be adopted."""
+    """Yield why a tensor cannot be adopted."""
     if tuple(tensor.shape) != shape:
         yield f"expected shape {list(shape)} (its full capacity), got {list(tensor.shape)}"
     if tensor.dtype != like.dtype:

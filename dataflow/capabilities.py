@@ -12,23 +12,25 @@ from .axes import python_number
 from .errors import ConfigError, did_you_mean
 
 Placement = Literal["device", "host"]
-"""Where a slot lies."""
+"""The memory that a slot is in."""
 DEVICE: Final = "device"
-"""Where a slot lies: in the device's memory."""
+"""The placement in the device's memory."""
 HOST: Final = "host"
-"""Where a slot lies: in host memory, pinned where the device copies from it."""
+"""The placement in host memory, which is pinned if the device copies from it."""
 LoweringName = Literal["in_graph", "fused", "direct", "foreach", "slot_by_slot"]
 AUTO: Final = "auto"
 LADDER: Final[tuple[LoweringName, ...]] = get_args(LoweringName)
-"""How a plan is run, the fewest calls first: by one kernel in the graph, or before it; by address; foreach copies; the
-oracle."""
+"""All lowerings, the one with the fewest calls first.
+
+One kernel runs in the graph, or before it; then come copies by address, foreach copies, and the oracle.
+"""
 
 
 _ROLES: Final[set[str]] = set()
 _FILL_ROLES: Final[set[str]] = set()
-"""The names of all roles that were made so far."""
+"""The names of all roles made so far."""
 _NEAR: Final = 0.85
-"""How much alike a name and that of a role are, for the one to be a slip of the other."""
+"""From this similarity on, a name counts as a misspelt role."""
 _Validator = Callable[[object, Any, Any], None]
 
 
@@ -37,7 +39,7 @@ def _frozen_mapping(mapping: Any) -> Any:
 
 
 def _must(expected: str, holds: Callable[[Any], bool]) -> _Validator:
-    """Make a validator: ConfigError where a value of the record does not hold."""
+    """Make a validator that raises ConfigError if a value does not hold."""
 
     def check(_: object, field: Any, value: Any) -> None:
         if not holds(value):
@@ -47,7 +49,7 @@ def _must(expected: str, holds: Callable[[Any], bool]) -> _Validator:
 
 
 def _by_role(roles: set[str], kinds: type | tuple[type, ...], what: str) -> _Validator:
-    """Make a validator of a mapping from roles' names. An unknown name may be that of a role which is made later."""
+    """Make a validator of a mapping by role name. An unknown name may belong to a role that is made later."""
     expected = f"a mapping of roles' names to {what}"
     is_mapping = _must(expected, lambda value: isinstance(value, Mapping))
     fits = _must(expected, lambda one: isinstance(one[1], kinds) and not isinstance(one[1], bool))
@@ -65,7 +67,7 @@ def _by_role(roles: set[str], kinds: type | tuple[type, ...], what: str) -> _Val
 
 
 def _flag(*, default: bool) -> bool:
-    """A field of the record that is true or false."""
+    """Make a field of the record that is true or false."""
     return attrs.field(default=default, validator=_must("True or False", lambda value: isinstance(value, bool)))
 
 
@@ -79,23 +81,25 @@ def _are_lowerings(value: object) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a device can do; a backend's only answer to "is this an NPU?".
+    """What a device can do: a backend's only answer to "is this an NPU?".
 
-    roles: dtype that a role takes on this device, by role name; a role not named keeps its own default.
-    fills: pad value that a role takes on this device, by role name; likewise.
-    pools_inputs: whether runners may share input buffers.
-    foreach_device: whether `torch._foreach_copy_` is safe between device tensors.
-    foreach_mixed: whether one foreach call may hold several dtypes at no loss (it has a slow path for that on CUDA).
-    foreach_chunk: tensors at most in one foreach call; 0 for no limit.
-    packed_uploads: whether what the host has for device slots goes up in one packet before foreach copies, cast
-    already; where not, each piece is moved by itself.
-    arenas: whether slots may be carved out of one allocation (peer communication may want `storage_offset() == 0`).
-    host_parameters: whether a graph takes host values at each replay beside its buffers.
-    capture_error_modes: the modes that capture accepts, the default first.
-    graphs_hint: how many graphs the device can take, or None where no limit is known.
-    lowerings: those of `LADDER` that the device can run, the preferred first.
+    Raises ConfigError for a value of the wrong kind, and for a misspelt role name.
 
-    ConfigError for a value of another kind, and for a name that is almost a role's.
+    Attributes:
+        roles: The dtype of each role on this device, by role name. Other roles keep their defaults.
+        fills: The pad value of each fill role on this device, by role name. Other roles keep their defaults.
+        pools_inputs: Whether runners may share input buffers.
+        foreach_device: Whether `torch._foreach_copy_` is safe between device tensors.
+        foreach_mixed: Whether one foreach call may hold several dtypes without loss (on CUDA it has a slow path for
+            that).
+        foreach_chunk: The most tensors in one foreach call, 0 for no limit.
+        packed_uploads: Whether host data for device slots is cast and uploaded in one packet before foreach copies. If
+            not, each piece is moved by itself.
+        arenas: Whether slots may be carved out of one allocation (peer communication may need `storage_offset() == 0`).
+        host_parameters: Whether a graph takes host values at each replay in addition to its buffers.
+        capture_error_modes: The modes that capture accepts, the default first.
+        graphs_hint: How many graphs the device can hold, or None if no limit is known.
+        lowerings: Those of `LADDER` that the device can run, the preferred first.
     """
 
     roles: Mapping[str, torch.dtype] = attrs.field(
@@ -130,7 +134,10 @@ class Capabilities:
 
 
 def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> LoweringName:
-    """The device's preferred lowering, or the one that is wanted. ConfigError where the device has no such one."""
+    """Return the wanted lowering, or by default the device's preferred one.
+
+    Raise ConfigError if the device lacks it.
+    """
     if wanted is None or wanted == AUTO:
         return capabilities.lowerings[0]
     for lowering in capabilities.lowerings:
@@ -144,7 +151,10 @@ def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> LoweringN
 class Role:
     """A dtype that depends on the device: `default` unless the backend's capabilities name another.
 
-    accepts: the dtypes that a source may have; the copy converts between them, because the role says so.
+    Attributes:
+        name: The role's name in capability records.
+        default: The dtype by default.
+        accepts: Dtypes that a source may have. The copy converts between them, because the role allows it.
     """
 
     name: str
@@ -156,7 +166,7 @@ class Role:
         _ROLES.add(str(self.name))
 
     def on(self, capabilities: Capabilities) -> torch.dtype:
-        """The dtype on one device."""
+        """Return the dtype on one device."""
         return capabilities.roles.get(self.name, self.default)
 
 
@@ -172,25 +182,25 @@ class FillRole:
         _FILL_ROLES.add(str(self.name))
 
     def on(self, capabilities: Capabilities) -> int:
-        """The pad value on one device."""
+        """Return the pad value on one device."""
         return capabilities.fills.get(self.name, self.default)
 
 
 CACHE_LOC: Final = Role("cache_loc", torch.int64, accepts=(torch.int32, torch.int64))
-"""Locations in a KV cache: int64, and int32 on NPU, whose cache-write kernel demands it."""
+"""Locations in a KV cache: int64, or int32 on NPU, whose cache-write kernel requires it."""
 
 SEQ_LEN_FILL: Final = FillRole("seq_len_fill", 1)
-"""What padded rows of `seq_lens` hold: 1, and 0 on NPU (what the attention kernels can take)."""
+"""The value of padded rows of `seq_lens`: 1, or 0 on NPU (what the attention kernels accept)."""
 
 
 def dtype_text(dtype: torch.dtype | Role) -> str:
-    """A dtype's short name, `int64` for `torch.int64`; a role's own name."""
+    """Return a dtype's short name, such as `int64` for `torch.int64`, or a role's own name."""
     return dtype.name if isinstance(dtype, Role) else str(dtype).removeprefix("torch.")
 
 
 def dtype_from_text(text: str) -> torch.dtype:
-    """The dtype of a short name; ValueError where torch has none."""
-    dtype = vars(torch).get(text)  # getattr would load modules of torch by their names
+    """Return the dtype of a short name. Raise ValueError if torch has none."""
+    dtype = vars(torch).get(text)  # getattr would import modules of torch by name
     if not isinstance(dtype, torch.dtype):
         names = [name for name, one in vars(torch).items() if isinstance(one, torch.dtype)]
         raise ValueError(  # noqa: TRY004 - the text's value is wrong, not its type
@@ -200,5 +210,5 @@ def dtype_from_text(text: str) -> torch.dtype:
 
 
 def resolve_dtype(dtype: torch.dtype | Role, capabilities: Capabilities) -> torch.dtype:
-    """A slot's dtype on one device."""
+    """Return a slot's dtype on one device."""
     return dtype.on(capabilities) if isinstance(dtype, Role) else dtype

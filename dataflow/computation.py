@@ -1,4 +1,4 @@
-"""Computed slots: a function bound to its arguments, and what becomes of its result, in the slot or in the upload."""
+"""Computed slots: a function bound to its arguments, and its result, which goes to the slot or to the upload."""
 
 import ctypes
 import functools
@@ -26,9 +26,10 @@ _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
 
 
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
-    """What a slot's buffer holds at first: a number, a tensor or nested lists.
+    """Return what a slot's buffer holds at first: a number, a tensor or nested lists.
 
-    Raises ComputeError where a declared number does not fit its dtype here, or the function of a constant raises.
+    Raises ComputeError if a declared number does not fit the slot's dtype on this backend, or if a constant's function
+    raises.
     """
     dtype, found = resolve_dtype(slot.dtype, capabilities), []
     for value in slot.declared_values():
@@ -46,7 +47,10 @@ def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabili
 
 
 def write(target: torch.Tensor, value: Any, what: str) -> None:
-    """Write what a function returned into its slot; ComputeError, begun with `what`, before anything is written."""
+    """Write a function's result into its slot.
+
+    Raise ComputeError, which begins with `what`, before anything is written.
+    """
     if isinstance(value, bool | int | float):
         if target.numel() != 1 or not holds(target.dtype, value):
             raise _misfit(what, target, f"the number {value!r}")
@@ -66,7 +70,7 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
     if tensor.is_meta:
         raise _misfit(what, target, "a tensor on meta, which has no data: name the device in the function")
     if tensor.numel() == 1 and tensor.is_cpu and not target.is_cpu:
-        target.fill_(tensor.item())  # a copy from memory that is not pinned would wait for the device
+        target.fill_(tensor.item())  # a copy from pageable memory would wait for the device
     else:
         target.copy_(tensor)
 
@@ -77,9 +81,9 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
 
 @attrs.frozen(eq=False)
 class Computation:
-    """A function with all that is known of its arguments before the batch.
+    """A function bound to every argument that is known before the batch.
 
-    A function that writes a slot which it is given would change later steps.
+    A function that writes a slot which it only reads would change later steps, so such writes are detected.
 
     Attributes:
         slot: The slot that it computes.
@@ -88,10 +92,10 @@ class Computation:
         fields: Its arguments that come from the batch.
         asks_step: Whether it takes the step's sizes when it is run.
         target: Where its result goes.
-        numbers: Of a slot of one number: the kind of number, and the least and the largest that it holds.
-        read: Slots among its arguments, and aliases of them, which it is given: each counts its own versions.
+        numbers: For a slot of one number, the kind of number, and the smallest and largest that it holds.
+        read: The slots among its arguments and the aliases of them that it receives. Each counts its own versions.
         aliases: These aliases.
-        versions: What they counted last.
+        versions: The versions of the aliases when last checked.
     """
 
     slot: str
@@ -114,7 +118,7 @@ class Computation:
         target: torch.Tensor,
         compute: Compute | None = None,
     ) -> "Computation":
-        """Give a slot's function, or another, what is known by name. All else comes with each call."""
+        """Bind a slot's function, or `compute`, to what is known by name. All else comes with each call."""
         compute = declaration.functions[slot] if compute is None else compute
         given = {need: known[need] for need in compute.needs if need in known}
         with outside_inference():
@@ -122,7 +126,7 @@ class Computation:
             if compute.writes_out:
                 given[OUT] = target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
-        read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # which count no versions
+        read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # others count no versions
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
         function = functools.partial(compute.function, **given)
@@ -133,7 +137,10 @@ class Computation:
         return cls(slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions)
 
     def run(self, batch: Any, step: Step | None = None) -> None:
-        """Call the function and write what it returns. ComputeError where it raises, or the slot cannot hold that."""
+        """Call the function and write its result.
+
+        Raise ComputeError if it raises, or if the slot cannot hold the result.
+        """
         value, target = self.value(batch, step), self.target
         if type(value) is torch.Tensor and _FACTS(value) == _FACTS(target) and not self.compute.writes_out:
             target.copy_(value)
@@ -141,7 +148,10 @@ class Computation:
             self.store(value)
 
     def value(self, batch: Any, step: Step | None = None) -> Any:
-        """Call the function with what comes with the call. ComputeError if it raises, or changes what it is given."""
+        """Call the function with the arguments of this call.
+
+        Raise ComputeError if it raises, or changes a slot that it reads.
+        """
         try:
             if self.fields or self.asks_step:
                 given: dict[str, Any] = {STEP: step} if self.asks_step else {}
@@ -159,9 +169,9 @@ class Computation:
         return value
 
     def _refuse_writes(self, now: list[int]) -> NoReturn:
-        """Raise ComputeError: the function wrote a slot that it was given, or changed its shape."""
+        """Raise ComputeError because the function wrote a slot that it reads, or changed its shape."""
         for slot, alias in self.read.values():
-            alias.data = slot  # its shape again
+            alias.data = slot  # restores its shape
         written = [name for name, before, after in zip(self.read, self.versions, now, strict=True) if before != after]
         self.versions[:] = now
         raise ComputeError(
@@ -170,9 +180,9 @@ class Computation:
         )
 
     def store(self, value: Any) -> None:
-        """Write what the function returned. ComputeError where the slot cannot hold it."""
+        """Write the function's result. Raise ComputeError if the slot cannot hold it."""
         kind, least, most = self.numbers
-        if type(value) is kind and least <= value <= most:  # an NPU raises for others later, out of reach
+        if type(value) is kind and least <= value <= most:  # an NPU would raise for others, but later
             self.target.fill_(value)
         elif not self.compute.writes_out:
             write(self.target, value, f"slot {self.slot!r}: its function's result")
@@ -180,7 +190,13 @@ class Computation:
 
 @attrs.frozen(eq=False)
 class PackedValue:
-    """A computation whose result becomes bytes, in whole units: one number by `pack`, all else by a host tensor."""
+    """A computation whose result becomes bytes, in whole units.
+
+    Attributes:
+        computation: The computation.
+        nbytes: Bytes of the result, in whole units.
+        pack: Packs one number; None if the result goes through a host tensor.
+    """
 
     computation: Computation
     nbytes: int
@@ -188,7 +204,7 @@ class PackedValue:
 
     @classmethod
     def of(cls, computation: Computation) -> "PackedValue":
-        """The same computation with a host tensor as its target."""
+        """Make the same computation with a host tensor as its target."""
         target = computation.target
         nbytes = rounded(target.nbytes)
         with outside_inference():
@@ -199,14 +215,17 @@ class PackedValue:
         return cls(attrs.evolve(computation, target=scratch), nbytes, pack)
 
     def bytes_of(self, batch: Any, step: Step | None = None) -> bytes:
-        """Call the function. ComputeError where it raises, or the slot cannot hold what it returns."""
+        """Call the function and return its result as bytes.
+
+        Raise ComputeError if it raises, or if the slot cannot hold that.
+        """
         computation = self.computation
         value = computation.value(batch, step)
         if self.pack is not None and type(value) is computation.numbers[0]:
             try:
                 return self.pack(value)
             except (struct.error, OverflowError):
-                computation.store(value)  # which says what does not fit
+                computation.store(value)  # raises ComputeError
         with torch.no_grad():
             computation.store(value)
         return ctypes.string_at(computation.target.data_ptr(), self.nbytes)

@@ -1,4 +1,4 @@
-"""A declaration as data: its slots, its other fields, and everything that is wrong with it at once."""
+"""A declaration as data: its slots, its other fields, and a check that reports all its faults at once."""
 
 import functools
 import graphlib
@@ -16,19 +16,24 @@ from .slots import BY_STEP, Slot
 from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, linear, look_up
 from .tails import holds
 
-Faults = Iterator[tuple[str, str]]  # the names of slots or fields, and what is wrong with each
+Faults = Iterator[tuple[str, str]]  # names of slots or fields, and what is wrong with each
 SlotNames = Literal["", "optional", "copied"]
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
 
 
 @attrs.frozen(eq=False)
 class Declaration:
-    """The slots of one declaration class, checked.
+    """The checked slots of one declaration class.
 
-    fields: those that are not slots, carried from the batch into the view.
-    disabled: slots that the settings switch off. settings, ranks: those of the runner, which functions may ask for.
-    arguments: the side arguments that slots read, disabled ones too; None where a source of one's own may read any.
-    following: axes that no slot has, but whose sizes follow by the runner's relations: see `related`.
+    Attributes:
+        name: The class's name.
+        slots: The enabled slots, by name.
+        fields: The fields that are not slots. They are carried from the batch into the view.
+        disabled: Slots that the settings switch off.
+        settings: The runner's settings, which functions may request.
+        ranks: The runner's ranks, which functions may request.
+        arguments: The side arguments that slots read, disabled slots included. None if a custom source may read any.
+        following: Axes in no slot whose sizes follow from the runner's relations; see `related`.
     """
 
     name: str
@@ -42,16 +47,22 @@ class Declaration:
 
     @functools.cached_property
     def functions(self) -> Mapping[str, Compute]:
-        """What computes each computed slot, after all that it needs. graphlib.CycleError with the path of a circle."""
+        """What computes each computed slot, in dependency order.
+
+        Raises graphlib.CycleError with the path of a cycle.
+        """
         return self._ordered({name: one for name, slot in self.slots.items() if (one := slot.computes())})
 
     @functools.cached_property
     def rules(self) -> Mapping[str, Compute]:
-        """What advances each slot that does, after those whose new value it reads. graphlib.CycleError as above."""
+        """The rule of each slot that has one, after the rules whose new value it reads.
+
+        Raises graphlib.CycleError likewise.
+        """
         return self._ordered({name: one for name, slot in self.slots.items() if (one := slot.advances())}, own=False)
 
     def _ordered(self, found: Mapping[str, Compute], *, own: bool = True) -> Mapping[str, Compute]:
-        """Functions of slots, each after all that it needs. own: whether one that needs itself is a circle."""
+        """Sort functions of slots so that each follows all that it needs. `own` makes one that needs itself a cycle."""
         edges = {
             n: sorted({*one.needs}.intersection(self.slots).difference(() if own else (n,)))
             for n, one in sorted(found.items())
@@ -70,22 +81,22 @@ class Declaration:
 
     @functools.cached_property
     def counted(self) -> tuple[Dim, ...]:
-        """Sizes of which each packet has the live count: 1, every axis that varies, and expressions over these."""
+        """Sizes whose live count is in each packet: 1, every varying axis, and the expressions over these."""
         sizes = [slot.shape[dim] for slot in self.slots.values() for dim in slot.varying]
         return tuple(dict.fromkeys([Dim.of(1), *map(Dim.of, self.varying), *sizes]))
 
     def counts(self, sizes: Sizes) -> list[int]:
-        """What these are where axes have some sizes."""
+        """Evaluate the sizes in `counted` at the given sizes of axes."""
         return [size.at(sizes) for size in self.counted]
 
     @functools.cached_property
     def optional(self) -> tuple[tuple[str, Source], ...]:
-        """Slots that a batch may come without, each with where it would be found."""
+        """Slots that a batch may omit, each with its source."""
         return tuple((name, source) for name, source in self.sources.items() if self.slots[name].optional)
 
     @functools.cached_property
     def sources(self) -> Mapping[str, Source]:
-        """Where each slot that a fill copies is found in a batch."""
+        """The source in a batch of each slot that a fill copies."""
         slots = self.slots.items()
         return MappingProxyType({name: read for name, slot in slots if (read := slot.reads(name)) is not None})
 
@@ -96,17 +107,17 @@ class Declaration:
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, str]:
-        """Host parameters: by the operator's argument that takes it, the slot's name."""
+        """Host parameters: the slot's name, by the operator's argument that takes it."""
         slots = self.slots.items()
         return MappingProxyType({slot.argument: name for name, slot in slots if slot.argument is not None})
 
     def side(self, name: str) -> Placement:
-        """Where a computed slot's function runs: on the device as soon as it needs a slot there, else on the host."""
+        """Return where a computed slot's function runs: on the device if it needs a slot there, else on the host."""
         slots = self.slots
         return DEVICE if any(n in slots and slots[n].placement == DEVICE for n in slots[name].needs) else HOST
 
     def check_side(self, side: Mapping[str, Any]) -> None:
-        """BatchError where a side argument is given that no slot of the class reads, enabled or not."""
+        """Raise BatchError for a side argument that no slot of the class reads, enabled or not."""
         if not side or self.arguments is None or self.arguments.issuperset(side):
             return
         unknown = min(set(side) - self.arguments)
@@ -115,10 +126,10 @@ class Declaration:
         raise BatchError(f"{self.name}: no slot reads the side argument {unknown!r}: {instead}")
 
     def field_faults(self, batch: Any) -> list[str]:
-        """What converters and validators refuse of a batch, field by field.
+        """Return what converters and validators refuse in a batch, field by field.
 
-        The constructor has checked objects of the class. Of any other batch validators see an object of the class with
-        what the batch has by the names of copied slots and of fields.
+        The constructor has already checked objects of the class. For any other batch, validators receive an object of
+        the class whose attributes are the batch's values for copied slots and for fields.
         """
         checked = self.checked_fields
         if not checked or isinstance(batch, checked[0].owner):
@@ -142,12 +153,12 @@ class Declaration:
         return faults
 
     def check_fields(self, batch: Any) -> None:
-        """BatchError with all that converters and validators refuse of a batch."""
+        """Raise BatchError with everything that converters and validators refuse in a batch."""
         if faults := self.field_faults(batch):
             raise BatchError("; ".join(faults))
 
     def check_names(self, argument: str, names: Iterable[str], kind: SlotNames = "") -> None:
-        """ConfigError where an argument names what is not a slot of the class, or none of a kind."""
+        """Raise ConfigError if an argument names something that is not a slot of the class, or not one of this kind."""
         kinds = {
             "": [*self.slots, *self.disabled],
             "optional": [*dict(self.optional)],
@@ -160,25 +171,31 @@ class Declaration:
                 raise ConfigError(f"{argument} names {name!r}, which is not {what} of {self.name}: {instead}")
 
     def given(self, step: Step) -> dict[str, Any]:
-        """What functions of computed slots are given by name, beside slots and fields."""
+        """Return what functions of computed slots receive by name in addition to slots and fields."""
         return {STEP: step, SETTINGS: self.settings, RANKS: self.ranks}
 
     def step(self, live: Sequence[int], padded: Sizes, *, exact: bool = False) -> Step:
-        """The sizes of a step: live rows on each varying axis, those of the bucket, which are these where `exact`."""
+        """Make the sizes of a step from its live rows on each varying axis and the bucket's padded sizes.
+
+        If `exact`, the padded sizes are the live ones.
+        """
         known = {axis: size for axis, size in padded.items() if axis.fixed} | dict(
             zip(self.varying, live, strict=False)
         )
         return Step(known, known if exact else {axis: padded[axis] for axis in known})
 
     def related(self, relations: Mapping[Axis, Dim]) -> "Declaration":
-        """The declaration with axes that relations such as `{TOKENS: BATCH * 4}` add: slots over either tell both."""
+        """Add axes that follow by relations such as `{TOKENS: BATCH * 4}`. A slot over either axis determines both."""
         leads = {axis: size.reveals() for axis, size in relations.items() if not axis.fixed}
         told = {leads.get(axis, axis) for axis in self.varying} - {None}
         known = {axis for axis in {*leads, *told} if axis is not None and leads.get(axis, axis) in told}
         return attrs.evolve(self, following=tuple(sorted(known.difference(self.axes))))
 
     def under(self, settings: object, ranks: Any = None) -> "Declaration":
-        """Only the slots that the settings enable. DeclarationError where one asks for what is not given."""
+        """Keep only the slots that the settings enable.
+
+        Raise DeclarationError if one needs settings or ranks not given.
+        """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
         made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks)
@@ -193,7 +210,7 @@ class Declaration:
 def declare(
     name: str, slots: Mapping[str, Slot], fields: Mapping[str, Field], found: Sequence[DeclarationError] = ()
 ) -> Declaration:
-    """Check slots and make them a declaration. DeclarationErrors with every fault, those `found` already first."""
+    """Check slots and make a declaration of them. Raise DeclarationErrors with every fault, after those in `found`."""
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
     faults, seen = [*found], dict[str, Axis]()
     faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(made)]
@@ -213,12 +230,12 @@ def declare(
 
 
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
-    """All faults of the declaration of this name together."""
+    """Group all faults of the declaration of this name."""
     return DeclarationErrors(f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}", faults)
 
 
 def _faults(made: Declaration) -> Faults:
-    """What is wrong with each slot by itself, with what it needs of others, and with what it gives operators."""
+    """Yield what is wrong with each slot by itself, with what it needs of others, and with its operator argument."""
     first: dict[str, str] = {}
     for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
@@ -236,7 +253,7 @@ def _faults(made: Declaration) -> Faults:
 
 
 def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
-    """Why a computed slot cannot have something that its function needs."""
+    """Yield why a computed slot cannot have something that its function needs."""
     slots, fields = made.slots, made.fields
     known = [*slots, *fields, *_GIVEN]
     if need in slots and slots[need].writers == BY_STEP:
@@ -255,7 +272,7 @@ def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
 
 
 def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
-    """Why a slot cannot advance by its rule."""
+    """Yield why a slot cannot advance by its rule."""
     rule = slot.advances()
     for need in () if rule is None else (*rule.needs, *[OUT] * rule.writes_out):
         other = made.slots.get(need)
@@ -273,13 +290,13 @@ def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
     found = None if rule is None else linear(rule)
     add = 0 if found is None else found[1]
     dtype = resolve_dtype(slot.dtype, Capabilities())
-    dtype = torch.int64 if dtype == torch.uint64 else dtype  # the kernel's numbers are of int64
+    dtype = torch.int64 if dtype == torch.uint64 else dtype  # the kernel adds int64 numbers
     if add and not (holds(dtype, add) or (add < 0 and holds(dtype, -add))):
         yield f"its then= adds {add}, which {dtype_text(dtype)} cannot hold: use a wider dtype"
 
 
 def _enabled(name: str, slot: Slot, settings: object) -> bool:
-    """Whether the settings have a slot exist."""
+    """Return whether the settings enable a slot."""
     if slot.when is None:
         return True
     if callable(slot.when):
@@ -288,7 +305,7 @@ def _enabled(name: str, slot: Slot, settings: object) -> bool:
         except Exception as error:
             raise DeclarationError(f"slot {name!r}: when= raised {type(error).__name__}: {error}") from error
     value = functools.reduce(look_up, slot.when.split("."), settings)
-    if value is None or isinstance(value, str | torch.Tensor):  # 'false' would be true; many numbers are neither
+    if value is None or isinstance(value, str | torch.Tensor):  # 'false' would be truthy
         near = "" if settings is None else did_you_mean(slot.when.split(".")[0], keys_of(settings))
         way_out = f"give settings with that name, true or false{near}"
         expected = way_out if value is None else f"expected true or false, got {value!r:.80}"

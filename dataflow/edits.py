@@ -22,7 +22,7 @@ from .sources import NO_SIDE, Sources
 from .transition import rows_of_requests, words
 
 Moves = Sequence[tuple[int, int]]
-"""Rows that move, and where to."""
+"""Rows that move, and where they move to."""
 Keys = tuple[Hashable, ...]
 NOWHERE: Final = -1
 """The row of a request that left before its rows were written."""
@@ -30,11 +30,11 @@ _WORD: Final = struct.Struct("<q")
 
 
 def keys_in(keys: Any, call: str) -> Keys:
-    """Return the keys of requests. BatchError for a single key, and for one that cannot be hashed.
+    """Return the keys of requests. Raise BatchError for a single key, or for one that cannot be hashed.
 
     Args:
-        keys: An iterable of keys. A text is a single key.
-        call: How the caller writes it, for the error, such as "leave({})".
+        keys: An iterable of keys. A string counts as a single key.
+        call: How the user writes the call, for the error, such as "leave({})".
     """
     if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
         raise BatchError(f"a key is one object: {call.format([keys])}")
@@ -51,9 +51,9 @@ def keys_in(keys: Any, call: str) -> Keys:
 def rearrange(
     keys: Keys, rows: dict[Hashable, int], leaving: Iterable[Hashable], joining: Sequence[Hashable]
 ) -> tuple[Keys, Moves]:
-    """Have requests leave and join.
+    """Update the rows of requests when some leave and some join.
 
-    Requests that join take the rows of those that leave, then rows behind the last one. Requests in the last rows move
+    Requests that join take the rows of those that leave, then rows after the last one. Requests in the last rows move
     to rows that are still free.
 
     Args:
@@ -101,10 +101,10 @@ class RowWrite:
 
 @final
 class RowBucket:
-    """The slots that keep rows of requests from step to step, in one bucket: edits move and write these rows.
+    """The slots that keep rows of requests from step to step, in one bucket. Edits move and write these rows.
 
     Attributes:
-        bucket: The bucket, which leaves alone what an edit does not bring.
+        bucket: The bucket. It leaves slots alone that an edit has no source for.
         rows: By slot, the dim that follows the requests and its rows for each of them.
         apart: Slots with such rows that no kernel edits.
     """
@@ -119,13 +119,13 @@ class RowBucket:
             name: rows_of_requests(one, sizes) for name, one in slots.items() if one.writers & {"batch", "producer"}
         }
         self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in bucket.absent}
-        # the kernel's edits know rows of requests, and no rows within them
+        # the kernel's edits handle whole rows of requests, and no rows within them
         self.apart = tuple(name for name in self.rows if name not in bucket.fused or len(slots[name].varying) > 1)
         self._words = {name: words(self.buffers[name].tensor) for name in kept}
         self._layouts = {name: (each, self._words[name].device) for name, (_, each) in self.rows.items()}
 
     def check(self) -> None:
-        """ConfigError where rows of a slot cannot be told apart by request."""
+        """Raise ConfigError if a slot's rows cannot be assigned to requests."""
         for name, slot in self.declaration.slots.items():
             others = [axis.name for axis in slot.axes if not axis.fixed and axis not in {BATCH, TOKENS}]
             if name not in self.declaration.sources or name in self.bucket.absent:
@@ -135,13 +135,13 @@ class RowBucket:
                 raise ConfigError(f"slot {name!r} {what}: steps() edits rows of requests; make it a fixed axis")
 
     def gather(self, batch: Any) -> Sources:
-        """Read what a batch brings for slots with rows of requests."""
+        """Read a batch's sources for slots with rows of requests."""
         table = self.bucket.table
         every = zip(table.names, table.gather(batch, NO_SIDE), strict=True)
         return tuple([source if name in self.rows else None for name, source in every])
 
     def take_known(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite | None:
-        """Admit sources like those before, one for each name, with a row for each key. Return None for any other."""
+        """Admit sources of a known kind, one for each name, with a row for each key. Return None for any other."""
         return below_modes(self._take_known, keys, sources, len(names))
 
     def _take_known(self, keys: Keys, sources: Sources, count: int) -> RowWrite | None:
@@ -154,17 +154,17 @@ class RowBucket:
         return None
 
     def admit(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite:
-        """Admit sources for some requests, one for each name. Raises as a fill does; nothing is written."""
+        """Admit sources for some requests, one for each name. Raises as a fill does, and writes nothing."""
         given = dict(zip(self.bucket.table.names, sources, strict=True))
         check_sources([(self.buffers[name], None, ()) for name in names if given[name] is None])
-        for name, source in given.items():  # an edit has no rows of the slot's own
+        for name, source in given.items():  # an edit cannot use a slot's own memory as a source
             if isinstance(source, torch.Tensor) and self.buffers.reaches(source.data_ptr()):
                 given[name] = source.clone()
         live = self.live_of(len(keys))
         return self._write_of(keys, live, *self.bucket.admit(tuple(given.values()), live))
 
     def _write_of(self, keys: Keys, live: Live, plan: BoundPlan, taken: Taken) -> RowWrite:
-        """Make the write of sources that were taken: a packet for the kernel, and copies for other slots."""
+        """Make the write of admitted sources: a packet for the kernel, and copies for other slots."""
         sources, addresses = taken
         slots = dict[str, torch.Tensor]()
         for way in plan.ways:
@@ -191,10 +191,10 @@ class RowBucket:
 
         Args:
             counts: Live counts after the edit, see `Declaration.counts`.
-            before: Those of the step before, whose rows the kernel advances first; zeros to advance nothing.
-            moves: Rows that move, and where to.
+            before: Live counts of the step before, whose rows the kernel advances first; zeros to advance nothing.
+            moves: Rows that move, and where they move to.
             write: The rows that are written.
-            rows: The row of each of its requests.
+            rows: The row of each request in `write`.
             values: By slot, the bytes that the host has computed for slots without rows.
         """
         feed, data = self.bucket.feed, write.packet or self._left_alone
@@ -213,14 +213,14 @@ class RowBucket:
 
     @functools.cached_property
     def whole(self) -> Mapping[str, int]:
-        """Computed slots without rows that the kernel writes, and the lane of each."""
+        """The lane of each computed slot without rows that the kernel writes."""
         slots, computed = self.declaration.slots, self.declaration.functions
         lanes = enumerate(lane.slot for lane in self.bucket.lanes)
         return {slot: number for number, slot in lanes if slot in computed and not slots[slot].varying}
 
     @functools.cached_property
     def _left_alone(self) -> bytes:
-        """The bytes of a packet that brings nothing: every lane is left alone."""
+        """The bytes of a packet that leaves every lane alone."""
         lanes = len(self.bucket.lanes)
         return bytes(self._lanes_at) + _words_of([-1] * lanes + [0] * 2 * lanes)
 
@@ -235,7 +235,7 @@ class RowBucket:
         for write, rows in writes:
             there = [number for number, row in enumerate(rows) if row != NOWHERE]
             to = self._places_of([rows[number] for number in there])
-            chosen = self._places_of(there) if len(there) < len(rows) else None  # of those that stay
+            chosen = self._places_of(there) if len(there) < len(rows) else None  # indices of requests that stay
             for name, values in write.slots.items():
                 if name not in self.rows:
                     self._words[name].copy_(values)
@@ -245,7 +245,7 @@ class RowBucket:
                 self._words[name].index_copy_(dim, to[layout], new)
 
     def _places_of(self, rows: Sequence[int]) -> Mapping[tuple[int, torch.device], torch.Tensor]:
-        """Index the rows of requests, by the rows that a slot has for each of them and the slot's device."""
+        """Index the rows of requests, for each combination of rows per request and device that slots have."""
         found = dict[tuple[int, torch.device], torch.Tensor]()
         for each, device in {*self._layouts.values()}:
             places = [row * each + part for row in rows for part in range(each)]
@@ -253,10 +253,10 @@ class RowBucket:
         return found
 
     def live_of(self, requests: int) -> Live:
-        """Give the live rows on each varying axis."""
+        """Return the live rows on each varying axis."""
         return tuple([requests * each for each in self._each])
 
 
 def _words_of(numbers: list[int]) -> bytes:
-    """Make a packet's words of numbers."""
+    """Make a packet's words of integers."""
     return array.array("q", numbers).tobytes()

@@ -1,4 +1,4 @@
-"""Errors: few classes, each derived from the nearest builtin; where they come from, and which name was meant."""
+"""Errors: few classes, each derived from the nearest builtin, and helpers that locate a failure and suggest a name."""
 
 import contextlib
 import difflib
@@ -22,7 +22,7 @@ __all__ = [  # what `slotgraph.errors` shows
 
 
 class SlotGraphError(Exception):
-    """Base of every error of this library, so that one except clause can hold them all."""
+    """Base of every error of this library, so that one except clause can catch them all."""
 
 
 class DeclarationError(SlotGraphError, TypeError):
@@ -33,16 +33,16 @@ class DeclarationErrors(ExceptionGroup[DeclarationError], SlotGraphError):  # no
     """All faults of one declaration together."""
 
     def __str__(self) -> str:
-        """Show each fault on a line of its own: a logger, or a line of pytest, shows nothing else of a group."""
+        """Show each fault on a line of its own, since a logger or a line of pytest shows only this text of a group."""
         return f"{self.message}: " + "\n".join(map(str, self.exceptions))
 
     def derive(self, excs: Sequence[DeclarationError]) -> "DeclarationErrors":  # type: ignore[override]
-        """A part of the group, as `except*` asks for it."""
+        """Return part of the group, as `except*` requires."""
         return DeclarationErrors(self.message, excs)
 
 
 class CycleError(DeclarationError):
-    """Slots need each other in a circle: the message shows the path."""
+    """Slots need each other in a circle. The message shows the path."""
 
 
 @attrs.frozen
@@ -52,7 +52,7 @@ class Fault:
     Attributes:
         slot: The slot's name.
         text: What is wrong, as a sentence that names the slot.
-        dims: The dims that have another size, where nothing else is wrong with the shape.
+        dims: The dims whose size is wrong, if nothing else is wrong with the shape.
     """
 
     slot: str
@@ -61,17 +61,17 @@ class Fault:
 
 
 class BatchError(SlotGraphError, ValueError):
-    """A batch does not fit its declaration; nothing was written.
+    """A batch does not fit its declaration. Nothing was written.
 
     Attributes:
-        faults: What is wrong with each source, where sources are to blame.
+        faults: What is wrong with each source, if sources are at fault.
     """
 
     faults: Sequence[Fault] = ()
 
     @classmethod
     def of(cls, *faults: Fault) -> Self:
-        """The error for sources that do not fit."""
+        """Make the error for sources that do not fit."""
         made = cls("; ".join(fault.text for fault in faults))
         made.faults = faults
         return made
@@ -90,7 +90,7 @@ class ComputeError(SlotGraphError, RuntimeError):
 
 
 class BackendUnavailableError(SlotGraphError, RuntimeError):
-    """A backend cannot run here: the message says why and what to install."""
+    """A backend cannot run on this machine. The message says why and what to install."""
 
 
 class CaptureError(SlotGraphError, RuntimeError):
@@ -98,7 +98,7 @@ class CaptureError(SlotGraphError, RuntimeError):
 
 
 class ReplayError(SlotGraphError, RuntimeError):
-    """A graph cannot be replayed now: not captured yet, forked, or its addresses moved."""
+    """A graph cannot be replayed now: it is not captured yet, the process forked, or its addresses moved."""
 
 
 class StaleOutputError(SlotGraphError, RuntimeError):
@@ -106,15 +106,15 @@ class StaleOutputError(SlotGraphError, RuntimeError):
 
 
 class CheckError(SlotGraphError, RuntimeError):
-    """A check found a wrong step: the message names the slot, or what else the step depends on."""
+    """A check found a wrong step. The message names the slot, or what else the step depends on."""
 
 
 class WrongBytesError(SlotGraphError, AssertionError):
-    """A fill left other bytes than the oracle, or a step returned others: the message names the slot and the row."""
+    """A fill or a step gave other bytes than the oracle. The message names the slot and the row."""
 
 
 class RegressionError(SlotGraphError, AssertionError):
-    """A fill or a step takes longer than was allowed, compared with the one by hand in the same run."""
+    """A fill or a step takes longer than allowed, compared with a handwritten one in the same run."""
 
 
 class ConfigError(SlotGraphError, ValueError):
@@ -122,37 +122,37 @@ class ConfigError(SlotGraphError, ValueError):
 
 
 class RecordingError(SlotGraphError, ValueError):
-    """A recorded file cannot be read or written, or is of another runner."""
+    """A recorded file cannot be read or written, or belongs to another runner."""
 
 
 class LayoutError(SlotGraphError, RuntimeError):
-    """A layout of shared memory breaks a promise: the message names the slots that would meet."""
+    """A layout of shared memory breaks a promise. The message names the slots that would overlap."""
 
 
 class RankError(SlotGraphError, RuntimeError):
     """Ranks disagree: one refused its batch, is at another step, or is missing. The message names it."""
 
 
-for _name in __all__:  # what a traceback prints is what users import
+for _name in __all__:  # tracebacks print the name that users import
     globals()[_name].__module__ = "slotgraph.errors"
 
 _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__)
-"""Files that a failure is not blamed on: those of torch, and of this library."""
+"""Files that a failure is never attributed to: those of torch, of this library and of contextlib."""
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's that an error came through: " at model.py:7, `x.item()`"."""
+    """Return the innermost line of user code that an error passed through, such as " at model.py:7, `x.item()`"."""
     return _innermost(traceback.extract_tb(user_traceback(error)))
 
 
 def place_now() -> str:
-    """The innermost line of the user's that is running, in the same words."""
+    """Return the innermost line of user code that is running, in the same format."""
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OTHERS)]
     return _innermost(frames)
 
 
 def _innermost(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Name the last of the user's frames, "" where there is none."""
+    """Format the last frame, or return "" if there is none."""
     if not frames:
         return ""
     source = f", `{frames[-1].line}`" if frames[-1].line else ""
@@ -160,14 +160,14 @@ def _innermost(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def origin_of(error: BaseException) -> BaseException:
-    """What this library made an error of, or the error itself."""
+    """Return the exception that caused this library's error, or the error itself."""
     while isinstance(error, SlotGraphError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Make a traceback of those lines that are the user's own. Return None if the error passed through none."""
+    """Make a traceback of the frames in user code. Return None if the error passed through none."""
     made: TracebackType | None = None
     steps, step = list[TracebackType](), error.__traceback__
     while step is not None:
@@ -180,34 +180,35 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def kind_text(value: object) -> str:
-    """What somebody passed, in words: the name of its class."""
+    """Describe the type of a value in words."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return "None" if value is None else type(value).__name__
 
 
 def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Ask for the known name that is nearest to an unknown one, or say something else where none is near."""
+    """Ask whether the closest known name was meant, or return `otherwise` if none is close."""
     names = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), names, n=1)
     return f"did you mean {names[near[0]]!r}?" if near else otherwise
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """The same as the end of a sentence."""
+    """Return the same hint as the end of a sentence, or "" if no name is close."""
     near = hint(str(name), known)
     return f"; {near}" if near else ""
 
 
 def blame(slot: str, function: Callable[..., Any], error: Exception) -> NoReturn:
-    """Raise what a slot's function raised as ComputeError, with the slot, the function and its line.
+    """Raise ComputeError for what a slot's function raised. The message has the slot, the function and its line.
 
-    CaptureError and DeclarationError stay what they are; other errors of this library, and of memory, say the same.
+    CaptureError and DeclarationError keep their types. Other errors of this library and out-of-memory errors are raised
+    unchanged.
     """
     name, place = getattr(function, "__qualname__", repr(function)), place_of(error)
     if isinstance(error, CaptureError):
         raise CaptureError(f"slot {slot!r}, in its function {name}{place}: {error}") from error
-    if isinstance(error, DeclarationError):  # of `Step`
+    if isinstance(error, DeclarationError):  # raised by `Step`
         raise DeclarationError(f"slot {slot!r}, in its function {name}: {error}") from error
     if isinstance(error, SlotGraphError | torch.OutOfMemoryError):
         raise error

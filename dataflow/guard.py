@@ -1,4 +1,4 @@
-"""What a step asks of torch: guards over tensors seen before, and no modes and gradients while it runs."""
+"""Guards over tensors seen before, and calls that run without torch's modes and gradients."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ import torch
 Guard = Callable[..., bool]
 T = TypeVar("T")
 outside_inference: Final = functools.partial(torch.inference_mode, mode=False)
-"""A block that makes ordinary tensors, which may be written in any mode."""
+"""A context in which torch makes ordinary tensors, which may be written in any mode."""
 POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
 FUNCTION_MODES: Final[Callable[[], int]] = _C._len_torch_function_stack  # noqa: SLF001 - it has no public name
-"""How many modes watch torch's functions in this thread."""
+"""Return how many modes intercept torch's functions in this thread."""
 
 
 def below_modes(call: Callable[..., T], *args: Any) -> T:
-    """Call what only looks at tensors without modes that watch torch's functions, which would double a step's time."""
+    """Call a function that only inspects tensors without torch's function modes, which would double a step's time."""
     if not FUNCTION_MODES():
         return call(*args)
     with _C.DisableTorchFunction():
@@ -25,18 +25,18 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
 
 
 Free = Sequence[Sequence[int]]
-"""For each of some tensors, the dims whose size a guard leaves free."""
+"""For each tensor, the dims whose size a guard leaves free."""
 _Strides = list[int | None]
 
 
 def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guard:
-    """Make a guard over some tensors: it takes as many, and returns False where one differs, or is not at its places.
+    """Make a guard over some tensors. It takes as many, and returns False if one differs or is at another place.
 
-    Ask it of tensors alone that have a shape: torch's own guards end the process at a nested one.
+    Pass it only tensors that have a shape: torch's own guards end the process at a nested one.
 
     Args:
-        tensors: What the guard is to know.
-        free: Dims whose size may be any; by default none. See `dense_places` for what to ask then.
+        tensors: The tensors that the guard accepts.
+        free: Dims whose size may be any, by default none. `dense_places` tells what else to check then.
     """
     free = [()] * len(tensors) if free is None else free
     make = torch_guard if tensors and _IS_TRUSTED else plain_guard
@@ -46,7 +46,7 @@ def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guar
     places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
     check = make([tensors[place] for place in once], [free[place] for place in once])
 
-    def check_all(*found: Any) -> bool:  # torch's own refuse a tensor at several places
+    def check_all(*found: Any) -> bool:  # torch's own guard refuses a tensor at several places
         are_again = all(one is found[place] for one, place in zip(found, places, strict=True))
         return are_again and check(*[found[place] for place in once])
 
@@ -54,23 +54,23 @@ def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guar
 
 
 def dense_places(tensors: Sequence[torch.Tensor], free: Free) -> list[int]:
-    """Tell which tensors must also be asked whether they are contiguous: their strides follow from free sizes."""
+    """Return which tensors must also be contiguous, since their strides follow from free sizes."""
     return [place for place, one in enumerate(tensors) if None in _strides_of(one, free[place])]
 
 
 def _sizes_of(tensor: torch.Tensor, free: Sequence[int]) -> list[int | None]:
-    """The sizes of a tensor, None for those that are free."""
+    """Return a tensor's sizes, with None for those that are free."""
     return [None if dim in free else size for dim, size in enumerate(tensor.shape)]
 
 
 def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Strides:
-    """The strides of a tensor, None for those that follow from free sizes."""
+    """Return a tensor's strides, with None for those that follow from free sizes."""
     strides = tensor.stride()
     if not free or not tensor.is_contiguous():
         return [*strides]
     dense, found, last = 1, list[int | None](), max(free)
     for dim in range(tensor.dim() - 1, -1, -1):
-        if strides[dim] != dense:  # of a dim with one row at most: with more rows, this stride would leave gaps
+        if strides[dim] != dense:  # this dim has at most one row: with more rows, this stride would leave gaps
             return [None] * tensor.dim()
         found.append(None if dim < last else dense)
         dense *= tensor.shape[dim] or 1
@@ -88,8 +88,8 @@ def torch_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:
 def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: C901 - calls within would take longer
     """Make the same guard in plain Python.
 
-    Only floating and complex numbers are asked whether reading negates or conjugates them: no public function of torch
-    makes other tensors so.
+    It checks the negation and conjugation bits only of floating and complex tensors, since no public function of torch
+    sets them on others.
     """
     wanted: list[tuple[Any, ...]] = []
     bits: list[tuple[int, Callable[[torch.Tensor], bool], bool]] = []
@@ -128,7 +128,7 @@ def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: 
 
 
 def _is_trusted() -> bool:
-    """Return whether torch's own guard, which has no documentation, tells tensors apart as the plain one does."""
+    """Return whether torch's own guard, which is undocumented, distinguishes tensors as the plain one does."""
     with outside_inference(), _C.DisableTorchFunction():
         rows = torch.zeros(4, 6, device="cpu")
         pairs = torch.zeros(4, 6, dtype=torch.complex64, device="cpu")
@@ -160,9 +160,9 @@ _IS_TRUSTED: Final = _is_trusted()
 
 
 def run_and_undo(call: Callable[[], T], undo: Callable[[], object]) -> T:
-    """Call something, and undo what it leaves behind, wherever an interrupt comes.
+    """Call a function and undo what it leaves behind, wherever an interrupt comes.
 
-    undo: It may run twice, the second time to finish what an interrupt broke off.
+    `undo` may run twice, the second time to finish what an interrupt broke off.
     """
     try:
         try:
@@ -178,7 +178,7 @@ _SET: Final[Callable[[bool], None]] = torch._C._set_grad_enabled  # noqa: SLF001
 
 
 def without_gradients(function: Callable[..., T], *args: Any) -> T:
-    """Call a function with gradients off, and leave them as they were."""
+    """Call a function with gradients off, and restore the setting afterwards."""
     if not GRADIENTS():
         return function(*args)
     try:

@@ -1,4 +1,4 @@
-"""Host data: lists, arrays and host tensors that a batch brings for a slot, as tensors or as bytes."""
+"""Host data: converts lists, arrays and host tensors that a batch has for a slot to tensors or bytes."""
 
 import ctypes
 import functools
@@ -13,9 +13,9 @@ import torch
 from .capabilities import dtype_text
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
-"""What a batch may bring in a tensor's place."""
+"""Types that a batch may have instead of a tensor."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
-"""What is raised over host data of which no bytes can be made as they are."""
+"""Errors for host data that cannot be converted to bytes as it is."""
 LETTERS: Final = {
     torch.int8: "b",
     torch.uint8: "B",
@@ -27,20 +27,23 @@ LETTERS: Final = {
     torch.float64: "d",
     torch.bool: "?",
 }
-"""The letters under which `struct` packs Python's own numbers, by dtype."""
+"""The format letters of `struct` for Python's numbers, by dtype."""
 _BOOLS: Final = frozenset({bool, np.bool_})
-_BITS: Final = frozenset({0, 1})  # a list without these need not be asked for bools, which takes twice as long
+_BITS: Final = frozenset({0, 1})  # a list without these has no bools, and need not be searched for them
 _LISTS: Final = frozenset({list, tuple})
-_DIMS: Final = 64  # that torch's tensors have at most
+_DIMS: Final = 64  # the most dims that a torch tensor can have
 _PAD_THEM: Final = "pad them to one length"
 
 
 def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = None) -> torch.Tensor:
-    """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
+    """Make a host tensor of lists or arrays.
 
-    wanted: the shape of the slot, where it is known: lists without a number leave the dims inside of them open. A bool
-    is not a number here, a float no index: such a list comes back in its own dtype. Raises RuntimeError, TypeError or
-    ValueError for what is no box of numbers, or holds bools, masked numbers or what `dtype` cannot hold.
+    An array keeps its dtype, and numbers in lists take `dtype` if it holds them.
+
+    `wanted` is the slot's shape, if it is known; lists without a number take their inner dims from it. A bool does not
+    count as a number, nor a float as an integer, and such a list keeps its own dtype. Raises RuntimeError, TypeError or
+    ValueError if the data is ragged or not numeric, or has bools among numbers, masks, or values that `dtype` cannot
+    hold.
     """
     if isinstance(value, np.ndarray | np.generic):
         _refuse_masks([value])
@@ -48,13 +51,13 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         if array.dtype == object:
             raise TypeError(f"an array of objects, which NumPy makes of ragged rows: {_PAD_THEM}")
         flags = array.flags
-        is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # of one row any
+        is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # one row: any stride
         return torch.from_numpy(array if is_plain else array.copy())
     numbers, shape = unnested(value, _DIMS if wanted is None else len(wanted))
     if not numbers:
         is_open = wanted is not None and [*wanted[: len(shape)]] == shape
         return torch.empty(wanted if is_open else shape, dtype=dtype, device="cpu")  # type: ignore[arg-type] # not None
-    try:  # one list of numbers of the dtype's kind, at a tenth of torch's time
+    try:  # packing one list of numbers of the dtype's kind takes a tenth of torch's time
         made: torch.Tensor | None = torch.frombuffer(bytearray(bytes_of_list(numbers, dtype)), dtype=dtype)
     except NOT_CARRIED:
         made = None
@@ -63,16 +66,17 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
 
 
 def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
-    """The numbers of nested lists in one row, and their shape; lists of unlike lengths stay nested.
+    """Flatten nested lists, and return the numbers and their shape. Lists of different lengths stay nested.
 
-    ValueError where they have two dims more than they should: a list that holds itself has no end.
+    Raises ValueError if lists are nested two dims deeper than they should be, since a list that contains itself has no
+    end.
     """
     shape = [len(value)]
     while value and isinstance(value[0], list | tuple):
         if len(shape) > dims:
             raise ValueError(f"lists nested {len(shape) + 1} deep or deeper, for {dims} dims")
         lengths = {len(row) if isinstance(row, list | tuple) else None for row in value}
-        if len(lengths) > 1:  # which torch refuses in words
+        if len(lengths) > 1:  # NumPy reports these
             break
         shape.append(len(value[0]))
         value = list(itertools.chain.from_iterable(value))
@@ -80,13 +84,13 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
 
 
 def _refuse_masks(values: Iterable[Any]) -> None:
-    """TypeError where an array among the values has a mask, which a tensor would not have."""
+    """Raise TypeError if one of the values is a masked array, since a tensor would drop its mask."""
     if any(isinstance(one, np.ma.MaskedArray) for one in values):
         raise TypeError("a masked array, whose mask would be lost: say what stands in masked places, array.filled(...)")
 
 
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor made by NumPy, for dtypes without a letter and numbers of another kind."""
+    """Make a tensor through NumPy, for dtypes without a letter and numbers of another kind."""
     _refuse_masks(numbers)
     if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
         raise TypeError(
@@ -96,14 +100,14 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
         array = np.asarray(numbers)
     except ValueError as error:
         raise ValueError(f"its rows are ragged, or stand beside numbers: {_PAD_THEM}") from error
-    made = torch.from_numpy(array)  # refuses text and objects, such as None and whole numbers of more than 64 bits
+    made = torch.from_numpy(array)  # raises for text and objects, such as None and integers of more than 64 bits
     if made.dtype == torch.bool:
         return made
     if not _BOOLS.isdisjoint(map(type, numbers)):
         raise TypeError("bools and numbers together")
     if dtype.is_complex or made.is_complex():
         return made.to(dtype) if dtype.is_complex else made
-    if dtype.is_floating_point or made.is_floating_point():  # rounded but once
+    if dtype.is_floating_point or made.is_floating_point():  # rounded only once
         exact = made.double()
         made = exact.to(dtype if dtype.is_floating_point else torch.float32)
         lost = exact.isfinite() & ~made.double().isfinite()
@@ -118,7 +122,7 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bytes_of_tensor(source: torch.Tensor) -> bytes:
-    """Read a dense host tensor. ValueError where its memory was freed."""
+    """Read a dense host tensor. Raise ValueError if its memory was freed."""
     address, nbytes = source.data_ptr(), source.nbytes
     if nbytes and not address:
         raise ValueError("its memory was freed")
@@ -126,7 +130,10 @@ def bytes_of_tensor(source: torch.Tensor) -> bytes:
 
 
 def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
-    """Pack a list of numbers. An error of `NOT_CARRIED` for bools among numbers, and what the dtype cannot hold."""
+    """Pack a list of numbers.
+
+    Raise an error of `NOT_CARRIED` for bools among numbers, and for what the dtype cannot hold.
+    """
     pack = _packer(len(source), dtype)
     alike = _bools if dtype == torch.bool else _no_bools
     return pack(*alike(source))
@@ -134,21 +141,21 @@ def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
 
 @functools.lru_cache(1024)
 def _packer(rows: int, dtype: torch.dtype) -> Callable[..., bytes]:
-    """What packs so many numbers. TypeError where Python has no bytes for the dtype."""
+    """Return a function that packs this many numbers. Raise TypeError if `struct` has no format for the dtype."""
     if dtype not in LETTERS:
         raise TypeError(f"Python has no bytes of {dtype_text(dtype)}")
-    return struct.Struct(f"={rows}{LETTERS[dtype]}").pack  # C's own floats, without the "=", overflow to infinity
+    return struct.Struct(f"={rows}{LETTERS[dtype]}").pack  # without "=", C's own floats would overflow to infinity
 
 
 def _bools(source: Any) -> Any:
-    """A list of bools."""
+    """Check that a list has only bools."""
     if type(source) not in _LISTS or any(type(value) is not bool for value in source):
         raise ValueError("expected bools alone")
     return source
 
 
 def _no_bools(source: Any) -> Any:
-    """A list, if there is no bool in it, which is not a number."""
+    """Check that a value is a list without bools."""
     if type(source) not in _LISTS:
         raise ValueError("expected a list or tuple")
     if not _BITS.isdisjoint(source) and not _BOOLS.isdisjoint(map(type, source)):

@@ -1,4 +1,4 @@
-"""`Inputs`: the base of declarations, whose instances are the batch handed in and the view handed out."""
+"""`Inputs`: the base class of declarations. An instance is the batch that comes in or the view that goes out."""
 
 import inspect
 import keyword
@@ -17,8 +17,8 @@ from .sources import Field, is_factory
 from .views import ViewInfo, live_values, narrowed
 
 _NEEDED: Final = frozenset({"slotgraph", "narrow", "placeholder", "self", "attr_dict", "NOTHING"})
-"""Names that the class itself needs, the last three in the constructor that attrs writes."""
-_UNMADE: Final = type(attrs.field())  # what a field is until attrs makes an attribute of it
+"""Names that the class itself uses; the last three are used by the constructor that attrs generates."""
+_UNMADE: Final = type(attrs.field())  # the class of a field before attrs makes an attribute of it
 _CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")  # attrs ignores these
 _NONE: Final = re.compile(r"\b(?:None|Optional)\b")
 _REQUIRED: Final = "say default=None or when= if it may be absent, else leave None out of the annotation"
@@ -29,13 +29,13 @@ V = TypeVar("V", bound="Inputs")
 
 
 def slot_in(field: object) -> Slot | None:
-    """The slot that a field carries, before or after attrs made an attribute of it."""
+    """Return the slot that a field carries, before or after attrs makes an attribute of it, or None."""
     metadata = getattr(field, "metadata", None)
     return metadata.get(SLOT) if isinstance(metadata, Mapping) else None
 
 
 def _holds_slots(value: object, depth: int = 4) -> bool:
-    """Whether something is a slot, or a list, tuple, set or mapping of some, nested so deep at most."""
+    """Return whether a value is a slot, or a container of slots nested at most `depth` deep."""
     inner = [*value.values()] if isinstance(value, Mapping) else value
     if depth and isinstance(inner, list | tuple | set | frozenset):
         return any(_holds_slots(one, depth - 1) for one in inner)
@@ -43,7 +43,7 @@ def _holds_slots(value: object, depth: int = 4) -> bool:
 
 
 class _Declaring(type):
-    """Refuses what would lose slots of a declared class: to make it anew in place, and slots that come too late."""
+    """Rejects what would lose slots of a declared class: redefining it in place, or adding a slot afterwards."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         makes_anew = name == "__attrs_attrs__" or name.startswith("__dataclass_")
@@ -65,22 +65,22 @@ def _made_already(name: str) -> DeclarationErrors:
     kw_only_default=True, eq_default=False, field_specifiers=(copied, computed, constant, staged, output, slot)
 )
 class Inputs(metaclass=_Declaring):
-    """Subclass it and declare slots; subclass that to add, override or `drop` some.
+    """Subclass it and declare slots. Subclass the result to add, override or `drop` some.
 
-    A field that is no slot is carried from the batch into the view. One without a default is not to be seen while a
-    graph is captured, since its value would be frozen there; one with a default is, and a batch whose value differs
-    from the default does not go through the graph. Hence no default can be changed in place: changed, it would still be
-    equal to itself, and go through graphs that hold what it was. Converters and validators apply to what any batch
-    brings; an object of the class has had them in its constructor.
+    A field that is not a slot is carried from the batch into the view. If it has no default, it is hidden while a graph
+    is captured, since its value would be frozen there. If it has one, the capture sees the default, and a batch with
+    another value does not go through the graph. A default must therefore be immutable: a default changed in place would
+    still equal itself, and go through graphs that froze its old contents. Converters and validators apply to the values
+    of any batch; an object of the class has had them applied in its constructor.
     """
 
     slotgraph: ClassVar[Declaration]
     _slotgraph_view: ViewInfo | None = None
 
     def __init_subclass__(cls, *, drop: Iterable[str] = (), **keywords: Any) -> None:
-        """Make an attrs class of the declaration, in place, and check all of it.
+        """Make the declaration an attrs class in place, and check all of it.
 
-        drop: slots and fields of a base that this declaration does without. Raises DeclarationErrors.
+        `drop` names slots and fields of a base that this declaration omits. Raises DeclarationErrors.
         """
         bases, found = _inherited(cls), list[DeclarationError]()
         try:
@@ -114,24 +114,24 @@ class Inputs(metaclass=_Declaring):
         cls.slotgraph = declare(cls.__name__, slots, fields, found)
 
     def narrow(self, axis: Axis, start: int, stop: int, *, tokens: tuple[int, int] | None = None) -> Self:
-        """The micro-batch of rows `start` to `stop` on `axis`: the view that the sliced batch would have filled.
+        """Return the micro-batch of rows `start` to `stop` on `axis`, as if the sliced batch had filled a view.
 
-        Slots are views of this one's; computed slots are computed anew for the micro-batch.
+        Its slots are views of this one's. Computed slots are computed again for the micro-batch.
 
         Args:
             axis: Usually BATCH.
             start: The first row.
-            stop: The row behind the last.
-            tokens: The range on TOKENS that belongs to these rows, needed where requests differ in length.
+            stop: One past the last row.
+            tokens: The range on TOKENS that belongs to these rows, required if requests differ in length.
         """
         ranges = {axis: (start, stop)} | ({} if tokens is None else {TOKENS: tokens})
         return narrowed(self, self.slotgraph.slots, self._slotgraph_view, ranges)
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
-        """Values of a stand-in batch that breaks see while a bucket is captured, by slot or field; override it.
+        """Return values, by slot or field, of a stand-in batch that breaks see while a bucket is captured.
 
-        A copied slot that is not named holds its pad value.
+        Override it to give some. A copied slot without a value holds its pad value.
 
         Args:
             step: Its live sizes are those that the values must have: one request, which owns every token of the bucket.
@@ -139,10 +139,10 @@ class Inputs(metaclass=_Declaring):
         del step
         return {}
 
-    if not TYPE_CHECKING:  # checkers would take any name for a field
+    if not TYPE_CHECKING:  # type checkers would accept any name as a field
 
         def __getattr__(self, name: str) -> Any:
-            """Say why a declared name has no value here."""
+            """Raise AttributeError that explains why a declared name has no value in this object."""
             declaration = type(self).slotgraph
             if name in declaration.fields:
                 message = (
@@ -169,27 +169,27 @@ class Inputs(metaclass=_Declaring):
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
-        """Refuse to be an argument of a function of torch, which is called here for each that gets a view."""
+        """Raise TypeError when a torch function gets a view as an argument. Torch calls this for each such function."""
         called = getattr(function, "__name__", function)
         raise TypeError(f"{called} takes tensors, got {cls.__name__}: {cls._as_tensor()}")
 
     @classmethod
     def _as_tensor(cls) -> str:
-        """Say how a layer is called on a slot."""
+        """Explain how to call a layer on a slot."""
         name = next(iter(cls.slotgraph.slots), "name")
         return f"the view went into a layer as if it were a tensor: wrap it, `lambda view: module(view.{name})`"
 
     def __copy__(self) -> Self:
-        """Copy a batch or a view with the same tensors: that of a view is a view, too."""
+        """Copy a batch or a view with the same tensors. The copy of a view is also a view."""
         return _made_of(self._declared(), vars(self))
 
     @classmethod
     def _declared(cls) -> type[Self]:
-        """The declaration that this is an object of. A runner's views are of a subclass."""
+        """Return the declaration that this is an object of. A runner's views belong to a subclass."""
         return cls
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copy or pickle a view as a batch with memory of its own: its live rows and its fields, nothing computed."""
+        """Copy or pickle a view as a batch with its own memory: live rows and fields, without computed slots."""
         if self._slotgraph_view is None:
             return super().__reduce_ex__(protocol)
         return _made_of, (self._declared(), live_values(vars(self), self.slotgraph, self._slotgraph_view))
@@ -203,24 +203,24 @@ def _made_of(cls: type[V], values: Mapping[str, Any]) -> V:
 
 
 def _attributes(cls: type) -> Any:
-    """The attributes of a class that attrs made, inherited ones, too."""
+    """Return the attributes of a class that attrs made, inherited ones included."""
     return vars(cls).get("__attrs_attrs__", ())
 
 
 def _own(cls: type) -> dict[str, Slot | None]:
-    """What the body of a class declares, by name: a slot, or None for a field without a slot."""
+    """Return what the body of a class declares, by name: a slot, or None for a field without a slot."""
     return {field.name: slot_in(field) for field in _attributes(cls) if not field.inherited}
 
 
 def _inherited(cls: type) -> _Bases:
-    """What a class has of its bases: each name with the classes that declare it, the nearest first."""
+    """Return what a class inherits: each name with the classes that declare it, the nearest first."""
     known = {field.name for base in cls.__bases__ for field in getattr(base, "__attrs_attrs__", ())}
     pairs = [(base, _own(base)) for base in cls.__mro__[1:]]
     return {name: [(base, own[name]) for base, own in pairs if name in own] for name in known}
 
 
 def _define(cls: type[Inputs], bases: _Bases) -> Faults:
-    """Make an attrs class of a declaration, without what it drops and what attrs would refuse or not see."""
+    """Make a declaration an attrs class, without dropped names and without names that attrs would reject or miss."""
     wrong: dict[str, str] = {}
 
     def without_dropped(_: type, fields: list[Any]) -> list[Any]:
@@ -242,7 +242,7 @@ def _define(cls: type[Inputs], bases: _Bases) -> Faults:
 
 
 def _undeclared(name: str, value: object, otherwise: str) -> str:
-    """What is wrong with a slot that attrs would not see, alone or in a container."""
+    """Describe a slot that attrs would not see, alone or in a container, and how to declare it."""
     if not isinstance(value, Slot | _UNMADE):
         comma = " (is there a comma behind it?)" if isinstance(value, tuple) else ""
         otherwise = f"a {type(value).__name__} of slots{comma} declares none of them: give each a name of its own"
@@ -250,10 +250,10 @@ def _undeclared(name: str, value: object, otherwise: str) -> str:
 
 
 def _default_fault(attribute: Any) -> str | None:
-    """Why batches cannot be given a field's default, or be compared with it, or None.
+    """Return why a field's default cannot be used for batches or compared with their values, or None.
 
-    A default is one object for all batches, and graphs are captured with what it holds. If it is changed in place, it
-    is still equal to itself, so no batch would look different.
+    All batches share one default object, and graphs are captured with its contents. If it is changed in place, it is
+    still equal to itself, so no batch would look different.
     """
     default: Any = attribute.default
     if is_factory(default) and default.takes_self:
@@ -280,7 +280,7 @@ def _default_fault(attribute: Any) -> str | None:
 
 
 def _name_fault(name: Any) -> str | None:
-    """Why no slot and no field may have a name, or None."""
+    """Return why no slot and no field may have a name, or None."""
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         return "the name is not an identifier: choose another"
     if name.startswith("_"):
@@ -289,7 +289,7 @@ def _name_fault(name: Any) -> str | None:
 
 
 def _field_faults(cls: type) -> Faults:
-    """What is wrong with the parameters of slots, with fields that are none, and with properties in their place."""
+    """Yield what is wrong with slot parameters, with other fields, and with properties of the same name."""
     for field in _attributes(cls):
         yield from ((field.name, fault) for fault in field.metadata.get(FAULTS, ()))
         default = field.default
@@ -307,7 +307,7 @@ def _field_faults(cls: type) -> Faults:
 
 
 def _base_faults(cls: type, bases: _Bases) -> Faults:
-    """Slots that a class would lose: of bases that attrs does not read, overridden by no slot, or one of two rivals."""
+    """Yield slots that a class would lose: declared outside Inputs, overridden by a non-slot, or in conflict."""
     for base in cls.__mro__[1:]:
         for name, value in vars(base).items():
             if not name.startswith("__") and _holds_slots(value):

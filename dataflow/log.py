@@ -1,6 +1,6 @@
-"""Events: to structlog if it is configured, else to the logger `slotgraph` of the standard library; never to stdout.
+"""Logging: events go to structlog if it is configured, else to the standard library's logger `slotgraph`.
 
-No handler is added to that logger: where the user has set up no logging at all, Python writes its warnings to stderr.
+Nothing is written to stdout, and no handler is added: without any logging setup, Python prints warnings to stderr.
 """
 
 import functools
@@ -13,18 +13,21 @@ NAME: Final = "slotgraph"
 
 
 def _settings() -> dict[str, Any]:
-    """What structlog is set to now; the list of processors is copied, since `capture_logs()` changes it in place."""
+    """Return structlog's current settings.
+
+    The list of processors is copied, since `capture_logs()` changes it in place.
+    """
     settings = structlog.get_config()
     return {**settings, "processors": list(settings["processors"])}
 
 
 _DEFAULTS: Final = None if structlog.is_configured() else _settings()
-"""What structlog does unless it is configured: print to stdout. None if it was configured before this import."""
+"""structlog's settings unless it is configured, which print to stdout. None if it was configured before this import."""
 
 
 def _log(level: int, event: str, /, **keys: Any) -> None:
-    """Log an event of one level."""
-    if structlog.is_configured() and _settings() != _DEFAULTS:  # `capture_logs()` leaves it configured, by defaults
+    """Log an event at a level."""
+    if structlog.is_configured() and _settings() != _DEFAULTS:  # `capture_logs()` leaves it configured, with defaults
         getattr(structlog.get_logger(NAME), logging.getLevelName(level).lower())(event, **keys)
         return
     logger = logging.getLogger(NAME)

@@ -1,4 +1,4 @@
-"""Lowerings: how a plan is run. A new one is an object here, and copies of its own in `fill.writers` if none fit."""
+"""Lowerings: how a plan is run. A new one is an object in this file, plus copies in `fill.writers` if none fit."""
 
 from collections.abc import Mapping
 from typing import Final, Literal
@@ -8,8 +8,11 @@ import attrs
 from .capabilities import LoweringName
 
 How = Literal["fused", "direct", "foreach", "single", "in place"]
-"""How slots are copied: by one kernel, by address in host memory, together by one foreach call, each by a plain copy,
-or not at all, since a producer wrote them where they lie."""
+"""How slots are copied.
+
+By one fused kernel, directly by address in host memory, together by one foreach call, each by a single plain copy, or
+not at all, since a producer wrote them in place.
+"""
 
 
 @attrs.frozen
@@ -18,10 +21,10 @@ class Lowering:
 
     Attributes:
         name: Its name, in options, plans and capabilities.
-        copies: How slots on the device are copied, if nothing sets one apart.
+        copies: How slots on the device are copied, unless something rules it out for a slot.
         has_kernel: Whether a kernel of the device writes lanes, and takes all that changes from a packet.
         is_in_graph: Whether a step's graph begins with that kernel.
-        is_reference: Whether it fills slot by slot in plain code, for which nothing is bound.
+        is_reference: Whether it fills slot by slot in plain code, without a bound plan.
         runs_ahead: Whether a step can be launched before the host has seen the last one.
     """
 
@@ -40,4 +43,4 @@ LOWERINGS: Final[Mapping[LoweringName, Lowering]] = {
     "foreach": Lowering("foreach", "foreach", runs_ahead=True),
     "slot_by_slot": Lowering("slot_by_slot", "single", is_reference=True),
 }
-"""All of them by name, the fewest calls first."""
+"""All lowerings by name, the one with the fewest calls first."""

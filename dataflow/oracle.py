@@ -1,4 +1,4 @@
-"""The oracle: a declaration filled slot by slot in the plainest code. Every lowering must leave the same bytes."""
+"""The oracle: fills a declaration slot by slot in the simplest code. Every lowering must leave the same bytes."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -31,8 +31,8 @@ def fill_slot_by_slot(
 ) -> Views:
     """Fill a bucket of `step`'s padded sizes from a batch of its live sizes, and return what the step sees.
 
-    given: values in the place of the batch's own. left: slots that stay as they are. No grouping, no memory of earlier
-    fills, no checks.
+    It does no grouping and no checks, and remembers no earlier fills. `given` has values that replace the batch's own,
+    and `left` names slots that stay as they are.
     """
     views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
@@ -56,7 +56,7 @@ def fill_slot_by_slot(
 
 
 def _reset_tail(slot: Slot, view: torch.Tensor, capabilities: Capabilities, step: Step) -> None:
-    """Write what a slot's rule says of its padded rows, if it says a value."""
+    """Write the declared value into a slot's padded rows, if its rule has one."""
     rule = slot.rule()
     if isinstance(rule, Pad):
         number = resolve_value(rule.value, capabilities, step.padded_sizes)
@@ -69,9 +69,9 @@ def _reset_tail(slot: Slot, view: torch.Tensor, capabilities: Capabilities, step
 def advance_slot_by_slot(
     declaration: Declaration, buffers: Buffers, capabilities: Capabilities, step: Step
 ) -> Mapping[str, torch.Tensor]:
-    """Have slots hold what their rules say, each run by itself after those that it reads; live rows of copied slots.
+    """Advance slots by their rules, one by one in dependency order, and return the live rows of copied slots.
 
-    A rule sees declared tails, whatever the step wrote there.
+    A rule sees the declared tails, whatever the step wrote there.
     """
     views = {name: buffers[name].view(step.padded_sizes) for name in declaration.slots}
     for name, view in views.items():

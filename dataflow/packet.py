@@ -1,29 +1,44 @@
-"""The packet: what one upload takes to the device, the table beside it, and what sends it.
+"""The packet that one upload takes to the device, the fused kernel's table on the device, and what sends the packet.
 
-One kernel writes every lane of a bucket: a slot's way through it. What is fixed at capture stands in a table on the
-device, a row a block of elements; what changes in each step stands in the packet. Both are made of 64-bit words:
+One kernel writes every lane of a bucket, that is every slot that it fills. What is fixed at capture is in the table,
+which has a row for each block of elements. What changes in each step is in the packet. Both consist of 64-bit words.
 
-    table row   address of the slot, where the lane's first word stands in the packet (and the number of lanes << 32),
-                outer row, first element, elements in a padded row, elements from one outer row to the next, tail
-                pattern of eight bytes, flags; address and number whose sum the slot advances to (0 where it does not),
-                elements in a row for each request, the word of the packet that counts the lane's live rows (and the
-                number of counts << 32), elements of each of these rows; where the lane has rows along two axes, the row
-                that this one is of, and the word that counts those, else 0 and a word that is 1; number of the last
-                packet that the kernel has taken
-    packet      the number of the table that it is meant for, which arms that table's kernel alone; the packet's own
-                number, 0 where no slot advances; where the rows of an edit stand, and how many moves they are (and
-                writes << 32); the live count of each size in `Declaration.counted`, that is of each axis, and then
-                those of the step before an edit; then for each lane a word, its source's dtype where it is another
-                than the slot's, else 0, or -1 where the lane is left alone; then for each lane the elements from one
-                outer row of its source to the next, 0 where these follow one another; then for each lane its source's
-                address, 0 where only the tail is reset
+Each table row has these columns:
 
-A kernel that has taken a packet before advances its slots' live rows and resets their tails, if that packet has a
-number: it takes the live counts from the packet's head. So a step without news sends nothing. An edit's packet is armed
-for no table, and taken by a kernel of its own: rows move, `from | to << 32` each, then rows of the lanes' sources are
-written, each to the request that its word says. A packet for foreach copies has no lanes, and its first word arms no
-table. Behind the words comes host data that the batch brought, then values that the host computed, each at a multiple
-of `UNIT` bytes.
+    0   the slot's address
+    1   the packet word that is the lane's first (and the number of lanes << 32)
+    2   the outer row
+    3   the first element in that row
+    4   elements in a padded row
+    5   elements from one outer row to the next
+    6   the tail's pattern of eight bytes
+    7   flags
+    8   the address of the slot that it advances from, 0 if it does not advance
+    9   the number that is added to advance
+    10  elements in a row for each request
+    11  the packet word that counts the lane's live rows (and the number of counts << 32)
+    12  elements of each of these rows
+    13  for a lane with rows along two axes, the row along the first axis that this row belongs to, else 0
+    14  the packet word that counts the rows along that first axis, else a word that is 1
+    15  the number of the last packet that the kernel has taken
+
+The packet has, in order:
+
+    the number of the table that it is for, which arms the kernel of that table only
+    the packet's own number, 0 if no slot advances
+    the word at which the rows of an edit begin
+    how many moves these rows are (and how many writes << 32)
+    the live count of each size in `Declaration.counted`
+    the same counts of the step before an edit
+    for each lane, its source's dtype if that differs from the slot's, else 0; -1 if the lane is left alone
+    for each lane, the elements from one outer row of its source to the next, 0 if the rows are adjacent
+    for each lane, its source's address, 0 if only the tail is reset
+
+If a kernel finds a packet that it has taken before, and the packet has a number, it advances its slots' live rows and
+resets their tails, with the live counts in the packet. So a step without new data sends nothing. An edit's packet arms
+no table and is taken by a kernel of its own: rows move, `from | to << 32` each, and then rows of the lanes' sources are
+written, each to the request in its word. A packet for foreach copies has no lanes, and its first word arms no table.
+After the words comes host data of the batch, then values that the host computed, each at a multiple of `UNIT` bytes.
 """
 
 import abc
@@ -47,7 +62,7 @@ COLUMNS: Final = 16
 HEAD: Final = 4
 """Words of a packet before its live counts."""
 EDIT: Final = -1
-"""What arms a packet of edits: no table has this number."""
+"""The first word of a packet of edits. No table has this number."""
 WORD: Final = 8
 """Bytes of a word."""
 TAIL: Final = 1 << 8
@@ -59,9 +74,9 @@ OWNER_SHIFT: Final = 32
 BYTE: Final = 255
 """The bits of an item size, or of a dtype, in the flags."""
 MOST_OUTER: Final = 1024
-"""Outer rows from which a slot is better left to a plain copy, which takes them in one go."""
+"""A slot with more outer rows is better written by a plain copy, which takes them all at once."""
 MOST_VARYING: Final = 2
-"""Dims that vary in a slot that the kernel writes: live rows within live rows."""
+"""The largest number of varying dims in a slot that the kernel writes: live rows within live rows."""
 CODES: Final[Mapping[torch.dtype, int]] = {
     torch.int8: 1,
     torch.int16: 2,
@@ -73,25 +88,33 @@ CODES: Final[Mapping[torch.dtype, int]] = {
     torch.bfloat16: 9,
     torch.float32: 10,
 }
-"""Dtypes that the kernel converts between, whole numbers among themselves and floats among themselves."""
+"""Dtypes that the kernel converts: integers to integers, and floats to floats."""
 FIRST_FLOAT: Final = 8
 _SIZES: Final = frozenset({1, 2, 4, 8})
 UNIT: Final = 32
-"""Bytes that each place in a packet is a multiple of: a vector unit's load, 16 bytes on CUDA and 32 on an NPU."""
+"""Each part of a packet begins at a multiple of this: the bytes of a vector load, 16 on CUDA and 32 on an NPU."""
 _AT_REST: Final = bytes(WORD)
 _NUMBER: Final = struct.Struct("<q").pack
 
 
 @attrs.frozen(eq=False)
 class Lane:
-    """One slot's way through the kernel.
+    """How the kernel writes one slot.
 
-    target: the bucket's view. outer: rows, of all dims before the one that varies. row: elements of a padded row.
-    stride: elements from one row to the next. inner: elements for each unit of the dim that varies, or of the whole
-    slot where none does. pad: the tail's value; None where the tail is left. source, add: what it advances to. each:
-    elements of a row for each request, 0 where its rows do not follow the requests. count: which of a packet's counts
-    its live rows are. within: outer rows of each row along the first of two dims that vary. owns: which count tells
-    how many of those are live.
+    Attributes:
+        slot: The slot's name.
+        target: The bucket's view of the slot.
+        outer: The number of rows, over all dims before the one that varies.
+        row: Elements of a padded row.
+        stride: Elements from one row to the next.
+        inner: Elements for each unit of the dim that varies, or of the whole slot if none does.
+        pad: The tail's value, or None if the tail is left alone.
+        source: The slot that it advances from, or None if it does not advance.
+        add: The number that is added to advance.
+        each: Elements of a row for each request, 0 if its rows do not follow the requests.
+        count: The index of the packet's count that is its number of live rows.
+        within: Outer rows of each row along the first of two dims that vary.
+        owns: The index of the packet's count that is the number of live rows along that first dim.
     """
 
     slot: str
@@ -110,29 +133,29 @@ class Lane:
 
     @classmethod
     def of(cls, slot: str, target: torch.Tensor, varying: tuple[int, ...], pad: Number | None) -> "Lane":
-        """The lane of a view of which at most two dims vary, see `has_lane`."""
+        """Make the lane of a view in which at most two dims vary; see `has_lane`."""
         if not varying:
             return cls(slot, target, 1, target.numel(), 0, target.numel(), pad)
         dim = varying[-1]
         inner = math.prod(target.shape[dim + 1 :])
-        before = [target.stride(i) for i in range(dim) if target.shape[i] > 1]  # a dim of one may have any stride
+        before = [target.stride(i) for i in range(dim) if target.shape[i] > 1]  # a dim of size 1 may have any stride
         outer, stride = math.prod(target.shape[:dim]), before[-1] if before else 0
         return cls(slot, target, outer, target.shape[dim] * inner, stride, inner, pad)
 
     @property
     def rule(self) -> tuple[int, int, int]:
-        """What it advances to, and elements for each request."""
+        """The address that it advances from, the number that is added, and the elements for each request."""
         return 0 if self.source is None else self.source.data_ptr(), self.add, self.each
 
     @property
     def flags(self) -> int:
-        """Item size, whether there is a tail, and the dtype."""
+        """The item size, whether there is a tail, and the dtype."""
         code = CODES.get(self.target.dtype, 0)
         return self.target.itemsize | (TAIL if self.pad is not None else 0) | code << CODE_SHIFT
 
 
 def has_lane(dtype: torch.dtype, shape: tuple[int, ...], varying: tuple[int, ...]) -> str:
-    """Why a slot of this padded shape cannot go through the kernel, or nothing."""
+    """Return why the kernel cannot write a slot of this padded shape, or ""."""
     if dtype.itemsize not in _SIZES:
         return f"{dtype.itemsize} bytes an element"
     first, last = (varying[0], varying[-1]) if varying else (0, 0)
@@ -142,18 +165,18 @@ def has_lane(dtype: torch.dtype, shape: tuple[int, ...], varying: tuple[int, ...
 
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether the kernel converts from one dtype to another; torch.bool is taken as a source only."""
+    """Return whether the kernel converts from one dtype to another. It takes torch.bool only as a source."""
     one, other = CODES.get(source, 0), CODES.get(target, 0)
     return bool(one and other) and target != torch.bool and (one >= FIRST_FLOAT) == (other >= FIRST_FLOAT)
 
 
 def code_of(source: torch.dtype, target: torch.dtype) -> int:
-    """A lane's word in the packet: the source's dtype where it is another."""
+    """Return a lane's dtype word in the packet: the source's dtype if it differs from the slot's, else 0."""
     return 0 if source == target else CODES[source]
 
 
 def pattern(value: Number | None, dtype: torch.dtype) -> int:
-    """A tail's value as eight bytes, repeated."""
+    """Return a tail's value as eight bytes, repeated."""
     if value is None:
         return 0
     with outside_inference():
@@ -162,19 +185,20 @@ def pattern(value: Number | None, dtype: torch.dtype) -> int:
 
 
 def rounded(nbytes: int) -> int:
-    """Up to whole units."""
+    """Round up to whole units."""
     return -(-nbytes // UNIT) * UNIT
 
 
 def head_bytes(lanes: int, counts: int) -> int:
-    """Bytes of a packet before what it carries itself."""
+    """Return the bytes of a packet before the data that it carries."""
     return WORD * (HEAD + 2 * counts + 3 * lanes)
 
 
 def row_stride(source: torch.Tensor, dim: int) -> int | None:
-    """Elements from one outer row of a tensor to the next; None where rows overlap, or have gaps within or between.
+    """Return the elements from one outer row of a tensor to the next, or None if rows overlap or have gaps.
 
-    dim: the first dim of a row; those before it are the outer ones.
+    A row begins at dim `dim`, and the dims before it are the outer ones. Gaps may be within rows or unequal between
+    them.
     """
     sizes, strides = source.shape, source.stride()
     dense = 1
@@ -192,9 +216,9 @@ def row_stride(source: torch.Tensor, dim: int) -> int | None:
 
 
 def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.NDArray[np.int64]:
-    """Table number `owner`, one row for every `block` words of every outer row of every lane.
+    """Make table number `owner`, with one row for every `block` words of every outer row of every lane.
 
-    counts: how many live counts the packet has.
+    `counts` is the number of live counts in the packet.
     """
     rows = list[tuple[int, ...]]()
     for index, lane in enumerate(lanes):
@@ -212,11 +236,11 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.
 
 
 class Upload(abc.ABC):
-    """A packet on the device, and what takes bytes to it while the device may still read those sent before.
+    """A packet on the device, and the means to send it bytes while the device may still read earlier ones.
 
     Attributes:
-        packet: Bytes on the device, at a fixed address that is a multiple of 64 at least.
-        nbytes: Bytes that this holds, on the device and on the host.
+        packet: Bytes on the device, at a fixed address that is a multiple of at least 64.
+        nbytes: Bytes that this occupies, on the device and on the host.
     """
 
     packet: torch.Tensor
@@ -224,13 +248,13 @@ class Upload(abc.ABC):
 
     @abc.abstractmethod
     def send(self, data: bytes, kept: object) -> None:
-        """Start one copy of `data` to the packet on the current stream; `kept` stays alive until the device is past it.
+        """Start one copy of `data` to the packet on the current stream. `kept` lives until the device is past it.
 
-        What the packet held beyond stays as it was.
+        The packet's bytes after `data` stay as they were.
         """
 
     def move(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of a dense host tensor in memory of its own on the device, beside the packet.
+        """Copy a dense host tensor to new memory on the device, outside the packet.
 
         The source may change as soon as this returns. By default it waits until the device has read it.
         """
@@ -239,13 +263,13 @@ class Upload(abc.ABC):
 
 
 class Feed:
-    """One packet of `room` bytes that several buckets take turns to fill; it is made when first asked for.
+    """One packet of `room` bytes that several buckets fill in turn. It is made on first use.
 
-    numbered: whether each packet that is sent gets a number of its own, as slots that advance need.
+    `numbered` gives each packet that is sent its own number, which slots that advance need.
     """
 
     def __init__(self, upload: Callable[[int], Upload | None], room: int, *, numbered: bool = False) -> None:
-        """Keep a backend's verb, which makes the packet."""
+        """Keep the backend's function that makes the packet."""
         self.room, self._make, self._data = room, upload, _AT_REST
         self._numbered = numbered
         self._sent = itertools.count(1)
@@ -253,7 +277,7 @@ class Feed:
 
     @functools.cached_property
     def upload(self) -> Upload:
-        """The packet, and what sends to it. ConfigError where the backend has none."""
+        """The packet and its upload. Raises ConfigError if the backend has none."""
         upload = self._make(self.room)
         if upload is None:
             raise ConfigError(
@@ -263,15 +287,15 @@ class Feed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packet, and of the host memory that uploads start from."""
+        """Bytes of the packet, and of the host memory that uploads start from; 0 until the packet is made."""
         return self.upload.nbytes if "upload" in vars(self) else 0
 
     def number(self) -> int:
-        """A number for one more table that this packet feeds: it arms no other."""
+        """Return a number for one more table that this packet feeds. A packet arms only the table of its number."""
         return next(self._tables)
 
     def send(self, data: bytes, kept: object) -> None:
-        """Have the packet hold a step's bytes; `kept` as `Upload.send` takes it."""
+        """Send a step's bytes to the packet, unless it holds them already; `kept` is as for `Upload.send`."""
         if self._numbered and len(data) > WORD:
             data = b"".join((data[:WORD], _NUMBER(next(self._sent)), data[2 * WORD :]))
         elif data == self._data:
@@ -281,14 +305,14 @@ class Feed:
         self._data = data
 
     def move(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of a host tensor beside the packet: see `Upload.move`."""
+        """Copy a host tensor to the device, outside the packet; see `Upload.move`."""
         return self.upload.move(source)
 
     def disarm(self) -> None:
-        """Have the kernel do nothing, where it was armed."""
+        """Make the kernel do nothing, if it was armed."""
         if not self._data.startswith(_AT_REST):
             self.send(_AT_REST, None)
 
     def was_disarmed(self) -> None:
-        """Note that the device has disarmed the packet itself."""
+        """Record that the device has disarmed the packet itself."""
         self._data = _AT_REST

@@ -18,14 +18,16 @@ from .sources import OUT, linear
 from .tails import Number, Pad, resolve_value
 from .transition import Advance, rows_of_requests
 
-"""Lowerings that launch the fused kernel."""
-
 
 @attrs.frozen
 class TailReset:
-    """Rows beyond the live size are set to `value`, along each dim that varies; in each step where `always`.
+    """Rows beyond the live size are set to `value`, along each dim that varies.
 
-    fused: whether the fused kernel does it, which writes every tail in each step.
+    Attributes:
+        slot: The slot.
+        value: What the rows are set to.
+        always: Whether they are reset in each step.
+        fused: Whether the fused kernel does it, which writes every tail in each step.
     """
 
     slot: str
@@ -34,7 +36,7 @@ class TailReset:
     fused: bool = False
 
     def __str__(self) -> str:
-        """One line of the plan."""
+        """Return one line of the plan."""
         when = "in each step" if self.always or self.fused else "where it was dirtied"
         return f"reset   {self.slot}[live:] = {self.value} {when}{', fused' if self.fused else ''}"
 
@@ -43,9 +45,14 @@ class TailReset:
 class CopyGroup:
     """Slots that are copied in one way, all of one destination dtype, source dtype and placement.
 
-    how: "fused" into one kernel with all others that are, "direct" by their addresses in host memory, together in one
-    "foreach" call, each by a "single" plain copy, or not at all, because a producer wrote them "in place". why: what
-    set a slot apart.
+    Attributes:
+        slots: The slots.
+        dst_dtype: Their dtype.
+        src_dtype: The dtype of their sources.
+        placement: Where they are.
+        how: "fused" with all others into one kernel, "direct" by address in host memory, together in one "foreach"
+            call, each by a "single" plain copy, or not at all, because a producer wrote them "in place".
+        why: What ruled out the lowering's own way of copying, or "".
     """
 
     slots: tuple[str, ...]
@@ -56,7 +63,7 @@ class CopyGroup:
     why: str = ""
 
     def __str__(self) -> str:
-        """One line of the plan."""
+        """Return one line of the plan."""
         cast = "" if self.src_dtype == self.dst_dtype else f"{dtype_text(self.src_dtype)} -> "
         how = f"{self.how}: {self.why}" if self.why else self.how
         return f"copy    {', '.join(self.slots)}  ({cast}{dtype_text(self.dst_dtype)}, {self.placement}, {how})"
@@ -64,7 +71,15 @@ class CopyGroup:
 
 @attrs.frozen
 class ComputeStep:
-    """One computed slot: its function's name, what it needs, where it runs; `packed` into the upload, or written."""
+    """One computed slot.
+
+    Attributes:
+        slot: The slot.
+        function: The function's name.
+        needs: What the function needs.
+        on: Where it runs.
+        packed: Whether its value travels in the upload; else it is written directly.
+    """
 
     slot: str
     function: str
@@ -73,7 +88,7 @@ class ComputeStep:
     packed: bool = False
 
     def __str__(self) -> str:
-        """One line of the plan."""
+        """Return one line of the plan."""
         how = ", rides in the upload" if self.packed else ""
         return f"compute {self.slot} = {self.function}({', '.join(self.needs)}) on the {self.on}{how}"
 
@@ -82,10 +97,18 @@ class ComputeStep:
 class FillPlan:
     """How one bucket is filled: tails, then copies, then computed slots in dependency order.
 
-    sizes: the bucket's padded sizes by axis name. absent: optional slots that this batch comes without.
-    nbytes: bytes that the copies move when every row is live. mixed: whether one foreach call takes several groups.
-    lowering: how the plan is run. packed: slots on the device whose values the host has, which foreach copies take out
-    of one packet. advances: what slots hold in the next step if no batch comes, in the order in which they are written.
+    Attributes:
+        declaration: The name of the declaration.
+        sizes: The bucket's padded sizes by axis name.
+        absent: Optional slots that this batch lacks.
+        tails: The tails that are reset.
+        copies: The groups of copies.
+        computed: The computed slots.
+        nbytes: Bytes that the copies move when every row is live.
+        mixed: Whether one foreach call takes several groups.
+        lowering: How the plan is run.
+        packed: Slots on the device whose values the host has, and which foreach copies read from one packet.
+        advances: How slots change in the next step if no batch comes, in the order in which they are written.
     """
 
     declaration: str
@@ -102,7 +125,7 @@ class FillPlan:
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """What the fused kernel writes, which is copies, tails of others, and values that ride in the upload."""
+        """Slots that the fused kernel writes: copies, tails of other slots, and values that travel in the upload."""
         if not LOWERINGS[self.lowering].has_kernel:
             return ()
         copied = [name for group in self.copies if group.how == "fused" for name in group.slots]
@@ -111,13 +134,16 @@ class FillPlan:
 
     @property
     def calls(self) -> int:
-        """Calls into torch for the copies; the fused kernel is one, inside the graph or before it."""
+        """The number of calls into torch for the copies.
+
+        The fused kernel counts as one, inside the graph or before it.
+        """
         together = sum(group.how == "foreach" for group in self.copies)
         singles = sum(len(group.slots) for group in self.copies if group.how == "single")
         return (min(together, 1) if self.mixed else together) + singles + bool(self.fused)
 
     def lines(self) -> Iterator[str]:
-        """The plan as text, a step a line."""
+        """Yield the plan as text, one step a line."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes)
         calls = "1 copy call" if self.calls == 1 else f"{self.calls} copy calls"
         yield f"plan of {self.declaration} for {sizes}: {calls}, {self.nbytes} bytes, {self.lowering}"
@@ -131,23 +157,25 @@ class FillPlan:
         yield from map(str, (*self.tails, *self.copies, *self.computed, *self.advances))
 
     def __str__(self) -> str:
-        """The plan as text."""
+        """Return the plan as text."""
         return "\n".join(self.lines())
 
 
 LARGE_BYTES: Final = 1 << 20
-"""From here on a plain copy beats a share in a foreach: field figures put the crossover at about 1 MB on an H200."""
+"""From this size on, a plain copy beats a foreach call. Field figures put the crossover at about 1 MB on an H200."""
 
 LARGE_LANE_BYTES: Final = 4 << 20
-"""From here on a slot is left to a plain copy, because a lane's source stays allocated until the device is known to be
-past it, some steps later. A lane is faster up to 16 MiB at least: one H200, us of host and device for 4 MiB as a lane
-7.6 and 6.5, as a copy of its own 19.3 and 8.6."""
+"""From this size on, a slot gets a plain copy instead of a lane.
+
+A lane's source stays allocated until the device is known to be past it, some steps later. A lane is faster up to 16
+MiB at least: one H200 takes 7.6 us of host and 6.5 us of device time for 4 MiB as a lane, and 19.3 and 8.6 as a copy.
+"""
 
 _NOT_TOGETHER: Final = frozenset({torch.uint16, torch.uint32, torch.uint64})
-"""Dtypes that torch copies on a device one by one alone."""
+"""Dtypes that torch copies on a device only one by one."""
 
 Absent = frozenset[str]
-"""Optional slots that a batch comes without."""
+"""Optional slots that a batch lacks."""
 NONE: Final[Absent] = frozenset()
 
 
@@ -157,11 +185,13 @@ def _names(names: Iterable[str]) -> frozenset[str]:
 
 @attrs.frozen
 class Pattern:
-    """What batches differ in, so that each needs a plan of its own.
+    """What distinguishes batches that need different plans.
 
-    absent: optional slots that the batch comes without. in_place: slots that a producer has written. hosted: slots on
-    the device whose host data rides in a packet, from which foreach copies take it. source_dtypes: for slots whose
-    source has another dtype than the slot, which one.
+    Attributes:
+        absent: Optional slots that the batch lacks.
+        in_place: Slots that a producer has written.
+        hosted: Slots on the device whose host data travels in a packet, from which foreach copies read it.
+        source_dtypes: For slots whose source has another dtype than the slot, that dtype.
     """
 
     absent: frozenset[str] = attrs.field(default=NONE, converter=_names)
@@ -170,7 +200,7 @@ class Pattern:
     source_dtypes: frozenset[tuple[str, torch.dtype]] = frozenset()
 
     def check(self, declaration: Declaration) -> None:
-        """ConfigError where an absent slot is not optional, or where another one that is named is not copied."""
+        """Raise ConfigError if an absent slot is not optional, or if another slot named here is not copied."""
         declaration.check_names("absent", self.absent, "optional")
         declaration.check_names("in_place", self.in_place, "copied")
         declaration.check_names("hosted", self.hosted, "copied")
@@ -188,21 +218,26 @@ def plan_fill(
     lowering: LoweringName = "foreach",
     foreign: frozenset[str] = NONE,
 ) -> FillPlan:
-    """The plan that fills one bucket.
+    """Plan how to fill one bucket.
 
-    sizes: padded size of every axis. pattern: what the batch is like. lowering: how the plan is to be run. foreign:
-    slots whose memory others may write between steps.
+    Args:
+        declaration: The slots.
+        sizes: The padded size of every axis.
+        capabilities: What the device can do.
+        pattern: What the batch is like.
+        lowering: How the plan is to be run.
+        foreign: Slots whose memory others may write between steps.
     """
     return _Planning(declaration, sizes, capabilities, pattern, LOWERINGS[lowering], foreign).plan()
 
 
 def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
-    """A slot's size in bytes at given sizes."""
+    """Return a slot's size in bytes at given sizes."""
     return math.prod(extent(slot.shape, sizes)) * resolve_dtype(slot.dtype, capabilities).itemsize
 
 
 def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> dict[str, int]:
-    """Slots that a packet has room for, and their bytes in the widest dtype that their sources may have."""
+    """Return the slots that a packet has room for, with their bytes in the widest dtype that their sources may have."""
     found = dict[str, int]()
     for name, slot in declaration.slots.items():
         widest = max(one.itemsize for one in (resolve_dtype(slot.dtype, capabilities), *slot.converts_from()))
@@ -213,14 +248,14 @@ def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilit
 
 
 def packet_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> int:
-    """Bytes that a packet may have in a bucket."""
+    """Return the largest number of bytes that a packet of a bucket can have."""
     words = rounded(head_bytes(len(declaration.slots), len(declaration.counted)))
     return words + sum(packed_bytes(declaration, sizes, capabilities).values())
 
 
 @attrs.frozen
 class _Planning:
-    """One plan in the making."""
+    """A plan in the making."""
 
     declaration: Declaration
     sizes: Sizes
@@ -261,7 +296,7 @@ class _Planning:
                 yield TailReset(name, value, always, fused=not self._apart(slot))
 
     def _advances(self, slots: Mapping[str, Slot]) -> Iterable[Advance]:
-        """The rules of slots: first operators in their order, then sums in any order."""
+        """Yield the rules of slots: first those run as operators, in their order, then sums in any order."""
         rules = {name: rule for name, rule in self.declaration.rules.items() if name in slots}
         read, sums = {need for name, rule in rules.items() for need in rule.needs if need != name}, list[Advance]()
         for name, rule in rules.items():
@@ -273,7 +308,7 @@ class _Planning:
         yield from sums
 
     def _adds(self, name: str, source: str, add: int) -> bool:
-        """Whether a slot can be written as the sum of a slot, of the same dtype and shape, and a number."""
+        """Return whether a slot can be written as the sum of a number and a slot of the same dtype and shape."""
         target, other = self.declaration.slots[name], self.declaration.slots.get(source)
         if other is None:
             return False
@@ -289,7 +324,7 @@ class _Planning:
         return own == mine and rest == others and (is_whole or not add)
 
     def _packed(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
-        """Slots that foreach copies take out of a packet: those that the batch brings, then computed ones."""
+        """Return the slots that foreach copies read from a packet: those with host data first, then computed ones."""
         if self.lowering.copies != "foreach" or not self.capabilities.packed_uploads:
             return ()
         room = self._room.keys() & slots.keys()
@@ -302,7 +337,7 @@ class _Planning:
         return packed_bytes(self.declaration, self.sizes, self.capabilities)
 
     def _is_value(self, name: str) -> bool:
-        """Whether the host computes a slot, and returns what it computed."""
+        """Return whether the host computes a slot with a function that returns the value."""
         return self.declaration.side(name) == HOST and not self.declaration.functions[name].writes_out
 
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
@@ -312,7 +347,7 @@ class _Planning:
             yield ComputeStep(name, compute.name, needs, self.declaration.side(name), name in packed or is_fused)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
-        """Groups of slots that are copied alike; of foreach copies no group is larger than the device can take."""
+        """Yield groups of slots that are copied alike. No foreach group is larger than the device can take."""
         groups: dict[tuple[torch.dtype, torch.dtype, Placement, How, str], list[str]] = {}
         casts = dict(self.pattern.source_dtypes)
         for name, slot in sorted(slots.items()):
@@ -326,7 +361,7 @@ class _Planning:
                 yield CopyGroup(tuple(names[start : start + most]), *alike)
 
     def _how(self, name: str, slot: Slot) -> tuple[How, str]:
-        """How a slot is copied, and what sets it apart."""
+        """Return how a slot is copied, and why not in the lowering's own way."""
         if name in self.pattern.in_place:
             return "in place", ""
         if self.lowering.is_reference:
@@ -337,7 +372,7 @@ class _Planning:
         return ("single", why) if why else (self.lowering.copies, "")
 
     def _apart(self, slot: Slot) -> str:
-        """Why the fused kernel does not write a slot, or nothing."""
+        """Return why the fused kernel does not write a slot, or ""."""
         if not self.lowering.has_kernel:
             return "not fused"
         if slot.placement != DEVICE:
@@ -348,7 +383,7 @@ class _Planning:
         return has_lane(dtype, extent(slot.shape, self.sizes), slot.varying)
 
     def _alone(self, name: str, slot: Slot) -> str:
-        """Why a slot cannot share a foreach call, or nothing."""
+        """Return why a slot cannot share a foreach call, or ""."""
         if not self.capabilities.foreach_device:
             return "no foreach on this device"
         dtype = resolve_dtype(slot.dtype, self.capabilities)

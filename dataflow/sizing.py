@@ -1,4 +1,4 @@
-"""Sizing: how many rows a batch brings on each axis, and whether its host data keeps to the slots' limits."""
+"""Sizing: how many rows a batch has on each axis, and whether its host data respects the slots' limits."""
 
 import collections
 import contextlib
@@ -24,14 +24,23 @@ from .sources import NO_SIDE, Path, Side, Source, keys_of, look_up
 
 Relations = Mapping[Axis, Dim]
 _DEPTH: Final = 16
-"""How deep nested lists are looked into."""
+"""How deep nested lists are inspected."""
 
 
 @attrs.frozen
 class Gauge:
-    """Where one axis can be read: a slot's source and a dim of it, whose size is `base + slope * rows`.
+    """A dim of a slot's source from which one axis can be read: its size is `base + slope * rows`.
 
-    declared: that dim of `shape`, the slot's. written: the same over `axis` alone.
+    Attributes:
+        axis: The axis.
+        slot: The slot's name.
+        source: The slot's source.
+        dim: The dim.
+        shape: The slot's shape as declared.
+        written: The dim's size, expressed over `axis` alone.
+        base: The size for no rows.
+        slope: What each row adds.
+        required: Whether every batch must have the source.
     """
 
     axis: Axis
@@ -46,11 +55,11 @@ class Gauge:
 
     @property
     def declared(self) -> Dim:
-        """The dim as the slot has it."""
+        """The dim's size as the slot declares it."""
         return self.shape[self.dim]
 
     def size(self, value: Any) -> int:
-        """The size of a source along the dim; MissingSourceError or BatchError where it does not tell."""
+        """Return a source's size along the dim. Raise MissingSourceError or BatchError if it cannot be read."""
         try:
             return operator.index(value.shape[self.dim])
         except (*NOT_TOLD, IndexError):
@@ -62,18 +71,21 @@ class Gauge:
         raise self._unreadable(value)
 
     def rows(self, value: Any) -> int:
-        """Live rows on the axis by a source; MissingSourceError or BatchError where it does not tell."""
+        """Return the live rows on the axis.
+
+        Raise MissingSourceError or BatchError if the source does not determine them.
+        """
         rows, rest = divmod(self.size(value) - self.base, self.slope)
         if rest or rows < 0:
             raise self._unreadable(value)
         return rows
 
     def exact(self, size: int) -> float:
-        """The live rows that a size stands for, whole or not."""
+        """Return the number of live rows that gives a size, which may be a fraction."""
         return (size - self.base) / self.slope
 
     def misfit(self, value: Any) -> Fault | None:
-        """Say that a source has more or fewer dims than its slot, or return None."""
+        """Return a fault if a source has more or fewer dims than its slot, else None."""
         came = _shape_of(value)
         return None if came is None or len(came) == len(self.shape) else wrong_rank(self.slot, self.shape, came)
 
@@ -92,9 +104,15 @@ class Gauge:
 class Sizer:
     """Reads a batch's live sizes, one for each varying axis of a declaration in its order.
 
-    relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes. lead: an
-    axis whose rows are wanted, too. factor: the option that says how many tokens a request has, for errors. known: axes
-    whose size is not read, since the caller gives it. Raises DeclarationError where no copied slot tells another's.
+    Raises DeclarationError if no copied slot determines an axis.
+
+    Args:
+        declaration: The slots.
+        relations: Axes that follow from others, such as `{TOKENS: BATCH * 4}`.
+        fixed: Sizes of the fixed axes.
+        lead: An axis whose rows are also read.
+        factor: The option that gives the number of tokens of a request, for errors.
+        known: Axes whose size is not read, since the caller gives it.
     """
 
     def __init__(
@@ -121,9 +139,10 @@ class Sizer:
         self.lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
-        """Say in an error what is wrong with the batch as a whole, in place of what follows from that for one slot.
+        """Replace an error about one slot by what is wrong with the batch as a whole.
 
-        This is that it is no batch, that it has a missing key under another name, or that its sources differ in size.
+        The batch may not be a batch at all, may have a missing key under another name, or its sources may differ in
+        size.
         """
         if not error.faults:
             return
@@ -136,21 +155,21 @@ class Sizer:
         error.args = ("; ".join(texts),)
 
     def compare(self, batch: Any, side: Side) -> None:
-        """BatchError where sources differ in size, or have more or fewer dims than their slots."""
+        """Raise BatchError if sources differ in size, or have more or fewer dims than their slots."""
         found = self._compare(batch, side)
         if found.texts or found.misfits:
             raise BatchError("; ".join([*found.texts, *(fault.text for fault in found.misfits.values())]))
 
     def __call__(self, batch: Any, side: Side) -> Live:
-        """Live rows on each varying axis, and last those of the lead axis where one was named.
+        """Return the live rows on each varying axis, followed by those of the lead axis if there is one.
 
-        Raises BatchError for a side argument that no slot reads, and where a source does not tell.
+        Raises BatchError for a side argument that no slot reads, and if a source does not determine its axis.
         """
         if side:
             self._check_side(side)
         rows = list[int]()
         try:
-            for gauges in self.gauges:  # a required one, or the first of several that is there; else there are no rows
+            for gauges in self.gauges:  # a required one, or the first that is present; without any, 0 rows
                 found = ((one, one.source.read(batch, side)) for one in gauges)
                 rows.append(next((one.rows(value) for one, value in found if one.required or value is not None), 0))
         except BatchError as error:
@@ -159,9 +178,9 @@ class Sizer:
         return tuple([base + slope * rows[lead] for lead, base, slope in self.lines])
 
     def _no_batch(self, batch: Any) -> list[str]:
-        """Say what came in place of a batch, if nothing that slots read is there."""
+        """Describe what came in place of a batch, if nothing that slots read is in it."""
         names = [*self._names]
-        is_tensor = isinstance(batch, torch.Tensor)  # whose own attributes may have the names of slots
+        is_tensor = isinstance(batch, torch.Tensor)  # a tensor's own attributes may have the names of slots
         if isinstance(batch, Mapping) or (not is_tensor and any(look_up(batch, one) is not None for one in names)):
             return []
         if not names or self._nearest(batch):
@@ -171,7 +190,7 @@ class Sizer:
         return [f"{what}, got {kind_text(batch)}: pass {example}"]
 
     def _nearest(self, batch: Any) -> list[str]:
-        """Name what the batch has in the place of missing sources, each with the source that it may be meant for."""
+        """Suggest, for each unused key of the batch, the missing source that it may be meant for."""
         keys = keys_of(batch)
         missing, found = self._names - keys, list[str]()
         for key in sorted(keys - self._names):
@@ -181,7 +200,7 @@ class Sizer:
         return found
 
     def _compare(self, batch: Any, side: Side) -> "_Comparison":
-        """Read all sources that tell a size, and compare them."""
+        """Read all sources that determine a size, and compare them."""
         found = _Comparison()
         for axis, tellers in zip(self._leads, self._tellers, strict=True):
             sizes, count = list[tuple[Gauge, int]](), len(found.misfits)
@@ -190,7 +209,7 @@ class Sizer:
                 if fault := one.misfit(value):
                     found.misfits[one.slot] = fault
                     continue
-                with contextlib.suppress(BatchError):  # absent, or not of a size that tells
+                with contextlib.suppress(BatchError):  # the source is absent, or its size cannot be read
                     sizes.append((one, one.size(value)))
             differ = len({one.exact(size) for one, size in sizes}) > 1
             if differ:
@@ -200,7 +219,7 @@ class Sizer:
         return found
 
     def _differing(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> str:
-        """Say which slots tell which size of an axis, those that differ from most of the others first."""
+        """Describe which slots give which size of an axis, those that differ from most others first."""
         factor = self._factor_of(axis, sizes)
         agree = collections.Counter(one.exact(size) for one, size in sizes)
         groups, parts, before = dict[tuple[Dim, int], list[str]](), list[str](), None
@@ -218,7 +237,7 @@ class Sizer:
         return f"{text}; {TOKENS} is {factor} x {axis}: did you mean {self._factor}={factor}?"
 
     def _factor_of(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> int:
-        """How many tokens a request has, where that alone is not as the runner was made; else 0."""
+        """Return how many tokens a request has, if only that differs from the runner's option; else 0."""
         tokens = {(one.slope, size) for one, size in sizes if one.declared == Dim.of(TOKENS)}
         requests = {size for one, size in sizes if one.declared == Dim.of(axis)}
         if not self._factor or len(tokens) != 1 or len(requests) != 1:
@@ -230,12 +249,12 @@ class Sizer:
 
 @attrs.define
 class _Comparison:
-    """How the sources of a batch compare in size.
+    """The result of comparing the sizes of a batch's sources.
 
     Attributes:
-        texts: A sentence for each axis in which they differ.
-        misfits: By slot, those that have more or fewer dims.
-        places: Slots, and the dims of which these two say all.
+        texts: A sentence for each axis on which they differ.
+        misfits: Sources with more or fewer dims than their slot, by slot.
+        places: Slots and dims that `texts` and `misfits` fully explain.
     """
 
     texts: list[str] = attrs.field(factory=list)
@@ -243,12 +262,12 @@ class _Comparison:
     places: set[tuple[str, int]] = attrs.field(factory=set)
 
     def covers(self, fault: Fault) -> bool:
-        """Whether a fault only follows from what is said here."""
+        """Return whether a fault only follows from what this comparison already reports."""
         return bool(fault.dims) and all((fault.slot, dim) in self.places for dim in fault.dims)
 
 
 def _shape_of(value: Any) -> list[int] | None:
-    """The shape of a tensor, an array or nested lists, or None where it does not tell."""
+    """Return the shape of a tensor, an array or nested lists, or None if it cannot be read."""
     try:
         if not isinstance(value, list | tuple):
             return [*value.shape]
@@ -260,7 +279,7 @@ def _shape_of(value: Any) -> list[int] | None:
 
 
 def _told(size: Dim) -> Axis:
-    """The axis that another follows from, or the axis itself."""
+    """Return the one varying axis that a size follows from. Raise DeclarationError if there is no such axis."""
     lead = size.reveals()
     if lead is None:
         raise DeclarationError(f"an axis follows from one other that varies, to the first power, got {size}")
@@ -268,13 +287,13 @@ def _told(size: Dim) -> Axis:
 
 
 def _line(size: Dim, axis: Axis, fixed: Sizes) -> tuple[int, int]:
-    """Base and slope of a size along one axis."""
+    """Return base and slope of a size as a function of one axis."""
     base = size.at({**fixed, axis: 0})
     return base, size.at({**fixed, axis: 1}) - base
 
 
 def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
-    """The sources that tell an axis: required ones first, then the plainest shape, then by name."""
+    """Return the gauges of an axis: required sources first, then the simplest size, then by name."""
     found = list[Gauge]()
     for name, source in declaration.sources.items():
         slot = declaration.slots[name]
@@ -291,12 +310,12 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
 
 
 _PLAIN: Final = (int, float)
-_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # of what is no box of numbers, which the fill refuses
+_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # not numbers; the fill rejects them
 
 
 @attrs.frozen
 class Limit:
-    """The largest value of one slot's host data; no tensor for the device is read, which would wait for it."""
+    """The largest value of one slot's host data. Device tensors are not read, since that would wait for the device."""
 
     name: str
     slot: Slot
@@ -304,11 +323,11 @@ class Limit:
     most: int
 
     def allow(self, batch: Any, side: Side) -> bool:
-        """Whether a batch keeps to it."""
+        """Return whether a batch respects the limit."""
         return self._over(self.source.read(batch, side)) is None
 
     def check(self, batch: Any, side: Side = NO_SIDE) -> None:
-        """Refuse a batch whose host data holds more than the slot takes: BatchError. Writes nothing."""
+        """Raise BatchError if host data of the batch exceeds the limit. Writes nothing."""
         found = self._over(self.source.read(batch, side))
         if found is not None:
             said = self.most if self.slot.limit == Dim.of(self.most) else f"{self.slot.limit} = {self.most}"
@@ -318,11 +337,11 @@ class Limit:
             )
 
     def _over(self, value: Any) -> tuple[Any, Any] | None:
-        """The first row of host data that is over the limit, and what it is; None where there is none."""
+        """Return the first row of host data that exceeds the limit and its value, or None."""
         try:
             if isinstance(value, list | tuple):
                 numbers, _ = unnested(value, len(self.slot.shape))
-                if not numbers or _most_of(numbers) <= self.most:  # without an array made of them
+                if not numbers or _most_of(numbers) <= self.most:  # avoids making an array
                     return None
             elif isinstance(value, torch.Tensor):
                 if not (self.slot.placement == HOST and value.is_cpu and has_memory(value)):
@@ -340,13 +359,13 @@ class Limit:
 
 
 def limits_of(declaration: Declaration, sizes: Sizes) -> list[Limit]:
-    """The limits of a declaration's slots at the sizes of the fixed axes."""
+    """Return the limits of a declaration's slots at the sizes of the fixed axes."""
     slots = ((name, declaration.slots[name], source) for name, source in declaration.sources.items())
     return [Limit(*each, each[1].limit.at(sizes)) for each in slots if each[1].limit is not None]
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
-    """The largest of plain numbers; infinity where other objects are among them, so that each is looked at."""
+    """Return the largest of plain numbers. Return infinity if there are other objects, so that each is checked."""
     try:
         return max(numbers) if type(numbers[0]) in _PLAIN else math.inf
     except _NO_NUMBERS:
@@ -354,7 +373,7 @@ def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
 
 
 def _array_of(value: Any) -> "npt.NDArray[Any]":
-    """Host data as an array; objects as the whole numbers that they stand for."""
+    """Convert host data to an array, and objects in it to the integers that they stand for."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().double() if value.is_floating_point() else value
         return plain.resolve_neg().numpy()

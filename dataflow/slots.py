@@ -1,4 +1,4 @@
-"""Slots: the inputs of a captured step, and the words that declare them: `copied`, `computed` and the others."""
+"""Slots: the inputs of a captured step, and the specifiers that declare them: `copied`, `computed` and the others."""
 
 import functools
 import keyword
@@ -18,23 +18,23 @@ from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, 
 
 When = str | Callable[[Any], bool]
 _DTYPES: Final = re.compile(r"bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)|float8_\w+")
-"""Dtypes whose tensors torch fills and copies: no quantised ones, no bits, no numbers of less than a byte."""
+"""Dtypes whose tensors torch fills and copies. Quantised dtypes, bits and numbers smaller than a byte are excluded."""
 
 
 def _need(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition
-    """TypeError where a parameter is not what it should be."""
+    """Raise TypeError if a parameter is invalid."""
     if not holds:
         raise TypeError(message)
 
 
 def flag(value: bool) -> bool:  # noqa: FBT001 - the parameter's value itself
-    """True or False, and nothing that is only taken for one of them."""
+    """Return a bool, or raise TypeError for anything that is merely truthy or falsy."""
     _need(isinstance(value, bool), "say True or False")
     return value
 
 
 def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:
-    """A torch dtype that slots can have, or a role of such ones."""
+    """Check that a value is a torch dtype that slots can have, or a role whose dtypes all are."""
     if isinstance(value, Role):
         _need(isinstance(value.name, str), f"the name of a role is a text, got {value.name!r}")
         dtypes_of((value.default,))
@@ -44,7 +44,7 @@ def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:
 
 
 def dtypes_of(value: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
-    """Dtypes that a copy converts, in a tuple."""
+    """Check a tuple of dtypes that torch can fill and copy."""
     _need(isinstance(value, tuple), "expected a tuple of torch dtypes, such as (torch.int32,)")
     for dtype in value:
         _need(isinstance(dtype, torch.dtype), f"expected a torch dtype, such as torch.int64, or a role, got {dtype!r}")
@@ -55,13 +55,13 @@ def dtypes_of(value: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
 
 
 def placement_of(value: Placement) -> Placement:
-    """One of the two."""
+    """Check that a value is "device" or "host"."""
     _need(isinstance(value, str) and value in (DEVICE, HOST), f"say {DEVICE!r} or {HOST!r}")
     return value
 
 
 def when_of(value: When) -> When:
-    """A dotted name in the settings, or a function of them."""
+    """Check that a value is a dotted name in the settings, or a function of them."""
     if not isinstance(value, str):
         return one_argument(value, "a name in the settings, or a function of them")
     _need(all(value.split(".")), "a name in the settings is not empty; dots lead into what it names")
@@ -69,19 +69,19 @@ def when_of(value: When) -> When:
 
 
 def argument_of(value: str) -> str:
-    """The name of an operator's argument."""
+    """Check that a value can name an operator's argument."""
     is_name = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
     _need(is_name, "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'")
     return value
 
 
 def limit_of(value: object) -> Dim | None:
-    """A whole number, an axis or an expression; None for no limit."""
+    """Convert an integer, an axis or an expression to a limit. None means no limit."""
     return None if value is None else Dim.of(value)
 
 
 def poison_of(value: Poison) -> Poison:
-    """A tuple of values, or "stale"."""
+    """Check that a value is a tuple of pad values, or "stale"."""
     if isinstance(value, str) and value == STALE:
         return value
     _need(isinstance(value, tuple), f"say a tuple of the values that its tail may hold, or {STALE!r}")
@@ -89,7 +89,7 @@ def poison_of(value: Poison) -> Poison:
 
 
 def constant_of(value: Any) -> Any:
-    """A value, or a function of the step at full capacity."""
+    """Check that a value is a pad value, or a function of the step at full capacity."""
     return one_argument(value, "a function of the step") if callable(value) else pad_value(value)
 
 
@@ -97,9 +97,9 @@ Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
 
 
 Writer = Literal["batch", "function", "producer", "step"]
-"""Who writes a slot: a fill from the batch, the function that it is computed by, a producer, or the step."""
+"""Who writes a slot: a fill that copies from the batch, the slot's function, a producer, or the step."""
 BY_STEP: Final[frozenset[Writer]] = frozenset({"step"})
-"""The writers of a slot that a step writes its result to."""
+"""The writers of a slot that receives a result of the step."""
 BY_PRODUCER: Final[frozenset[Writer]] = frozenset({"producer"})
 """The writers of a slot that a fill leaves to a producer."""
 
@@ -108,19 +108,26 @@ BY_PRODUCER: Final[frozenset[Writer]] = frozenset({"producer"})
 class Slot:
     """One input of a captured step. Subclass it for a new kind, and override what differs.
 
-    shape: sizes over axes. dtype: a torch dtype, or a role that the backend resolves. placement: "device" or "host".
-    when: a name in the runner's settings, or a function of them, that must be true for the slot to exist.
-    optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
-    tail is never known to be clean. restored: the step writes it too, and finds it put back at its end. argument: of an
-    operator, which takes the slot's value at each replay where the device has host parameters; None for no parameter.
-    pad: the tail rule: a value, `keep("why")` or `once(value)`. starts: what the buffer holds at first, if not the
-    tail's value. poison: what checks may put into the tail, values or "stale", where its rule does not tell. strided:
-    take a source that is not contiguous. converts: source dtypes that the copy converts. limit: the largest value that
-    host data may hold.
+    Attributes:
+        shape: Sizes over axes.
+        dtype: A torch dtype, or a role that the backend resolves.
+        placement: "device" or "host".
+        when: A name in the runner's settings, or a function of them, that must be true for the slot to exist.
+        optional: Whether a batch may omit it.
+        rewritten: Whether the step or a producer also writes it, so that its tail is never known to be clean.
+        restored: Whether the step also writes it, and the runner restores it at the end of the step.
+        argument: The operator argument that takes the slot's value at each replay, if the device has host parameters.
+            None if the slot is not a host parameter.
+        pad: The tail rule: a value, `keep("why")` or `once(value)`.
+        starts: What the buffer holds at first, if not the tail's value.
+        poison: What checks may put into the tail, values or "stale", if its rule does not determine that.
+        strided: Whether a source may be non-contiguous.
+        converts: Source dtypes that the copy converts.
+        limit: The largest value that host data may hold.
     """
 
     needs_rule: ClassVar[bool] = False
-    """Whether padded rows hold what was there before, so that a tail rule must be said."""
+    """Whether padded rows hold old data unless something resets them, so that the declaration must give a tail rule."""
     shape: Shape = attrs.field(converter=shape_of)
     dtype: torch.dtype | Role = attrs.field(converter=dtype_of)
     placement: Placement = attrs.field(default=DEVICE, converter=placement_of)
@@ -137,33 +144,33 @@ class Slot:
     limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
     def initial(self) -> Value:
-        """What the whole buffer holds from its allocation on: as declared, else the tail's value, else zero."""
+        """Return the value of the whole buffer after allocation: the declared one, else the tail's, else zero."""
         if self.starts is not None:
             return self.starts
         return self.pad.value if isinstance(self.pad, Pad | Once) else 0
 
     def reads(self, name: str) -> Source | None:
-        """Where a fill finds the value to copy for the slot of this name, or None where nothing is copied."""
+        """Return where a fill finds the value to copy for the slot of this name, or None if nothing is copied."""
         del name
         return None
 
     def computes(self) -> Compute | None:
-        """The function that a fill calls, or None where nothing is computed."""
+        """Return the function that a fill calls, or None if nothing is computed."""
         return None
 
     def advances(self) -> Compute | None:
-        """The function that says what the slot holds in the next step, or None where it stays as it is."""
+        """Return the function that gives the slot's value in the next step, or None if the slot stays as it is."""
         return None
 
     def rule(self) -> Tail | None:
-        """The tail rule, or None where every padded row is written in each step, or none ever is."""
+        """Return the tail rule, or None if every padded row is written in each step, or none ever is."""
         return self.pad
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """Who writes it, apart from what `rewritten` and `restored` add; nobody, if it is constant.
+        """Who writes it, not counting what `rewritten` and `restored` add. Empty for a constant.
 
-        A kind that neither copies nor computes says so itself; else anybody may.
+        A kind that neither copies nor computes overrides this; by default any producer or step may write it.
         """
         found = set[Writer]()
         if self.reads("") is not None:
@@ -174,16 +181,16 @@ class Slot:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names that its function needs, `step`, `settings` and `ranks` among them; none where nothing is computed."""
+        """Names that its function needs, possibly `step`, `settings` and `ranks`. Empty if nothing is computed."""
         compute = self.computes()
         return compute.needs if compute else ()
 
     def converts_from(self) -> tuple[torch.dtype, ...]:
-        """Source dtypes that a copy takes, and converts, beside the slot's own: the role's and the declared ones."""
+        """Return the source dtypes that a copy converts to the slot's own: the role's and the declared ones."""
         return (*(self.dtype.accepts if isinstance(self.dtype, Role) else ()), *self.converts)
 
     def faults(self) -> Iterator[str]:
-        """What is wrong with the slot by itself, each with the way out."""
+        """Yield what is wrong with the slot by itself, each with a way to fix it."""
         dtype, limit = resolve_dtype(self.dtype, Capabilities()), self.limit
         for value in self.declared_values():
             yield from value_faults(value, dtype)
@@ -206,12 +213,12 @@ class Slot:
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
-        """Every axis in the shape, in the initial and pad values and in the limit."""
+        """Every axis in the shape, the initial and pad values, and the limit."""
         sizes = [Dim.of(value) for value in (*self.declared_values(), self.limit) if isinstance(value, Axis | Dim)]
         return frozenset(axis for size in (*self.shape, *sizes) for axis in size.axes)
 
     def declared_values(self) -> Iterator[Value]:
-        """What the slot holds where no step has written it, first its initial value, and what its tail may be given."""
+        """Yield what the slot holds before any step writes it, the initial value first, and what its tail may hold."""
         initial, rule = self.initial(), self.rule()
         yield initial
         yield from self.poison if isinstance(self.poison, tuple) else ()
@@ -231,10 +238,11 @@ class Slot:
 
 @attrs.frozen(kw_only=True)
 class Copied(Slot):
-    """Fed from the batch in each step.
+    """A slot that is copied from the batch in each step.
 
-    source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given. then: what
-    it holds in the next step of `steps()`, a function of slots; it stays as it is where none is given.
+    Attributes:
+        source: A dotted path, `side(...)` or a function of the batch. None reads the slot's own name.
+        then: A function of slots that gives the value in the next step of `steps()`. None leaves the slot as it is.
     """
 
     needs_rule = True
@@ -242,48 +250,49 @@ class Copied(Slot):
     then: Compute | None = attrs.field(default=None, converter=or_none(compute_of))
 
     def reads(self, name: str) -> Source | None:
-        """The declared source, else the slot's own name."""
+        """Return the declared source, or the slot's own name."""
         return self.source or Path((name,))
 
     def advances(self) -> Compute | None:
-        """The declared rule."""
+        """Return the declared rule."""
         return self.then
 
 
 @attrs.frozen(kw_only=True)
 class Computed(Slot):
-    """Derived in each step from the slots and sizes that its function names: every padded row, tail and all."""
+    """A slot whose function derives every padded row in each step from the slots and sizes that it names."""
 
     function: Compute = attrs.field(converter=compute_of)
 
     def computes(self) -> Compute | None:
-        """The declared function."""
+        """Return the declared function."""
         return self.function
 
 
 @attrs.frozen(kw_only=True)
 class Constant(Slot):
-    """Set when the buffer is allocated, over its whole capacity; never written again.
+    """A slot whose whole capacity is set when the buffer is allocated, and never written again.
 
-    value: a number, a fixed axis' size, a backend's fill role, or a function of the step at full capacity that returns
-    a tensor or nested lists. Row i of a bucket is row i of the whole, whatever the bucket.
+    Attributes:
+        value: A number, a fixed axis, a backend's fill role, or a function of the step at full capacity that returns a
+            tensor or nested lists. Row i of any bucket is row i of the whole.
     """
 
     value: Value = attrs.field(converter=constant_of)
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """Nobody."""
+        """The empty set."""
         return frozenset()
 
     def initial(self) -> Value:
-        """The declared value."""
+        """Return the declared value."""
         return self.value
 
 
 @attrs.frozen(kw_only=True)
 class Staged(Slot):
-    """Written by a producer inside or beside the step; a fill only resets its tail."""
+    """A slot that a producer writes inside or outside the step. A fill only resets its tail."""
 
     needs_rule = True
     rewritten: bool = attrs.field(default=True, converter=flag)
@@ -305,7 +314,7 @@ class Output(Slot):
 
 
 def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
-    """Why operators cannot be handed what a slot holds."""
+    """Yield why the slot cannot be a host parameter."""
     if slot.placement != HOST:
         yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
     if dtype not in (torch.int32, torch.int64):
@@ -324,7 +333,7 @@ Dtype = torch.dtype | Role
 
 
 def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
-    """A field for any slot object, your own kinds among them.
+    """Make a field for any slot object, including one of your own kind.
 
     Args:
         kind: The slot.
@@ -336,7 +345,7 @@ def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
 
 
 def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
-    """An attrs field that carries a slot, and what the class that takes it up must tell of its parameters."""
+    """Make an attrs field that carries a slot, and the faults that the declaration must report about its parameters."""
     if not isinstance(init, bool):
         faults.append(f"init={_brief(init)}: say True or False")
     if default is not None and default is not attrs.NOTHING:
@@ -348,7 +357,7 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
 
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
-    """The field of a slot, or of a stand-in with a fault for each parameter of its specifier that does not suit."""
+    """Make the field of a slot. If a parameter is invalid, make that of a stand-in which carries the faults."""
     suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
@@ -384,7 +393,7 @@ def copied(
     when: When | None = None,
     default: Any = attrs.NOTHING,
 ) -> Any:
-    """A slot fed from the batch in each step; `default=None` makes it optional.
+    """Declare a slot that is copied from the batch in each step; `default=None` makes it optional.
 
     Faults of the arguments are reported when the class is defined, all at once, as `DeclarationErrors`.
 
@@ -393,19 +402,19 @@ def copied(
         dtype: A torch dtype, or a role.
         pad: What the tail holds: a value, a fixed axis, a fill role, or a tail rule.
         source: A path, `side("path")` or a function of the batch. By default the slot's own name.
-        then: What the slot holds in the next step of `steps()` if the host says nothing: a function whose parameters
-            name slots. Its own name gives the last step's value, another slot that advances its new value, an output
-            what the last step wrote. By default the slot stays as it is.
-        placement: Where the buffer lies.
-        strided: Take a source that is not contiguous.
+        then: A function that gives the slot's value in the next step of `steps()`, unless the host supplies one. Its
+            parameters name slots. The slot's own name gives the last step's value, another slot that advances its new
+            value, and an output the value that the last step wrote. By default the slot stays as it is.
+        placement: The memory of the buffer, "device" or "host".
+        strided: Whether a source may be non-contiguous.
         converts: Source dtypes that the copy converts.
-        rewritten: The step writes this slot, too.
-        restored: The step writes this slot, and the runner puts it back at the end of the step.
+        rewritten: Whether the step also writes this slot.
+        restored: Whether the step writes this slot, and the runner restores it at the end of the step.
         argument: The operators' argument, such as "actual_seq_lengths_kv", that takes this slot in host memory.
         starts: What the buffer holds at first, if not the tail's value.
         limit: The largest value that host data may hold.
         poison: What checks may put into the tail.
-        when: The setting that the slot exists by, or a function of the settings.
+        when: The name of the setting that enables the slot, or a function of the settings.
         default: None makes the slot optional.
     """
     return _declared(Copied, locals())
@@ -421,20 +430,20 @@ def computed(
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
-    """A slot derived in each step; the function's parameters name what it needs.
+    """Declare a slot that is derived in each step. The function's parameters name what it needs.
 
-    Names of slots give their padded tensors, `step` the step's sizes, `settings` the runner's, other fields their
-    values, `out` the slot's own buffer to be filled. A function that needs only host values runs on the host before
-    the step; one that needs slots on the device runs there, inside the graph. Either way it gives every padded row.
+    A slot's name gives its padded tensor, `step` the step's sizes, `settings` the runner's settings, another field its
+    value, and `out` the slot's own buffer to fill. A function that needs only host values runs on the host before the
+    step. One that needs slots on the device runs there, inside the graph. Both must give every padded row.
 
     Args:
         function: Returns the value, in the slot's dtype and padded shape, or fills `out`.
-        shape: The sizes, one a dim.
+        shape: One size for each dim.
         dtype: A torch dtype, or a role.
-        placement: Where the buffer lies.
+        placement: The memory of the buffer, "device" or "host".
         argument: The operators' argument that takes this slot in host memory.
-        when: The setting that the slot exists by, or a function of the settings.
-        init: Leave it out: it tells type checkers that no batch brings this slot.
+        when: The name of the setting that enables the slot, or a function of the settings.
+        init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Computed, locals())
 
@@ -448,9 +457,9 @@ def constant(
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
-    """A slot set once: a number, a fixed axis or an expression of them, a fill role, or a function of the step.
+    """Declare a slot that is set once: to a number, a fixed axis or an expression, a fill role, or a function's result.
 
-    A function sees the step at full capacity. The other parameters are those of `computed`.
+    The function takes the step at full capacity. The other parameters are those of `computed`.
     """
     return _declared(Constant, locals())
 
@@ -464,7 +473,7 @@ def staged(
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
-    """A slot that a producer writes inside or beside the step; a fill resets its tail in each step.
+    """Declare a slot that a producer writes inside or outside the step. A fill resets its tail in each step.
 
     The parameters are those of `copied`; leave `init` out.
     """
@@ -474,7 +483,7 @@ def staged(
 def output(
     *shape: Size, dtype: Dtype, placement: Placement = DEVICE, when: When | None = None, init: Literal[False] = False
 ) -> Any:
-    """A buffer at a fixed address that the step writes its result to.
+    """Declare a buffer at a fixed address that the step writes its result to.
 
     The parameters are those of `copied`; leave `init` out.
     """
@@ -482,5 +491,5 @@ def output(
 
 
 def _brief(value: Any, text: Callable[[Any], str] = reprlib.repr) -> str:
-    """What was given, in few words; a tensor as its dtype and shape, which reads nothing off the device."""
+    """Show a value in few words. A tensor is shown as dtype and shape, which needs no transfer from the device."""
     return f"{dtype_text(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else text(value)

@@ -18,11 +18,11 @@ Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 Sources: TypeAlias = tuple[Any, ...]
 _NOT_OF_USERS: Final = frozenset({"builtins", "numpy", "torch"})
-_IS_MAPPING: Final[dict[type, bool]] = {}  # asking an abstract class costs more than the look-up itself
+_IS_MAPPING: Final[dict[type, bool]] = {}  # `issubclass` with an abstract class costs more than the look-up itself
 
 
 def look_up(holder: object, name: str) -> Any:
-    """One name in a mapping or on an object; None where it is not there, without `__missing__` of a `defaultdict`."""
+    """Look up a name in a mapping or on an object. Return None if it is missing, without calling `__missing__`."""
     kind = type(holder)
     is_mapping = _IS_MAPPING.get(kind)
     if is_mapping is None:
@@ -33,7 +33,10 @@ def look_up(holder: object, name: str) -> Any:
 
 
 def keys_of(batch: Any) -> set[str]:
-    """The names of what a batch has: of its keys, or of its attributes; none of a tensor's, a list's and the like."""
+    """Return the names that a batch has: its keys or its attributes.
+
+    Tensors, lists and other library types have none.
+    """
     if isinstance(batch, Mapping):
         return {*map(str, batch)}
     if type(batch).__module__.partition(".")[0] in _NOT_OF_USERS:
@@ -46,27 +49,35 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, batch: Any, side: Side) -> Any:
-        """The value in a batch and its side arguments; None where it is absent."""
+        """Return the value from a batch and its side arguments, or None if it is absent."""
 
 
 class Answering:
-    """A batch that stands in for one of another class; no ABC, whose instance checks would take three times as long."""
+    """A batch that stands in for one of another class.
+
+    It is no ABC, since instance checks would take three times as long.
+    """
 
     @abc.abstractmethod
     def answer(self, source: Source) -> Any:
-        """What the source finds; None where it is absent."""
+        """Return what the source finds, or None if it is absent."""
 
 
 @final
 @attrs.frozen
 class Path(Source):
-    """A dotted path, names on objects or in mappings: into the batch, or `beside` it into the keyword arguments."""
+    """A dotted path of names on objects or in mappings, which starts at the batch or at the keyword arguments.
+
+    Attributes:
+        parts: The names.
+        beside: Whether the path starts at the keyword arguments.
+    """
 
     parts: tuple[str, ...]
     beside: bool = False
 
     def read(self, batch: Any, side: Side) -> Any:
-        """What stands at the path."""
+        """Return the value at the path."""
         found = side if self.beside else batch
         for name in self.parts:
             if found is None:
@@ -75,7 +86,7 @@ class Path(Source):
         return found
 
     def __str__(self) -> str:
-        """The path as one writes it."""
+        """Return the path as a user writes it."""
         return ("argument " if self.beside else "batch.") + ".".join(self.parts)
 
 
@@ -87,22 +98,26 @@ class Call(Source):
     function: Callable[[Any], Any]
 
     def read(self, batch: Any, side: Side) -> Any:
-        """What the function returns."""
+        """Return the function's result."""
         del side
         return batch.answer(self) if isinstance(batch, Answering) else self.function(batch)
 
     def __str__(self) -> str:
-        """The function's name."""
+        """Return the function's name."""
         return f"{getattr(self.function, '__qualname__', self.function)}(batch)"
 
 
 @final
 @attrs.frozen(eq=False)
 class Field:
-    """A field of a declaration that is no slot, and what attrs does to its values.
+    """A field of a declaration that is not a slot, and how attrs treats its values.
 
-    owner: the declaration, whose constructor has converted what its objects have. attribute: its own description of the
-    field. convert: its converter, or None. default: as declared; attrs.NOTHING where there is none.
+    Attributes:
+        name: The field's name.
+        owner: The declaration, whose constructor has already converted the values of its objects.
+        attribute: The attribute that attrs made.
+        convert: Its converter, or None.
+        default: The default as declared, or attrs.NOTHING if there is none.
     """
 
     name: str
@@ -113,19 +128,20 @@ class Field:
 
     @classmethod
     def of(cls, owner: type, attribute: Any) -> "Field":
-        """The field that attrs made."""
+        """Make the field of an attribute that attrs made."""
         convert = attribute.converter
         if isinstance(convert, attrs.Converter):
-            said: Any = convert  # its type has no attributes
+            said: Any = convert  # attrs declares no attributes on its type
             make = said.converter
             convert = (lambda value: make(value, attribute)) if said.takes_field else make
-            convert = None if said.takes_self else convert  # which its class is refused for
+            convert = None if said.takes_self else convert  # the class is refused for it
         return cls(attribute.name, owner, attribute, convert, attribute.default)
 
     def read(self, batch: Any) -> Any:
-        """The batch's own value, else the default, converted; None where there is neither.
+        """Return the batch's value, or else the default, converted. Return None if there is neither.
 
-        BatchError where the converter raises. It must take what it has made, as `attrs.evolve` asks of it, too.
+        Raises BatchError if the converter raises. A converter must accept its own results, as `attrs.evolve` also
+        requires.
         """
         value = look_up(batch, self.name)
         if value is None:
@@ -142,17 +158,17 @@ class Field:
             raise BatchError(self.refusal(error)) from error
 
     def refusal(self, error: Exception) -> str:
-        """What to say where the converter or the validator raised; attrs' own errors begin with the sentence."""
+        """Describe what the converter or the validator raised. Errors of attrs have the sentence as first argument."""
         return f"field {self.name!r}: {error.args[0] if error.args else type(error).__name__}"
 
 
 def is_factory(default: Any) -> bool:
-    """Whether a field's default is made anew for each batch."""
+    """Return whether a field's default is made anew for each batch."""
     return isinstance(default, attrs.Factory)  # type: ignore[arg-type] # a class
 
 
 def plain_name(source: Source | None) -> str | None:
-    """The batch's own name for a source, where that is all there is to look up."""
+    """Return the name of a source that is a single look-up in the batch, or None for any other source."""
     return source.parts[0] if isinstance(source, Path) and len(source.parts) == 1 and not source.beside else None
 
 
@@ -164,12 +180,15 @@ def _parts(path: str) -> tuple[str, ...]:
 
 
 def side(path: str) -> Path:
-    """A source beside the batch: `side("pp_proxy.hidden_states")` reads `runner(batch, pp_proxy=...)`."""
+    """Make a source among the side arguments: `side("pp_proxy.hidden_states")` reads `runner(batch, pp_proxy=...)`."""
     return Path(_parts(path), beside=True)
 
 
 def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:
-    """A declaration's `source=`: a dotted path, a side argument, a function or None. TypeError, ValueError else."""
+    """Convert a declaration's `source=` to a source, or None if none was given.
+
+    Raise TypeError or ValueError otherwise.
+    """
     if source is None or isinstance(source, Source):
         return source
     if isinstance(source, str):
@@ -178,7 +197,7 @@ def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Sourc
 
 
 def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:
-    """A call that takes some sources out of all, in a given order, always as a tuple."""
+    """Make a function that selects some sources in a given order, and always returns a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     first = places[0] if places else 0
@@ -186,7 +205,7 @@ def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:
 
 
 class Gather:
-    """Reads a fixed list of sources from batches; an absent one comes as None."""
+    """Reads a fixed list of sources from batches. An absent one becomes None."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
@@ -195,7 +214,7 @@ class Gather:
         self._getters: dict[type, Callable[[Any], Sources]] = {}
 
     def __call__(self, batch: Any, side: Side) -> Sources:
-        """The sources' values, in order."""
+        """Return the sources' values, in order."""
         if self._names:
             getter = self._getters.get(type(batch)) or self._getter(type(batch))
             try:
@@ -209,7 +228,7 @@ class Gather:
 
     def _getter(self, kind: type) -> Callable[[Any], Sources]:
         names = self._names
-        if hasattr(kind, "__missing__"):  # which an index would call
+        if hasattr(kind, "__missing__"):  # which indexing would call
 
             def getter(batch: Any) -> Sources:
                 return tuple([look_up(batch, name) for name in names])
@@ -224,10 +243,12 @@ class Gather:
 
 @attrs.frozen
 class Compute:
-    """A function and the names that it needs, as pytest fixtures have them.
+    """A function and the names that it needs, like the parameters of pytest fixtures.
 
-    needs: parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`. writes_out: whether it takes
-    `out`, the slot's own buffer, and fills it instead of returning a value.
+    Attributes:
+        function: The function.
+        needs: Its parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`.
+        writes_out: Whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
     """
 
     function: Callable[..., Any]
@@ -241,14 +262,14 @@ class Compute:
 
 
 def compute_of(function: Callable[..., Any]) -> Compute:
-    """Read a function's parameters; TypeError where they cannot name slots."""
+    """Read a function's parameters. Raise TypeError if they cannot name slots."""
     if isinstance(function, Compute):
         return function
     if not callable(function):
         raise TypeError(f"a computed slot needs a function, got {function!r}")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:  # a function in C, or what only looks like one
+    except (TypeError, ValueError) as error:  # a function in C, or an object that only looks like a function
         raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -259,7 +280,7 @@ def compute_of(function: Callable[..., Any]) -> Compute:
 
 @attrs.frozen
 class _Term:
-    """What stands for a slot where a rule is tried out: it can be added to, and nothing else."""
+    """Stands for a slot while a rule is tried out. It supports adding an integer, and nothing else."""
 
     slot: str
     add: int = 0
@@ -274,7 +295,7 @@ class _Term:
 
 
 def linear(rule: Compute) -> tuple[str, int] | None:
-    """The slot and the number whose sum a rule is; None where it is anything else."""
+    """Return the slot and the number that a rule adds up, or None for any other rule."""
     try:
         made = rule.function(**{need: _Term(need) for need in rule.needs})
     except Exception:  # noqa: BLE001 - it does more with what it is given than to add a number
@@ -283,12 +304,12 @@ def linear(rule: Compute) -> tuple[str, int] | None:
 
 
 def one_argument(function: Callable[..., Any], expected: str) -> Callable[..., Any]:
-    """A function that can be called with one argument. TypeError, which tells what was `expected`, where it is none."""
+    """Check that a function takes one argument. Raise TypeError, which names what was `expected`, if it does not."""
     if not callable(function):
         raise TypeError(f"expected {expected}")
     try:
         inspect.signature(function).bind(None)
-    except ValueError:  # a function in C that does not tell its parameters
+    except ValueError:  # a function in C that does not reveal its parameters
         return function
     except TypeError as error:
         raise TypeError(f"expected {expected}, called with one argument, which it does not take ({error})") from error

@@ -16,45 +16,45 @@ PadValue = Number | FillRole | Axis | Dim
 
 @attrs.frozen
 class Pad:
-    """The tail holds `value` in each step: a number, a role that the backend decides, or a fixed axis' size."""
+    """The tail holds `value` in each step: a number, a role that the backend resolves, or a fixed axis' size."""
 
     value: PadValue
 
     def __str__(self) -> str:
-        """As one writes it in a declaration."""
+        """Return the rule as a declaration writes it."""
         return f"pad={self.value.name if isinstance(self.value, FillRole) else self.value}"
 
 
 @attrs.frozen
 class Keep:
-    """The tail keeps whatever was there, for a stated reason."""
+    """The tail keeps its old contents, for a stated reason."""
 
     reason: str
 
     def __str__(self) -> str:
-        """The rule and its reason."""
+        """Return the rule and its reason."""
         return f"keep ({self.reason})"
 
 
 @attrs.frozen
 class Once:
-    """The whole slot is set to `value` when it is allocated; its tail is not touched again."""
+    """The whole slot is set to `value` when it is allocated. Its tail is not written again."""
 
     value: PadValue
 
     def __str__(self) -> str:
-        """As one writes it in a declaration."""
+        """Return the rule as a declaration writes it."""
         return f"once={self.value}"
 
 
 Tail = Pad | Keep | Once
 Poison = tuple[PadValue, ...] | Literal["stale"]
-"""What a check may put into a tail: these values, or those that live rows had in one step or another."""
+"""What a check may put into a tail: these values, or values that live rows had in some step."""
 STALE: Final = "stale"
 
 
 def keep(reason: str) -> Keep:
-    """A tail that no fill writes.
+    """Make the rule for a tail that no fill writes.
 
     Args:
         reason: Why nothing reads it. The plan prints it.
@@ -65,19 +65,19 @@ def keep(reason: str) -> Keep:
 
 
 def once(value: PadValue) -> Once:
-    """A tail that is written when the buffer is allocated, and never again."""
+    """Make the rule for a tail that is written when the buffer is allocated, and never again."""
     return Once(value)
 
 
 def tail_of(pad: PadValue | Tail | None) -> Tail | None:
-    """A declaration's `pad=` as a rule; None where it said nothing. TypeError where it is not a rule and no value."""
+    """Convert a declaration's `pad=` to a rule, or None if none was given. Raise TypeError for anything else."""
     if pad is None or isinstance(pad, Keep):
         return pad
     return type(pad)(pad_value(pad.value)) if isinstance(pad, Pad | Once) else Pad(pad_value(pad))
 
 
 def pad_value(value: PadValue) -> PadValue:
-    """A value as a declaration gives it, NumPy's numbers as Python's own. TypeError for anything else."""
+    """Check a declared value, and convert NumPy's numbers to Python's own. Raise TypeError for anything else."""
     number = python_number(value)
     if isinstance(number, FillRole) and not (isinstance(number.name, str) and isinstance(number.default, Number)):
         raise TypeError(f"a fill role has a text for its name and a number for its default, got {number}")
@@ -87,7 +87,7 @@ def pad_value(value: PadValue) -> PadValue:
 
 
 def resolve_value(value: PadValue, capabilities: Capabilities, fixed: Sizes) -> Number:
-    """A pad value as a number, on one device and for one runner's fixed axes."""
+    """Resolve a pad value to a number, on one device and for one runner's fixed axes."""
     if isinstance(value, FillRole):
         return value.on(capabilities)
     if isinstance(value, Axis | Dim):
@@ -96,7 +96,7 @@ def resolve_value(value: PadValue, capabilities: Capabilities, fixed: Sizes) -> 
 
 
 def range_of(dtype: torch.dtype) -> tuple[type[bool] | type[int] | type[float], float, float]:
-    """The kind of number that a dtype is of, the least and the most that it can hold."""
+    """Return the kind of number that a dtype stores, and the smallest and largest value that it can hold."""
     if dtype is torch.bool:
         return bool, 0, 1
     if dtype.is_floating_point or dtype.is_complex:
@@ -105,7 +105,7 @@ def range_of(dtype: torch.dtype) -> tuple[type[bool] | type[int] | type[float], 
 
 
 def holds(dtype: torch.dtype, value: Number) -> bool:
-    """Whether a number is of a dtype's kind and range. Only bool slots hold bools, and 0 and 1 for them."""
+    """Return whether a number is of a dtype's kind and range. Bools fit only bool slots, which also take 0 and 1."""
     kind, least, most = range_of(dtype)
     if isinstance(value, bool) and kind is not bool:
         return False
@@ -116,7 +116,7 @@ def holds(dtype: torch.dtype, value: Number) -> bool:
 
 
 def value_faults(value: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Why slots of a dtype cannot be full of a value, each with the way out. A function's result is not known yet."""
+    """Yield why a value does not suit slots of a dtype, each with a way to fix it. Functions are not checked yet."""
     if callable(value):
         return
     try:

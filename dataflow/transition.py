@@ -1,8 +1,9 @@
-"""Transitions: what slots hold in the next step if the host says nothing, and the operators that write it.
+"""Transitions: what slots hold in the next step if no batch comes, and the operators that write it.
 
-A rule `slot + number` or `other slot`, whose result no other rule reads, is done together with all others of its kind:
-by the fill kernel in a graph, else by foreach operators. All other rules are run before that as torch operators, each
-after those whose new value it reads, into memory of their own, from which slots are written. Only live rows advance.
+A rule `slot + number` or `other slot`, whose result no other rule reads, runs together with all others of its kind: in
+the fill kernel of a graph, else in foreach operators. All other rules run before that as torch operators, each after
+the rules whose new value it reads. They write to separate memory, from which slots are then written. Only live rows
+advance.
 """
 
 import functools
@@ -25,12 +26,20 @@ from .views import Views
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _FOREACH_ADD: Final = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] - likewise
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes: torch adds and moves these, and not all other dtypes of that size."""
+"""Integer dtypes by size. Torch adds and moves these, but not all other dtypes of that size."""
 
 
 @attrs.frozen
 class Advance:
-    """How one slot advances: to the sum of a slot and a number, with all others that do, or by operators."""
+    """How one slot advances: as the sum of a slot and a number, in one call for all such slots, or by operators.
+
+    Attributes:
+        slot: The slot.
+        function: The name of its rule.
+        needs: What the rule reads.
+        source: The slot in the sum, or "" if the rule runs as operators.
+        add: The number in the sum.
+    """
 
     slot: str
     function: str
@@ -40,17 +49,17 @@ class Advance:
 
     @property
     def value(self) -> str:
-        """What it advances to, in words."""
+        """The new value as a formula."""
         number = f" {'-' if self.add < 0 else '+'} {abs(self.add)}" if self.add else ""
         return f"{self.source}{number}" if self.source else f"{self.function}({', '.join(self.needs)})"
 
     def __str__(self) -> str:
-        """One line of the plan."""
+        """Return one line of the plan."""
         return f"advance {self.slot} = {self.value}{'' if self.source else ', operators'}"
 
 
 def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
-    """The dim of a slot that follows the requests, and its rows for each of them; None where there is none."""
+    """Return the dim of a slot that follows the requests and its rows for each of them, or None if there is none."""
     requests = sizes.get(BATCH, 0)
     for dim in slot.varying if requests else ():
         one, size = {**sizes, BATCH: 1, TOKENS: sizes.get(TOKENS, 0) // requests}, slot.shape[dim]
@@ -61,34 +70,34 @@ def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers of the same size, where torch has some."""
+    """View the same memory as integers of the same size, if torch has a dtype for them."""
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
 def _wrapped(add: int, dtype: torch.dtype) -> int:
-    """A number that is added, as the signed number of the same bits."""
+    """Convert a number that is added to the signed number of the same bits."""
     least = torch.iinfo(dtype).min
     return (add - least) % (-2 * least) + least
 
 
 Mask = Sequence[tuple[torch.Tensor, int]]
-"""Places along a dim that varies, and which of the live counts says how many are live; one for each such dim."""
+"""For each varying dim, the places along it and the index of the live count that tells how many are live."""
 
 
 def _below(mask: Mask, counts: Sequence[Any], *others: torch.Tensor) -> torch.Tensor:
-    """Tell the elements whose rows are live along each dim, where all others are true."""
+    """Return a mask of the elements whose rows are live along each dim, and for which all others are true."""
     found: torch.Tensor = functools.reduce(torch.logical_and, [*others, *(place < counts[at] for place, at in mask)])
     return found
 
 
 class Transition:
-    """One bucket's rules, over its padded views: their operators, and what slots are then written from.
+    """One bucket's rules, over its padded views: their operators, and the sources that slots are then written from.
 
-    A rule that is a function sees the live rows and the declared tail of the step: what others may have written into
-    tails is reset before it runs, and padded rows of a new value are those of the slot before another rule reads it.
+    A rule that is a function sees the live rows and the declared tail of the step. Tails that others may have written
+    are therefore reset before it runs. In a new value that another rule reads, the padded rows are those of the slot.
 
     Attributes:
-        sources: By slot, the slot or the result of operators that it is written from, and the number that is added.
+        sources: By slot, the slot or operator result that it is written from, and the number that is added.
     """
 
     def __init__(
@@ -103,8 +112,14 @@ class Transition:
     ) -> None:
         """Bind the rules.
 
-        written: tails that others than a fill may write, and what they must hold. lanes: slots that the fill kernel
-        writes; None where there is no kernel.
+        Args:
+            rules: How slots advance, in order.
+            written: Tails that something other than a fill may write, and what they must hold.
+            lanes: Slots that the fill kernel writes, or None if there is no kernel.
+            declaration: The slots.
+            buffers: The memory of the slots.
+            views: The slots at their padded sizes.
+            sizes: The padded sizes.
         """
         known, made = {SETTINGS: declaration.settings, **views}, dict[str, torch.Tensor]()
         self.sources: dict[str, tuple[Buffer, int]] = {}
@@ -135,7 +150,7 @@ class Transition:
             self._taken = torch.zeros((), dtype=torch.int64, device=device)  # the number of the last packet
 
     def _mask(self, name: str) -> Mask:
-        """What tells the live rows of a slot."""
+        """Make the mask that selects the live rows of a slot."""
         slot, view = self._declaration.slots[name], self._buffers[name].view(self._sizes)
         mask = list[tuple[torch.Tensor, int]]()
         with outside_inference():
@@ -145,18 +160,19 @@ class Transition:
         return mask
 
     def _words_of(self, buffer: Buffer) -> torch.Tensor:
-        """Give the padded rows of a slot as whole numbers."""
+        """Return the padded rows of a slot as integers."""
         return words(buffer.view(self._sizes))
 
     def leaves(self, lanes: Collection[str]) -> bool:
-        """Whether a kernel that advances some lanes leaves anything: a rule that is a function, or other slots."""
+        """Return whether a kernel that advances some lanes leaves work: function rules, or other slots."""
         return bool(self._computations) or not self.sources.keys() <= {*lanes}
 
     def _compute(self, counts: Sequence[Any], *moves: torch.Tensor) -> None:
-        """Run the rules that are functions; no live row of a slot is written.
+        """Run the rules that are functions. This writes no live row of a slot.
 
-        counts: live counts, of the sizes in `Declaration.counted`: numbers, or tensors where a graph reads them. moves:
-        whether slots advance at all, where only the graph knows that.
+        Args:
+            counts: Live counts of the sizes in `Declaration.counted`: numbers, or tensors that a graph reads.
+            moves: Whether slots advance at all, if only the graph knows that.
         """
         live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
         for name, number in self._written.items():
@@ -171,9 +187,9 @@ class Transition:
                 torch.where(live[computation.slot], words(view), slot, out=words(view))
 
     def advance_in_graph(self, head: Sequence[torch.Tensor]) -> None:
-        """Do what a graph's kernel leaves: run functions, and write slots that are no lanes if the packet was taken.
+        """Do what a graph's kernel leaves: run functions, and write slots without lanes if the packet was taken.
 
-        head: the packet's first words, see `.packet`.
+        `head` has the packet's first words; see `.packet`.
         """
         armed, number, _, _, *counts = head
         moves = [(armed != 0) & (number == self._taken)] if self._apart or self._written else []
@@ -188,7 +204,7 @@ class Transition:
             self._taken.copy_(number)
 
     def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
-        """A call that advances the live rows of slots with rules, but for lanes, which a kernel then advances."""
+        """Return a call that advances the live rows of slots with rules, except lanes, which a kernel advances."""
         counts, adds = self._declaration.counts(live), dict[int, list[torch.Tensor]]()
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for slot in self.sources.keys() - {*lanes}:

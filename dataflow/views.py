@@ -1,4 +1,4 @@
-"""Views: what a step sees of a fill, made of aliases that it may reshape without harm, and parts of them."""
+"""Views: what a step sees of a fill. They have aliases that a step may reshape safely, and can be narrowed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
@@ -21,23 +21,26 @@ Ranges = Mapping[Axis, tuple[int, int]]
 
 
 def ordinary_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a tensor that may be written in any mode, whatever mode the other was made in."""
+    """Make a tensor over the same memory that may be written in any mode, even if `tensor` is an inference tensor."""
     with outside_inference():
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor over the same memory; no inference tensor, whatever mode is on."""
+    """Make another tensor over the same memory, which is no inference tensor, whatever mode is on."""
     with outside_inference():
         return tensor.detach()
 
 
 class Aliases:
-    """Aliases of some tensors, by name: the same ones until one was changed in place (`unsqueeze_`, `.data =`)."""
+    """Aliases of some tensors, by name. They stay the same until one is changed in place (`unsqueeze_`, `.data =`)."""
 
     def __init__(self, tensors: Views, anew: Callable[[], Views] | None = None) -> None:
-        """Keep the tensors. anew: makes them anew; then the first call hands out `tensors` themselves."""
+        """Keep the tensors.
+
+        If `anew` is given, the first call returns `tensors` themselves, and a later one calls `anew`.
+        """
         self._tensors = tensors
         self._anew = anew
         self._handed_out = False
@@ -47,7 +50,7 @@ class Aliases:
         self._guard: Guard | None = None
 
     def __call__(self) -> Views:
-        """The aliases; None where there is no tensor. ReplayError where somebody resized their memory itself."""
+        """Return the aliases, with None for an absent tensor. Raise ReplayError if somebody resized their memory."""
         if self._anew is not None:
             if not self._handed_out:
                 self._handed_out = True
@@ -55,7 +58,7 @@ class Aliases:
             self._tensors = self._anew()
             self._anew = None
         if not self._own:
-            self._make()  # nobody has had them yet
+            self._make()  # no aliases were handed out yet
             return self._made
         if self._guard is None:
             self._guard = own_guard([one for one in self._tensors.values() if one is not None])
@@ -80,10 +83,16 @@ class Aliases:
 
 @attrs.frozen(eq=False)
 class ViewInfo:
-    """What a view remembers of its fill: the step's sizes, which axes follow from others, the runner's declaration.
+    """What a view remembers of its fill.
 
-    whole: slots that must not be cut, since operators take all of each. captured: whether the view is for a capture,
-    which would freeze what functions on the host return for a micro-batch. exact: whether it has live rows only.
+    Attributes:
+        step: The step's sizes.
+        relations: Axes that follow from others.
+        declaration: The runner's declaration.
+        whole: Slots that must not be cut, since operators take all of each.
+        captured: Whether the view is for a capture, which would freeze what functions on the host return for a
+            micro-batch.
+        exact: Whether it has live rows only.
     """
 
     step: Step
@@ -110,9 +119,9 @@ class Viewer(Generic[T]):
 
         Args:
             view: The class of the views.
-            shown: Gives the slots' tensors for live sizes.
+            shown: Returns the slots' tensors for live sizes.
             fields: The fields of the declaration that are not slots.
-            info_of: Tells what a view of live sizes remembers.
+            info_of: Returns what a view of live sizes remembers.
         """
         self._class = view
         self._shown = shown
@@ -136,7 +145,7 @@ class Viewer(Generic[T]):
 
 
 def carried(fields: Mapping[str, Field], batch: Any) -> dict[str, Any]:
-    """The fields that are not slots: the batch's own, else the defaults; those with neither are left out."""
+    """Return the fields that are not slots: the batch's values, else the defaults. Fields with neither are left out."""
     found, plain = {}, type(batch) is dict
     for name, field in fields.items():
         value = batch.get(name) if plain and field.convert is None else None
@@ -148,7 +157,7 @@ def carried(fields: Mapping[str, Field], batch: Any) -> dict[str, Any]:
 
 
 def live_values(values: Mapping[str, Any], declaration: Declaration, info: ViewInfo) -> dict[str, Any]:
-    """Copies of what a batch would have brought for a view: live rows of copied slots, and fields."""
+    """Return copies of a view's batch values: the live rows of copied slots, and the fields."""
     sizes, found = {**info.step.padded_sizes, **info.step.live_sizes}, dict[str, Any]()
     for name in declaration.sources:
         tensor = values.get(name)
@@ -158,7 +167,10 @@ def live_values(values: Mapping[str, Any], declaration: Declaration, info: ViewI
 
 
 def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:
-    """`Inputs.narrow` of a view whose class has these slots, enabled or not. BatchError where it cannot be cut."""
+    """Narrow a view as `Inputs.narrow` does. Raise BatchError if it cannot be cut.
+
+    `declared` has the slots of the view's class, enabled or not.
+    """
     if info is None:
         raise BatchError("only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself")
     sizes, every = info.step.padded_sizes, _all_ranges(info, ranges)
@@ -181,7 +193,7 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
 
 
 def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
-    """The ranges, and those on axes that follow from theirs. BatchError for rows that are not there."""
+    """Return the ranges, and those on axes that follow from theirs. Raise BatchError for rows that do not exist."""
     sizes, every = info.step.padded_sizes, dict(ranges)
     for axis, (start, stop) in ranges.items():
         if axis not in sizes:
@@ -200,7 +212,7 @@ def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
 def _cut(
     values: Mapping[str, Any], declared: Mapping[str, Slot], info: ViewInfo, ranges: Ranges, step: Step
 ) -> dict[str, Any]:
-    """A view's values in the micro-batch: slices, and what is computed anew; without what cannot be had there."""
+    """Return a view's values in the micro-batch: slices, and computed slots, without those that cannot be computed."""
     made, slots, functions = dict(values), info.declaration.slots, info.declaration.functions
     for name in (name for name in declared if name not in functions):
         tensor = values.get(name)
@@ -212,7 +224,7 @@ def _cut(
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
             with outside_inference():
-                target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # its rows, its tail and all
+                target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # with its tail
             known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
             with torch.no_grad():
                 Computation.bind(name, info.declaration, known, target).run(None)
@@ -220,12 +232,15 @@ def _cut(
             continue
         same = all(need in made and made[need] is values[need] for need in brought)
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
-            del made[name]  # what the host computed for all rows is not right for these
+            del made[name]  # the host's result for all rows is wrong for these
     return made
 
 
 def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: Ranges) -> torch.Tensor:
-    """The rows of a slot that belong to the ranges; a constant begins with its first row in every micro-batch."""
+    """Return the rows of a slot that belong to the ranges.
+
+    A constant starts with its first row in every micro-batch.
+    """
     first, last = ({**info.step.padded_sizes, **{axis: ends[end] for axis, ends in ranges.items()}} for end in (0, 1))
     for dim, size in enumerate(slot.shape):
         if size.axes.isdisjoint(ranges):

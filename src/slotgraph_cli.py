@@ -1,6 +1,6 @@
 """The command line: `slotgraph explain`, `backends`, `bench`, `check` and `replay`.
 
-It is outside of the package, which needs torch: help, version and completion are there at once, without either.
+It is outside of the package, which imports torch, so that help, version and completion respond at once.
 """
 
 import contextlib
@@ -65,14 +65,14 @@ def slotgraph(
 ) -> None:
     """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs.
 
-    Exit status: 0 where all went well, 1 where a check failed or a backend cannot run here, 2 where the command was
+    Exit status: 0 if all went well, 1 if a check failed or a backend cannot run on this machine, 2 if the command was
     not understood.
     """
     del version
 
 
 def _do(command: str, given: Mapping[str, Any]) -> None:
-    """Do what a command is asked for."""
+    """Run a command with its arguments."""
     from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
 
     commands.run(getattr(commands, command), **given)
@@ -82,8 +82,8 @@ def main() -> None:
     """Run the command line on this process's arguments."""
     try:
         app()
-    except OSError as error:  # of writing: commands tell of all other files themselves
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed cannot be
+    except OSError as error:  # raised by writing output: commands report errors of all other files themselves
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed would raise again
         with contextlib.suppress(OSError):
             typer.echo(f"the output cannot be written: {error.strerror or error}", err=True)
         sys.exit(1)
@@ -120,9 +120,9 @@ def explain(
 ) -> None:
     """Show a declaration with its plan, or a runner.
 
-    Of a declaration: slots, dependencies and, with --size, the plan. Of a runner: its buckets, graphs, memory and
-    decisions, too. Html is a page, mermaid a diagram of the dependencies. Without --set every slot is shown, whatever
-    its `when=` asks for.
+    For a declaration, show its slots, dependencies and, with --size, the plan. For a runner, also show its buckets,
+    graphs, memory and decisions. Html is a page, mermaid a diagram of the dependencies. Without --set every slot is
+    shown, whatever its `when=` asks for.
 
     \b
     Examples:
@@ -171,8 +171,8 @@ def bench(
                 sizing to the outputs of the replay
     bare        the replay of a graph that holds the step alone, and no fill
 
-    Each is first compared with the oracle, byte for byte. Then all take turns in one run, so that ratios hold where
-    the machine is noisy.
+    Each is first compared with the oracle, byte for byte. Then all alternate in one run, so that ratios hold on a
+    noisy machine.
 
     \b
     Examples:
@@ -221,7 +221,7 @@ def check(
     poison     poison in every tail changes no bit of a live row, nor do random
                numbers
     parity     a graph gives what its step gives, padded and not
-    addresses  everything that a graph reads lives where it was
+    addresses  everything that a graph reads is still where it was
     coverage   every slot is written in each step or constant, and is read
     races      steps in flight give what each gives alone
     weights    a step changes no weight, and its graph sees each change
@@ -247,9 +247,9 @@ def replay(
 ) -> None:
     """Run recorded steps again, by the graph and eagerly.
 
-    What differs first is shown by slot and row. Without a runner, show what the file holds. The file is data alone:
-    nothing in it is run, the runner is yours. Exit status: 0 where graph and eager agree on every step, 1 where they
-    differ or a step raises, 2 where the file or the runner was not understood, or they do not fit one another.
+    The first differences are shown by slot and row. Without a runner, show what the file holds. The file contains only
+    data: nothing in it is run, and the runner is your own. Exit status: 0 if graph and eager agree on every step, 1 if
+    they differ or a step raises, 2 if the file or the runner was not understood, or they do not fit one another.
 
     \b
     Examples:

@@ -1,4 +1,7 @@
-"""The pytest plugin of slotgraph. It is loaded in every run, and so imports slotgraph, and torch, when a test asks."""
+"""The pytest plugin of slotgraph.
+
+It is loaded in every run, so it imports slotgraph and torch only if a test needs them.
+"""
 
 import functools
 import os
@@ -18,7 +21,7 @@ VARIABLE: Final = "SLOTGRAPH_TEST_BACKENDS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options, and the setting of a project."""
+    """Add the options, and the setting of a project."""
     group = parser.getgroup("slotgraph")
     group.addoption(
         "--slotgraph-backends",
@@ -30,13 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker."""
+    """Add the marker."""
     what = "the backends that slotgraph_backend stands for in this test; all that there are, where none is named"
     config.addinivalue_line("markers", f"{BACKENDS}(*names): {what}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a backend, for tests that ask for one, with the project's marker of its name, if any."""
+    """Run a test that uses a backend once for each backend, with the project's marker of that name, if any."""
     if BACKEND in metafunc.fixturenames:
         known = {line.partition(":")[0].strip() for line in metafunc.config.getini("markers")}
         chosen = [
@@ -47,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _chosen(config: pytest.Config, marker: pytest.Mark | None) -> list[str]:
-    """The backends of one test: of the marker's, or of the project's, those that the run names, if it names any."""
+    """Return the backends of one test: the marker's or the project's, limited to those that the run names."""
     run = _names(config.getoption(BACKENDS) or os.environ.get(VARIABLE) or "")
     if marker is None and (named := run or _names(" ".join(config.getini(BACKENDS)))):
         return named
@@ -64,7 +67,10 @@ def _names(text: str) -> list[str]:
 
 @pytest.fixture
 def slotgraph_backend(request: pytest.FixtureRequest) -> "Backend":
-    """Each backend of the run, one test after another; skips, with the reason, where a named one cannot run here."""
+    """Each backend of the run, one test after another.
+
+    Skips, with the reason, if a named one cannot run on this machine.
+    """
     from slotgraph.backends import load, names  # noqa: PLC0415 - as above
 
     name = str(request.param)
@@ -85,12 +91,12 @@ def benchmark_fill(request: pytest.FixtureRequest, slotgraph_backend: "Backend")
 
 @pytest.fixture
 def benchmark_ways(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
-    """Times ways of one's own in turn: `benchmark_ways({"by hand": fill, "ours": runner.fill}, batches, "fill")`."""
+    """Times your own variants in turn: `benchmark_ways({"by hand": fill, "ours": runner.fill}, batches, "fill")`."""
     return functools.partial(_timer(request).ways, slotgraph_backend)
 
 
 def _timer(request: pytest.FixtureRequest) -> "Timer":
-    """What times by pytest-benchmark's own fixture."""
+    """Return what measures times with pytest-benchmark's own fixture."""
     if not request.config.pluginmanager.hasplugin("benchmark"):
         pytest.fail(
             f"{request.fixturename} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'"

@@ -1,1 +1,1 @@
-"""Filling buckets: kinds of sources, bound plans, and what writes slots."""
+"""Filling buckets: kinds of sources, bound plans, and the writers of slots."""

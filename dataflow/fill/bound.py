@@ -1,4 +1,4 @@
-"""The bound plan: one plan over its buffers, for one kind of each source. Live sizes are numbers of the call."""
+"""The bound plan: one plan over its buffers, for one kind of each source. Live sizes are arguments of each call."""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ from .ways import Way
 from .writers import Copies, Tails, Taken
 
 _UNLIKE: Final = (AttributeError, RuntimeError, *NOT_CARRIED)
-"""What converting a source raises that is of another kind than the one before it."""
+"""Errors of converting a source whose kind differs from the one before it."""
 _MOST_APART: Final = 1024
-"""Addresses of sources in no slot that a plan knows; then it forgets them."""
+"""The most source addresses outside all slots that a plan remembers. Beyond this it forgets them."""
 _ODD: Final = WORD - 1
-"""The bits that are set only in addresses that are no multiple of a word."""
+"""Bits that are zero in each multiple of a word."""
 
 
 @attrs.frozen(eq=False)
@@ -33,10 +33,10 @@ class Functions:
     """The functions of computed slots, bound to what they read.
 
     Attributes:
-        on_host: What the host computes, before the packet is sent.
-        packed: What it computes into the packet.
-        on_device: What the device computes.
-        ask_step: Whether a function on the host asks for the step's sizes.
+        on_host: Those that the host runs before the packet is sent.
+        packed: Those whose results the host writes into the packet.
+        on_device: Those that the device runs.
+        ask_step: Whether a function on the host takes the step's sizes.
     """
 
     on_host: Sequence[Computation]
@@ -46,22 +46,22 @@ class Functions:
 
 
 class BucketOfPlan(Protocol):
-    """What a bound plan asks of its bucket.
+    """What a bound plan needs of its bucket.
 
     Attributes:
         padded: The padded size of each axis that varies.
-        exact: Whether functions see live rows alone, so that they are bound to live sizes.
+        exact: Whether functions see live rows only, so that they are bound to live sizes.
     """
 
     padded: Live
     exact: bool
 
     def step(self, live: Live) -> Step:
-        """Give the sizes of a call as functions see them."""
+        """Return the sizes of a call as functions see them."""
         ...
 
     def functions(self, live: Live) -> Functions:
-        """Give the functions for a call of these sizes."""
+        """Return the functions for a call of these sizes."""
         ...
 
 
@@ -72,7 +72,7 @@ class Writers:
     Attributes:
         always: Resets tails that may always be dirty.
         tails: Resets the others.
-        early: Copies before the host computes anything: into slots that its functions read.
+        early: Copies before the host computes anything, into slots that its functions read.
         late: Copies after the packet was sent.
         packing: Packs the packet. None for a plan that sends no packet.
         computes: Whether the host computes anything.
@@ -131,7 +131,7 @@ class BoundPlan:
         self._addressed = chosen([way.place for way in self._by_address])
 
     def take(self, sources: Sources, live: Live) -> Taken | None:
-        """Convert what must be converted, and copy what lies where the fill writes. Writes no slot.
+        """Convert sources that need it, and copy sources that are in memory which the fill writes. Writes no slot.
 
         Returns:
             The sources and addresses that writers read. None if a source turns out to be of another kind.
@@ -149,13 +149,13 @@ class BoundPlan:
                         return self._move_apart(sources, addresses)
                 if len(self._apart) > _MOST_APART:
                     self._apart.clear()
-                self._apart.update(addresses)  # no such source reaches into a slot, whatever its size
+                self._apart.update(addresses)  # outside all slots, whatever the size
         except _UNLIKE:
             return None
         return sources, addresses
 
     def _convert(self, sources: Sources, live: Live) -> Sources:
-        """Convert some sources; what feeds several slots in one way is converted once."""
+        """Convert some sources. A source that feeds several slots in one way is converted once."""
         made = [*sources]
         known = dict[tuple[int, Any], Any]()
         for place, convert, rows in self._conversions:
@@ -167,7 +167,7 @@ class BoundPlan:
         return tuple(made)
 
     def _move_apart(self, sources: Sources, addresses: Sequence[int]) -> Taken | None:
-        """Copy sources that lie in slots, or at odd addresses; return None where one has no memory."""
+        """Copy sources that are in slots or at odd addresses. Return None if one has no memory or is its own slot's."""
         made = [*sources]
         reaches = self._buffers.reaches
         for way, address in zip(self._by_address, addresses, strict=True):
@@ -177,7 +177,7 @@ class BoundPlan:
             if not has_memory(source) or (way.convert is None and is_in_place(source, self._buffers[way.slot])):
                 return None
             if address % source.itemsize or self._buffers.holds(source):
-                if way.pace:  # with its rows as far apart as the packet says
+                if way.pace:  # keeps the distance between rows that is in the packet
                     made[way.place] = source.new_empty_strided(source.shape, source.stride()).copy_(source)
                 else:
                     made[way.place] = source.clone(memory_format=torch.contiguous_format)
@@ -185,7 +185,7 @@ class BoundPlan:
         return sources, tuple(map(POINTER, self._addressed(sources)))
 
     def write(self, taken: Taken, live: Live, batch: Any) -> None:  # noqa: C901 - calls within would take longer
-        """Fill from what `take` gave, all but what the device computes. ComputeError where a function raises."""
+        """Write what `take` returned, except what the device computes. Raise ComputeError if a function raises."""
         bucket, writers = self._bucket, self._writers
         clean = self._buffers.clean
         if writers.distrusts:
@@ -220,10 +220,10 @@ class BoundPlan:
 
 
 def by_address(ways: Sequence[Way]) -> list[Way]:
-    """Choose the ways of sources that are tensors when they are written, in the order of their addresses."""
+    """Return the ways of sources that are tensors when they are written, in the order of their addresses."""
     return [way for way in ways if not (way.is_bytes or way.in_place)]
 
 
 def order_of(ways: Sequence[Way]) -> Mapping[int, int]:
-    """Tell, by a source's place, where its address is among those that are taken."""
+    """Return, by a source's place, the index of its address among those that `take` returns."""
     return {way.place: number for number, way in enumerate(by_address(ways))}

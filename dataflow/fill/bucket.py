@@ -1,4 +1,4 @@
-"""Buckets: the fills of one set of padded sizes and one pattern of absent slots, bound anew for each kind of batch."""
+"""Buckets: the fills of one set of padded sizes and one set of absent slots, bound for each kind of batch."""
 
 import copy
 import functools
@@ -58,24 +58,24 @@ from .writers import (
     keep_newest,
 )
 
-NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets over what needs no packet
+NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets that need no packet
 PATTERNS: Final = 64
-"""Patterns that one bucket keeps plans for."""
+"""The most patterns for which one bucket keeps plans."""
 Given = Mapping[str, torch.Tensor]
-"""Admitted sources as tensors where their slots are, by slot."""
+"""Admitted sources as tensors on their slots' devices, by slot."""
 VARIANTS: Final = 4
-"""Bound plans that one bucket keeps for batches of the same kinds: a source may be a slot's own memory, or not."""
-_SIZES: Final = frozenset({STEP, SETTINGS})  # what a function needs that depends on nothing but sizes
+"""Bound plans that one bucket keeps for batches of the same kinds, since a source may be a slot's own memory or not."""
+_SIZES: Final = frozenset({STEP, SETTINGS})  # a function of these depends only on sizes
 
 
 def rows_of(declaration: Declaration, sizes: Sizes) -> Mapping[str, Rows]:
-    """Give the rows of every slot, as functions of live sizes."""
+    """Return the rows of every slot, as functions of live sizes."""
     fixed = {axis: size for axis, size in sizes.items() if axis.fixed}
     return {name: Rows(slot, declaration.varying, fixed) for name, slot in declaration.slots.items()}
 
 
 def table_for(declaration: Declaration, sizes: Sizes, sizer: Sizer | None = None) -> KindTable:
-    """Make the table of kinds of a declaration's batches. sizes: of the fixed axes."""
+    """Make the table of kinds of a declaration's batches. `sizes` needs the fixed axes."""
     return KindTable(declaration, rows_of(declaration, sizes), sizer)
 
 
@@ -85,9 +85,9 @@ class ShownSlots:
 
     Attributes:
         live: Live rows on each axis, for which an exact bucket shows this.
-        views: The slots; None for one that is absent or switched off.
+        views: The slots, or None for one that is absent or switched off.
         shown: Aliases of them, for steps and callers.
-        functions: What is computed from them.
+        functions: The functions that read them.
     """
 
     live: Live
@@ -101,7 +101,7 @@ class FilledBucket:
     """A bucket that was filled.
 
     Attributes:
-        views: The slots; None for one that is absent or switched off.
+        views: The slots, or None for one that is absent or switched off.
         live: Live rows on each axis.
         on_device: What the device still has to compute.
     """
@@ -111,12 +111,12 @@ class FilledBucket:
     on_device: Sequence[Computation]
 
     def compute_on_device(self, batch: Any = None) -> None:
-        """Run what the device computes from slots: right after an eager fill from `batch`."""
+        """Run what the device computes from slots. Call it right after an eager fill from `batch`."""
         run_all(self.on_device, batch)
 
 
 def run_all(computations: Sequence[Computation], batch: Any = None) -> None:
-    """Run what the device computes, in its order."""
+    """Run what the device computes, in order."""
     if computations:
         with torch.no_grad():
             for computation in computations:
@@ -125,22 +125,22 @@ def run_all(computations: Sequence[Computation], batch: Any = None) -> None:
 
 @final
 class Bucket:
-    """Fills one bucket of padded sizes, for batches that come without some optional slots.
+    """Fills one bucket of padded sizes, for batches that lack some optional slots.
 
     Attributes:
         declaration: The slots.
         sizes: The padded size of every axis, at most the buffers' capacity.
-        padded: The same of the axes that vary.
+        padded: The padded sizes of the axes that vary.
         absent: Optional slots that the batches lack.
         buffers: The memory of the slots.
         lowering: How fills are run.
         exact: Whether steps see live rows only. Such a bucket takes any size up to its own, and has no tails.
-        partial: Whether slots for which nothing is brought are left alone.
+        partial: Whether slots without a source are left alone.
         left: Slots that its fills leave as they are.
-        feed: What packets are sent by.
-        table: The kinds of batches that came.
+        feed: What sends packets.
+        table: The kinds of batches seen so far.
         plan: The plan for tensors of the slots' own dtypes.
-        views: The slots at their padded sizes; None for one that is absent or switched off.
+        views: The slots at their padded sizes, or None for one that is absent or switched off.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Bucket:
         return {**dict.fromkeys(self.declaration.disabled), **views}
 
     def _views_of(self, live: Live) -> Views:
-        """Make tensors of the live rows of the slots that are there."""
+        """Make tensors of the live rows of the slots that are present."""
         found = dict(self.views)
         with outside_inference():
             for name, rows in self.rows.items():
@@ -200,7 +200,7 @@ class Bucket:
         return found
 
     def part(self, left: frozenset[str]) -> "Bucket":
-        """Make the bucket whose fills leave some slots as they are."""
+        """Make a copy of the bucket whose fills leave some slots as they are."""
         made = copy.copy(self)
         made.left = left
         made._last = None  # noqa: SLF001 - its own
@@ -208,25 +208,25 @@ class Bucket:
 
     @functools.cached_property
     def fused(self) -> frozenset[str]:
-        """What the fill kernel writes."""
+        """The slots that the fill kernel writes."""
         return frozenset(self.plan.fused)
 
     def at(self, live: Live) -> ShownSlots:
-        """Give what steps of these sizes see; of an exact bucket what was shown last is kept."""
+        """Return what steps of these sizes see. An exact bucket keeps only what it returned last."""
         last = self._last
         if last is None or (self.exact and last.live != live):
             views, anew = self.views, None
-            if self.exact:  # for many sizes there is no second step, and its views need no aliases
+            if self.exact:  # many sizes occur in one step only, whose views then need no aliases
                 views, anew = self._views_of(live), functools.partial(self._views_of, live)
             last = self._last = ShownSlots(live, views, Aliases(views, anew), self._functions(views))
         return last
 
     def compute_on_device(self) -> None:
-        """Run what the device computes, of a bucket that is padded."""
+        """Run what the device computes, for a bucket that is not exact."""
         run_all(self.functions(self.padded).on_device)
 
     def step(self, live: Live) -> Step:
-        """Give the sizes of a call as functions see them; the last ones are kept."""
+        """Return the sizes of a call as functions see them, and keep them for the next call."""
         last = self._last_step
         if last is None or last[0] != live:
             known = dict(zip(self.declaration.varying, live, strict=False))
@@ -235,17 +235,17 @@ class Bucket:
         return last[1]
 
     def has_room(self, live: Live) -> bool:
-        """Say whether a batch has no more rows than the bucket."""
+        """Return whether the bucket has room for a batch."""
         return all(map(operator.le, live, self.padded))
 
     def check_room(self, live: Live) -> None:
-        """Raise BatchError where a batch has more rows than the bucket."""
+        """Raise BatchError if a batch has more rows than the bucket."""
         for axis, rows, most in zip(self.declaration.varying, live, self.padded, strict=False):
             if rows > most:
                 raise BatchError(f"the batch has {rows} rows on {axis}, more than the {most} of this bucket")
 
     def fill(self, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
-        """Fill from a batch of `live` rows on each varying axis; all but what the device computes.
+        """Fill from a batch of `live` rows on each varying axis, except what the device computes.
 
         Raises MissingSourceError and BatchError before anything is written.
         """
@@ -254,16 +254,16 @@ class Bucket:
         return self.filled(live)
 
     def filled(self, live: Live) -> FilledBucket:
-        """Describe a fill of these live sizes."""
+        """Return the result of a fill of these live sizes."""
         shown = self.at(live)
         return FilledBucket(shown.views, live, shown.functions.on_device)
 
     def admit(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken]:
-        """Choose the bound plan for a batch, and take its sources; nothing is written. Raises as a fill."""
+        """Choose the bound plan for a batch, and take its sources. Writes nothing, and raises as a fill does."""
         return self.take_known(sources, live) or self._admit_anew(sources, live, below_modes(self.table.find, sources))
 
     def take_known(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
-        """Take the sources of a batch by a plan that was bound for such ones. Return None where there is none."""
+        """Take a batch's sources by a plan that was bound for its kinds. Return None if there is none."""
         return below_modes(self._take_known, sources, live)
 
     def _take_known(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
@@ -273,7 +273,7 @@ class Bucket:
         return self.take(kinds, sources, live)
 
     def take(self, kinds: SourceKinds, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
-        """Take sources of known kinds, which have these sizes. Return None where no plan was bound for such ones."""
+        """Take sources of known kinds and sizes. Return None if no plan was bound for them."""
         if live is not self._fits:
             if not self.has_room(live):
                 return None
@@ -288,7 +288,7 @@ class Bucket:
         return None
 
     def _admit_anew(self, sources: Sources, live: Live, kinds: SourceKinds | None) -> tuple[BoundPlan, Taken]:
-        """Look at each source, plan, and bind the plan. Raises as a fill."""
+        """Check each source, make a plan, and bind it. Raises as a fill does."""
         plan = self._bind(sources, live)
         taken = below_modes(plan.take, sources, live)
         if taken is None:
@@ -300,7 +300,10 @@ class Bucket:
     def fill_slot_by_slot(
         self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None
     ) -> FilledBucket:
-        """Fill by the oracle, what the device computes included. Raises as a fill. given: what `tensors` gave."""
+        """Fill by the oracle, including what the device computes. Raises as a fill does.
+
+        `given` is what `tensors` returned, if that was called before.
+        """
         given = self.tensors(batch, live, side) if given is None else given
         self.buffers.distrust()
         step = self.step(live)
@@ -309,18 +312,21 @@ class Bucket:
         return FilledBucket(self.at(live).views, live, ())
 
     def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
-        """Give what a fill would copy, by slot, as tensors where slots are; nothing is written. Raises as a fill."""
+        """Return what a fill would copy, by slot, as tensors on the slots' devices.
+
+        Writes nothing, and raises as a fill does.
+        """
         return self.tensors_of(self.table.gather(batch, side), live)
 
     def tensors_of(self, sources: Sources, live: Live) -> dict[str, torch.Tensor]:
-        """Give what a fill from these sources would copy, likewise."""
+        """Return what a fill from these sources would copy, in the same form."""
         self.check_room(live)
         move = self.feed.move if self._packs else None
         found = self._admitted(sources, live)
         return {to.name: placed(to, source, tensor, self.buffers, move) for to, source, tensor in found}
 
     def functions(self, live: Live) -> Functions:
-        """Give the functions for a call of these sizes."""
+        """Return the functions for a call of these sizes."""
         return self.at(live).functions
 
     def _functions(self, views: Views) -> Functions:
@@ -339,7 +345,7 @@ class Bucket:
         return Functions(on_host, packed, on_device, ask_step)
 
     def computation(self, slot: str, views: Views) -> Computation:
-        """Bind a computed slot's function to what it needs of views, and to its own."""
+        """Bind a computed slot's function to the views that it needs, and to its own slot."""
         given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
         target = views[slot]
         if target is None:
@@ -348,11 +354,11 @@ class Bucket:
 
     @property
     def _computed(self) -> list[ComputeStep]:
-        """What fills compute, in its order."""
+        """What fills compute, in order."""
         return [one for one in self.plan.computed if one.slot not in self.left]
 
     def _ask(self, step: Step) -> None:
-        """Call each function of sizes alone once: DeclarationError where it asks for an unknown size.
+        """Call each function that needs only sizes once. Raise DeclarationError if it asks for an unknown size.
 
         Any other error waits for the fill that needs the function's value.
         """
@@ -374,7 +380,7 @@ class Bucket:
         return tuple([self._lane(name, self.declaration.slots[name], pads.get(name)) for name in self.plan.fused])
 
     def _lane(self, name: str, slot: Slot, pad: Number | None) -> Lane:
-        """Describe one slot's way through the kernel, and what it advances to there."""
+        """Make the lane of one slot, with what it advances to."""
         lane = Lane.of(name, self.buffers[name].view(self.sizes), slot.varying, pad)
         source, add = self.transitions[DEVICE].sources.get(name, (None, 0))
         lane = attrs.evolve(lane, source=None if source is None else source.view(self.sizes), add=add)
@@ -392,7 +398,7 @@ class Bucket:
 
     @functools.cached_property
     def transitions(self) -> Mapping[Placement, Transition]:
-        """The rules of slots on the device, and of those on the host."""
+        """The rules of slots on the device, and of slots on the host."""
         slots = self.declaration.slots
         written = {tail.slot: tail.value for tail in self.plan.tails if tail.always}
         found: dict[Placement, Transition] = {}
@@ -403,26 +409,26 @@ class Bucket:
         return found
 
     def tails(self, live: Live, *, always: bool) -> Iterator[tuple[torch.Tensor, Number]]:
-        """Slice the padded rows that copies leave, of tails that each step resets, or of those that may be clean."""
+        """Yield the padded rows and tail values that copies leave, for tails reset in each step or for all others."""
         for tail in self.plan.tails:
             if tail.always == always and not tail.fused:
                 for part in self.rows[tail.slot].tails(self.buffers[tail.slot].tensor, live, self.padded):
                     yield part, tail.value
 
     def table_of_lanes(self, block: int) -> npt.NDArray[np.int64]:
-        """Make the kernel's table of the lanes, in blocks of so many words."""
+        """Make the kernel's table of the lanes, in blocks of `block` words."""
         return table_of(self.lanes, block, self.owner, len(self.declaration.counted))
 
     def _bind(self, sources: Sources, live: Live) -> BoundPlan:
-        """Admit sources, and bind a plan for their kinds. BatchError where one does not fit; nothing is written."""
+        """Admit sources, and bind a plan for their kinds. Raise BatchError if one does not fit. Writes nothing."""
         self.check_room(live)
-        self.at(live)  # functions are bound, and asked, before anything is written
+        self.at(live)  # binds and tries functions before anything is written
         ways = self._ways(sources, live)
         plan = self._planned(self._pattern(ways))
         return BoundPlan(plan, self, self.buffers, ways, self._writers(plan, ways))
 
     def _admitted(self, sources: Sources, live: Live) -> Admitted:
-        """Check the sources of the slots that are there, each also as a tensor. Raises as `check_sources`."""
+        """Check the sources of the slots that are present, and make tensors of them. Raises as `check_sources` does."""
         asked = list[Any]()
         for name, source in zip(self.table.names, sources, strict=True):
             if not self._is_left_out(name, source):
@@ -430,11 +436,11 @@ class Bucket:
         return check_sources(asked)
 
     def _is_left_out(self, name: str, source: Any) -> bool:
-        """Say whether nothing is brought for a slot."""
+        """Return whether a slot gets no source."""
         return name in self.absent or name in self.left or (self.partial and source is None)
 
     def _ways(self, sources: Sources, live: Live) -> list[Way]:
-        """Choose how each source reaches its slot. MissingSourceError and BatchError where one does not fit."""
+        """Choose how each source reaches its slot. Raise MissingSourceError or BatchError if one does not fit."""
         places = {name: place for place, name in enumerate(self.table.names)}
         ways = list[Way]()
         for to, source, tensor in self._admitted(sources, live):
@@ -451,12 +457,12 @@ class Bucket:
 
     @functools.cached_property
     def _direct(self) -> frozenset[str]:
-        """What is written by its address in host memory."""
+        """The slots that are written by address in host memory."""
         every = self.lowering.copies == "direct"
         return frozenset([name for name, slot in self.declaration.slots.items() if every or slot.placement == HOST])
 
     def _pattern(self, ways: Sequence[Way]) -> Pattern:
-        """Tell which plan sources need: the kernel takes them all by one."""
+        """Return the pattern of the plan that sources need. With a kernel, one plan suits all sources."""
         if self.lowering.has_kernel:
             return Pattern(self.absent)
         in_place = [way.slot for way in ways if way.in_place]
@@ -473,7 +479,7 @@ class Bucket:
         return known
 
     def _writers(self, plan: FillPlan, ways: Sequence[Way]) -> Writers:
-        """Make what a plan writes with."""
+        """Make the writers of a plan."""
         order, packing = order_of(ways), None
         if self.lowering.has_kernel or plan.packed:
             packing = self._packing(plan, ways, order)
@@ -495,7 +501,8 @@ class Bucket:
             late=late,
             packing=packing,
             computes=not self.partial and any(one.on == HOST for one in self._computed),
-            distrusts=bool(in_place) and self.lowering.has_kernel,  # their plans mark no tail `always` for it
+            # plans with a kernel do not depend on sources in place, and so mark no tail `always` for them
+            distrusts=bool(in_place) and self.lowering.has_kernel,
         )
 
     def _packing(self, plan: FillPlan, ways: Sequence[Way], order: Mapping[int, int]) -> Packing:
@@ -523,7 +530,7 @@ class Bucket:
     def _copies(
         self, how: How, ways: Sequence[Way], packed: Sequence[str], packing: Packing | None, order: Mapping[int, int]
     ) -> Iterator[Copies]:
-        """Make what copies the slots of one group. packed: those that are copied from parts of the packet."""
+        """Yield what copies the slots of one group. `packed` names those that are copied from parts of the packet."""
         others = [way for way in ways if way.slot not in packed]
         direct = [way for way in others if way.is_piece and (way.is_bytes or how == "direct")]
         others = [way for way in others if way not in direct]
@@ -543,7 +550,7 @@ class Bucket:
             yield ForeachCopies((), (name,), packing, self.rows)
 
     def _tails(self, tails: Sequence[TailReset], copied: Collection[str]) -> list[Tails]:
-        """Make what resets some tails. copied: slots whose live rows are copied afterwards."""
+        """Make what resets some tails. `copied` names slots whose live rows are copied afterwards."""
         direct, others = list[TailOf](), list[TailOf]()
         for one in tails:
             tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value, one.slot in copied)
@@ -553,7 +560,7 @@ class Bucket:
 
 
 def _merged(plan: FillPlan) -> list[CopyGroup]:
-    """The groups that are copied together: all direct ones, and, where the device can, all foreach ones."""
+    """Return the groups that are copied together: all direct ones and, if the plan mixes them, all foreach ones."""
     groups = list[CopyGroup]()
     for how in ("direct", "foreach", "single"):
         found = [group for group in plan.copies if group.how == how]
@@ -564,9 +571,10 @@ def _merged(plan: FillPlan) -> list[CopyGroup]:
 
 
 def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
-    """Give what a fill would have made, with the batch's tensors in the place of copies, of their own dtypes.
+    """Return what a fill would have made, with the batch's own tensors instead of copies, in their own dtypes.
 
-    Host data comes as a tensor where its slot is, and what the step writes as a copy. Raises as a fill does.
+    Host data becomes a tensor on its slot's device, and a slot that the step writes becomes a copy. Raises as a fill
+    does.
     """
     given = bucket.tensors(batch, live, side)
     slots = bucket.declaration.slots

@@ -1,4 +1,4 @@
-"""Kinds: what makes one batch like another but for its sizes, and how live sizes are read from its sources."""
+"""Kinds: what makes two batches alike except for their sizes, and how live sizes are read from sources."""
 
 import collections
 import operator
@@ -17,22 +17,22 @@ from ..sources import Gather, Side, Sources, chosen
 from .reach import Reach, Rows
 
 KINDS: Final = 8
-"""Kinds of batches that a table keeps. The oldest goes first."""
+"""The most kinds of batches that a table keeps. The oldest is dropped first."""
 MOST_DIMS: Final = 64
-"""Dims that torch's tensors have at most."""
+"""The most dims that a torch tensor can have."""
 _SHAPE: Final = operator.attrgetter("shape")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _UNLIKE: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What reading a source raises that is of another kind than the one before it."""
+"""Errors of reading a source whose kind differs from the one before it."""
 
 
 @attrs.frozen
 class SizesAlike:
-    """Dims of sources that must have one size.
+    """Dims of sources that must have the same size.
 
     Attributes:
-        reach: The size for live sizes.
-        dims: Each source's place among those that are present, and its dim.
+        reach: Computes the size from live sizes.
+        dims: The index of each source among those that are present, and its dim.
     """
 
     reach: Reach
@@ -41,10 +41,10 @@ class SizesAlike:
 
 @attrs.frozen
 class Teller:
-    """The dim of a source that tells how many rows an axis has: its size is `base + slope * rows`.
+    """The dim of a source that determines the rows of an axis: its size is `base + slope * rows`.
 
     Attributes:
-        source: The source's place among those that are present.
+        source: The index of the source among those that are present.
         dim: The dim.
         base: Its size for no rows.
         slope: What each row adds.
@@ -61,8 +61,8 @@ class Sizing:
     """How live sizes are read.
 
     Attributes:
-        tellers: What tells each independent axis; None where no source does, and there are no rows.
-        lines: By axis of the live sizes, the teller that it follows from, and the base and slope by which it does.
+        tellers: The dim that determines each independent axis, or None if no source does, and there are no rows.
+        lines: By axis of the live sizes, the index of its teller, and the base and slope of its size.
     """
 
     tellers: Sequence[Teller | None]
@@ -70,9 +70,9 @@ class Sizing:
 
 
 def shape_of_list(value: Any) -> tuple[int, ...]:
-    """Read the shape of nested lists by the first row of each. Whoever converts them checks the other rows."""
+    """Read the shape of nested lists from the first row of each. Code that converts them checks the other rows."""
     shape = list[int]()
-    while isinstance(value, list | tuple) and len(shape) <= MOST_DIMS:  # one that holds itself has no end
+    while isinstance(value, list | tuple) and len(shape) <= MOST_DIMS:  # a list that contains itself has no end
         shape.append(len(value))
         value = value[0] if value else None
     return tuple(shape)
@@ -82,8 +82,8 @@ class SourceKinds:
     """The kind of each source of a batch: its type, dtype, device and layout. Sizes along axes are free.
 
     Attributes:
-        absent: Optional slots that no source is there for.
-        plans: What was bound for batches of these kinds, by bucket.
+        absent: Optional slots that have no source.
+        plans: The plans bound for batches of these kinds, by bucket.
     """
 
     __slots__ = (
@@ -111,14 +111,14 @@ class SourceKinds:
         sizing: Sizing | None,
         absent: frozenset[str],
     ) -> None:
-        """Take the kinds of a batch's sources, which were admitted.
+        """Record the kinds of a batch's sources, which were admitted.
 
         Args:
             like: The sources, None for an absent one.
             rows: By source, the rows of its slot.
             sizes: The sizes that dims must have.
-            sizing: How live sizes are read; None where the caller gives them.
-            absent: Optional slots that no source is there for.
+            sizing: How live sizes are read, or None if the caller gives them.
+            absent: Optional slots that have no source.
         """
         self.absent = absent
         self.plans = dict[Any, list[Any]]()
@@ -141,14 +141,14 @@ class SourceKinds:
         self._last: tuple[Sequence[Sequence[int]] | None, Live, Guard | None] = None, (), None
 
     def read(self, sources: Sources) -> Live | None:
-        """Read the live size of each axis. Return None for sources of other kinds, or that do not agree."""
+        """Read the live size of each axis. Return None for sources of other kinds, or whose sizes do not agree."""
         last_shapes, last_live, again = self._last
-        if again is not None:  # they may be as the last ones, sizes included
+        if again is not None:  # they may be like the last ones, with the same sizes
             present = self._present(sources)
             try:
-                if True not in map(_IS_NESTED, present) and again(*present):  # at a nested one it ends the process
+                if True not in map(_IS_NESTED, present) and again(*present):  # a nested one would end the process
                     return last_live
-            except AttributeError:  # a source that is no tensor
+            except AttributeError:  # a source that is not a tensor
                 return None
         shapes = self._shapes(sources)
         if shapes is None:
@@ -160,20 +160,20 @@ class SourceKinds:
         live = self._read(shapes)
         if live is None or not self._agree(shapes, live):
             return None
-        self._last = shapes, live, None  # in one assignment: an interrupt finds all or none of them
+        self._last = shapes, live, None  # one assignment, so that an interrupt finds all of them or none
         return live
 
     def fit(self, sources: Sources, live: Live) -> bool:
-        """Say whether sources are of these kinds, and of given live sizes."""
+        """Return whether sources are of these kinds, and have the given live sizes."""
         shapes = self._shapes(sources)
         return shapes is not None and self._agree(shapes, live)
 
     def match(self, sources: Sources) -> bool:
-        """Say whether sources are of these kinds, whatever their sizes."""
+        """Return whether sources are of these kinds, whatever their sizes."""
         return self._shapes(sources) is not None
 
     def _shapes(self, sources: Sources) -> Sequence[Sequence[int]] | None:  # noqa: C901, PLR0911 - each of them a test
-        """Read the shape of each source that is there. Return None for sources of other kinds."""
+        """Read the shape of each source that is present. Return None for sources of other kinds."""
         try:
             present = self._present(sources)
             if self._readers is None:
@@ -182,7 +182,7 @@ class SourceKinds:
             else:
                 shapes = tuple([read(source) for read, source in zip(self._readers, present, strict=True)])
                 tensors = self._of_tensors(sources)
-            if not self._guard(*tensors):  # of nested tensors, at which it ends the process, the shape was refused
+            if not self._guard(*tensors):  # reading the shape of a nested tensor raised before this
                 return None
             for place in self._dense:
                 if not sources[place].is_contiguous():
@@ -211,7 +211,7 @@ class SourceKinds:
                 rows.append(0)
                 continue
             shape = shapes[teller.source]
-            if len(shape) <= teller.dim:  # nested lists that are not nested as deep
+            if len(shape) <= teller.dim:  # lists nested less deep than before
                 return None
             count, rest = divmod(shape[teller.dim] - teller.base, teller.slope)
             if rest or count < 0:
@@ -220,7 +220,7 @@ class SourceKinds:
         return tuple([base + slope * rows[teller] for teller, base, slope in sizing.lines])
 
     def _agree(self, shapes: Sequence[Sequence[int]], live: Live) -> bool:
-        """Say whether each dim has the size that live sizes give it."""
+        """Return whether each dim has the size that follows from live sizes."""
         for source, rank in self._ranks:
             if len(shapes[source]) != rank:
                 return False
@@ -233,17 +233,17 @@ class SourceKinds:
 
 
 class KindTable:
-    """Finds the kinds of a batch's sources among those that came before.
+    """Finds the kinds of a batch's sources among those seen before.
 
     Attributes:
         names: The slots that batches have sources for.
         gather: Reads all of these from a batch, in their order.
         rows: The rows of each slot.
-        known: The kinds that came before, the last ones first.
+        known: The kinds seen before, the latest first.
     """
 
     def __init__(self, declaration: Declaration, rows: Mapping[str, Rows], sizer: Sizer | None = None) -> None:
-        """Make an empty one. sizer: says what tells live sizes; None where callers give them."""
+        """Make an empty table. `sizer` determines how live sizes are read; None if callers give them."""
         self.names = tuple(declaration.sources)
         self.gather: Callable[[Any, Side], Sources] = Gather([*declaration.sources.values()])
         self.rows = rows
@@ -252,25 +252,23 @@ class KindTable:
         self.known = list[SourceKinds]()
 
     def find(self, sources: Sources) -> SourceKinds | None:
-        """Find the kinds of sources. Those that were found last are tried first."""
+        """Find the kinds of sources. The kinds found last are tried first."""
         for kinds in self.known:
             if kinds.match(sources):
-                if (
-                    kinds is not self.known[0]
-                ):  # in one assignment: an interrupt finds the list as it was or as it will be
+                if kinds is not self.known[0]:  # one assignment, so that an interrupt finds the old list or the new one
                     self.known[:] = [kinds, *(other for other in self.known if other is not kinds)]
                 return kinds
         return None
 
     def add(self, sources: Sources) -> SourceKinds:
-        """Take up the kinds of a batch that was admitted."""
+        """Add the kinds of a batch that was admitted."""
         present = [place for place, source in enumerate(sources) if source is not None]
         often = collections.Counter(map(id, sources))
         sizes = dict[Dim, SizesAlike]()
         for number, place in enumerate(present):
             rows, source = self._rows[place], sources[place]
             is_guarded = isinstance(source, torch.Tensor) and often[id(source)] == 1
-            dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard knows the other dims
+            dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard checks the other dims
             for dim in dims:
                 alike = sizes.setdefault(rows.sizes[dim], SizesAlike(rows.shape[dim], []))
                 alike.dims.append((number, dim))
@@ -284,7 +282,7 @@ class KindTable:
         self.known[:] = []
 
     def _sizing(self, present: Sequence[int]) -> Sizing | None:
-        """Choose what tells live sizes, of the sources that are there."""
+        """Choose which of the sources that are present determine live sizes."""
         if self._sizer is None:
             return None
         at = {self.names[place]: number for number, place in enumerate(present)}

@@ -1,4 +1,4 @@
-"""Packing: what a bound plan's packet holds in one call, and where: see `..packet` for the layout."""
+"""Packing: what a bound plan's packet holds in one call, and where; see `..packet` for the layout."""
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from .reach import Reach, Rows
 from .ways import Way
 
 _PADDING: Final = [bytes(-nbytes % UNIT) for nbytes in range(UNIT)]
-"""By what is over in the last unit, the bytes that fill it up."""
+"""The bytes that fill up the last unit, by the bytes used in it."""
 
 
 @attrs.frozen(eq=False)
@@ -26,8 +26,8 @@ class Carried:
         target: The slot's buffer, at full capacity.
         dtype: The dtype of what is carried.
         rows: The slot's rows.
-        padded: Padded rows on each axis, all of which are carried; None for live rows alone.
-        place: The source's place; None for what the host computes.
+        padded: Padded rows on each axis, all of which are carried, or None for live rows only.
+        place: The source's place, or None for what the host computes.
     """
 
     slot: str
@@ -38,11 +38,11 @@ class Carried:
     place: int | None = None
 
     def shape(self, live: Live) -> Extent:
-        """Tell the shape of what is carried."""
+        """Return the shape of what is carried."""
         return self.rows.extent(live if self.padded is None else self.padded)
 
     def nbytes(self, live: Live) -> int:
-        """Tell its bytes."""
+        """Return the bytes of what is carried."""
         nbytes = self.dtype.itemsize
         for size in self.shape(live):
             nbytes *= size
@@ -53,7 +53,7 @@ class Packing:
     """Packs the packet of one bound plan.
 
     Attributes:
-        feed: What the packet is sent by.
+        feed: What sends the packet.
     """
 
     __slots__ = (
@@ -88,12 +88,12 @@ class Packing:
         """Lay out what does not depend on sizes.
 
         Args:
-            feed: What the packet is sent by.
+            feed: What sends the packet.
             lanes: What the kernel writes.
             owner: The number of the kernel's table.
-            counted: The sizes of which the packet has the live count.
+            counted: The sizes whose live counts are in the packet.
             ways: How sources reach their slots.
-            order: By a source's place, where its address is among those that are taken.
+            order: By a source's place, the index of its address among those that `take` returns.
             carried: What travels in the packet: first host data in the order of its ways, then computed values.
             left: Slots that the kernel leaves as they are.
         """
@@ -129,11 +129,11 @@ class Packing:
         self._sized: tuple[Live | None, bytes, Sequence[int]] = None, b"", ()
 
     def nbytes(self, live: Live) -> int:
-        """Tell the bytes of the packet of a call."""
+        """Return the bytes of the packet of a call."""
         return self._start + sum(rounded(one.nbytes(live)) for one in self._carried)
 
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
-        """Pack the words and the host data of a call. What the host computes comes behind them."""
+        """Pack the words and the host data of a call. The caller appends what the host computes."""
         last_addresses, last_live, words = self._last
         if addresses != last_addresses or live != last_live:
             words = self._pack_words(addresses, live)
@@ -155,11 +155,11 @@ class Packing:
             carried = [self._base + start for start in self._starts(live)]
             self._sized = live, begin, carried
         words = begin + self._addresses.pack(*self._order((*addresses, *carried, 0)))
-        self._last = addresses, live, words  # in one assignment: an interrupt finds all or none of them
+        self._last = addresses, live, words  # one assignment, so that an interrupt finds all of them or none
         return words
 
     def _starts(self, live: Live) -> list[int]:
-        """Tell where in the packet each part begins."""
+        """Return where in the packet each part begins."""
         starts = list[int]()
         start = self._start
         for one in self._carried:
@@ -168,7 +168,7 @@ class Packing:
         return starts
 
     def part(self, slot: str, live: Live) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the rows of a slot, and the part of the packet that is copied there."""
+        """Return the rows of a slot, and the part of the packet that is copied to them."""
         starts = self._starts(live)
         for one, start in zip(self._carried, starts, strict=True):
             if one.slot == slot:

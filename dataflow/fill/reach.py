@@ -11,13 +11,13 @@ from ..axes import Axis, Dim, Extent, Live, Sizes
 from ..slots import Slot
 
 Reach: TypeAlias = Callable[[Live], int]
-"""Gives a dim's size for live sizes, one for each varying axis in the declaration's order; more may follow."""
+"""Computes a dim's size from live sizes, one for each varying axis in the declaration's order; more may follow."""
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""A first row and the one behind the last, along each dim that varies."""
+"""The first row and one past the last, along each dim that varies."""
 
 
 def reach_of(dim: Dim, varying: Sequence[Axis], fixed: Sizes) -> Reach:
-    """Compile a dim: an axis alone, a number that follows from one axis, or any other expression."""
+    """Compile a dim to a function of live sizes."""
     places = {axis: place for place, axis in enumerate(varying)}
     lead = dim.reveals()
     if lead is not None and dim == Dim.of(lead):
@@ -37,7 +37,7 @@ def reach_of(dim: Dim, varying: Sequence[Axis], fixed: Sizes) -> Reach:
 
 
 def index_of(dims: Sequence[int], box: Box) -> tuple[slice, ...]:
-    """Make an index for a box of rows along some dims, with all of every dim before the last of them."""
+    """Make an index for a box of rows along some dims. It takes all of any other dim before the last of them."""
     index = [slice(None)] * (dims[-1] + 1 if dims else 0)
     for dim, (start, stop) in zip(dims, box, strict=True):
         index[dim] = slice(start, stop)
@@ -72,11 +72,11 @@ class Rows:
         self.reaches = [self.shape[dim] for dim in slot.varying]
 
     def at(self, live: Live) -> Extent:
-        """Tell the size along each dim that varies."""
+        """Return the size along each dim that varies."""
         return tuple([reach(live) for reach in self.reaches])
 
     def extent(self, live: Live) -> Extent:
-        """Tell the size along every dim."""
+        """Return the size along every dim."""
         return tuple([reach(live) for reach in self.shape])
 
     def cut(self, tensor: torch.Tensor, live: Live) -> torch.Tensor:

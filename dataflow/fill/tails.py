@@ -1,13 +1,13 @@
-"""Clean tails: who knows which padded rows hold what their rules say."""
+"""Clean tails: which padded rows are known to hold what their rules say."""
 
 from ..axes import Live
 
 
 class CleanTails:
-    """Knows up to which rows the tails in one memory may be dirty. Every fill of the memory asks it.
+    """Records up to which rows the tails in one memory may be dirty. Every fill of the memory asks it.
 
     Attributes:
-        handed_out: Whether producers were given the slots, which they may write at any time.
+        handed_out: Whether producers have references to the slots, so that they may write them at any time.
     """
 
     __slots__ = ("_filled_by", "_live", "handed_out")
@@ -18,7 +18,7 @@ class CleanTails:
         self._live: Live = ()
 
     def begin(self, by: object, live: Live, padded: Live) -> Live | None:
-        """Note that a fill begins, and forget what is known until it is done.
+        """Record that a fill begins, and forget what is known until it is done.
 
         Args:
             by: What resets the tails, the same object for the same slots and padded sizes.
@@ -26,7 +26,7 @@ class CleanTails:
             padded: Padded rows on each axis.
 
         Returns:
-            The rows on each axis up to which tails may be dirty, or None where all of them are clean.
+            The rows on each axis up to which tails may be dirty, or None if all of them are clean.
         """
         is_known = self._filled_by is by and not self.handed_out
         self._filled_by = None
@@ -41,14 +41,14 @@ class CleanTails:
         return None
 
     def done(self, by: object, live: Live) -> None:
-        """Note that a fill wrote all that it had to."""
+        """Record that a fill wrote all that it had to."""
         self._live = live
-        self._filled_by = by  # last: an interrupt before it leaves every tail dirty
+        self._filled_by = by  # last, so that an interrupt before it leaves every tail dirty
 
     def was(self, by: object, live: Live) -> bool:
-        """Say whether the last fill was this one, of these live sizes, and nobody else wrote slots since."""
+        """Return whether the last fill was this one, with these live sizes, and nobody else wrote slots since."""
         return self._filled_by is by and self._live == live and not self.handed_out
 
     def forget(self) -> None:
-        """Take every tail for dirty: somebody else wrote slots, or a fill broke off."""
+        """Treat every tail as dirty, because somebody else wrote slots or a fill was interrupted."""
         self._filled_by = None

@@ -18,7 +18,7 @@ from .reach import Rows
 
 Convert = Callable[..., Any]
 FEW_ROWS: Final = 4
-"""Outer rows up to which they are copied by address one by one: a copy by torch takes as long as so many."""
+"""The most outer rows that are copied by address one by one. A copy by torch takes as long as this many."""
 
 
 @attrs.frozen(eq=False)
@@ -29,13 +29,13 @@ class Way:
         slot: The slot's name.
         target: The slot's buffer, at full capacity.
         place: The source's place among those of a batch.
-        dtype: The dtype of what is written, the slot's own where nobody converts.
-        convert: Makes a tensor or bytes of the source first; None where it is taken as it is.
-        rows: The rows of the slot, where `convert` also asks for the shape; else None.
+        dtype: The dtype of what is written, which is the slot's own if no copy or kernel converts.
+        convert: Makes a tensor or bytes of the source first. None if the source is used as it is.
+        rows: The rows of the slot, if `convert` also takes the shape, else None.
         is_bytes: Whether bytes are written.
-        is_piece: Whether what is written has the slot's own dtype and lies in one piece, or in few.
+        is_piece: Whether what is written has the slot's own dtype and is in one piece, or in few.
         in_place: Whether the source is the slot's own memory, which a producer has written.
-        pace: Elements from one outer row to the next, of a tensor with rows apart; 0 where rows follow one another.
+        pace: Elements from one outer row of the source to the next, or 0 if the rows are adjacent.
     """
 
     slot: str
@@ -57,11 +57,11 @@ class Chooser:
     Attributes:
         to: The slot's buffer.
         rows: The slot's rows.
-        buffers: All buffers, in which sources may lie.
+        buffers: All buffers, which sources may overlap.
         is_direct: Whether the slot is written by its address in host memory.
         is_lane: Whether the fill kernel writes the slot.
         is_packed: Whether a packet takes the slot's host data.
-        move: Takes other host data to the device; None where the device has no uploads.
+        move: Copies other host data to the device, or None if the device has no uploads.
     """
 
     to: Buffer
@@ -73,7 +73,7 @@ class Chooser:
     move: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def choose(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
-        """Choose the way of a source, which was admitted as a tensor."""
+        """Choose the way of a source, which was admitted as `tensor`."""
         to = self.to
         target, own = to.tensor, to.tensor.dtype
         if isinstance(source, torch.Tensor) and is_in_place(source, to):
@@ -85,9 +85,9 @@ class Chooser:
         return self._from_an_address(place, source)
 
     def _from_an_address(self, place: int, source: torch.Tensor) -> Way:
-        """Choose for a tensor that lies where its slot does."""
+        """Choose for a tensor on its slot's device."""
         to, own = self.to, self.to.tensor.dtype
-        is_plain = not (source.is_neg() or source.is_conj())  # of negated bytes no negative numbers are made later
+        is_plain = not (source.is_neg() or source.is_conj())  # a copy of raw bytes would lose the negation
         if is_plain and not self.is_lane:
             return Way(to.name, to.tensor, place, source.dtype)
         if is_plain and lane_takes(to, source.dtype):
@@ -125,7 +125,7 @@ class Chooser:
         return Way(to.name, to.tensor, place, own, self._moved, self.rows)
 
     def _bytes_of(self, source: Any, tensor: torch.Tensor) -> Convert | None:
-        """Choose what makes bytes of host data without a tensor in between; None where one is needed."""
+        """Choose what makes bytes of host data without a tensor in between, or None if a tensor is needed."""
         own = self.to.tensor.dtype
         if isinstance(source, torch.Tensor):
             is_plain = source.is_contiguous() and not source.is_neg() and not source.is_conj()
@@ -141,27 +141,27 @@ class Chooser:
         return None
 
     def _dense(self, source: Any, shape: Extent) -> torch.Tensor:
-        """Make a host tensor of the slot's dtype and of a shape of host data of any kind, outside of all slots."""
+        """Make a host tensor of a shape and the slot's dtype from any host data, in memory outside all slots."""
         return dense_of(admitted(self.to, source, shape), self.to.tensor.dtype, self.buffers)
 
     def _dense_bytes(self, source: Any, shape: Extent) -> bytes:
-        """Make bytes of it."""
+        """Make bytes of host data."""
         return bytes_of_tensor(self._dense(source, shape))
 
     def _moved(self, source: Any, shape: Extent) -> torch.Tensor:
-        """Make a tensor on the device of it."""
+        """Make a tensor on the device from host data."""
         made = self._dense(source, shape)
         return made.to(self.to.tensor.device) if self.move is None else self.move(made)
 
 
 def has_few_rows(to: Buffer) -> bool:
-    """Say whether the live rows of a slot are so few pieces that each is best copied by its address."""
+    """Return whether a slot's live rows form so few pieces that each is best copied by address."""
     varying = to.slot.varying
     return len(varying) <= 1 and math.prod(to.tensor.shape[: varying[0] if varying else 0]) <= FEW_ROWS
 
 
 def _plain_copy(dtype: torch.dtype) -> Convert:
-    """Make what copies tensors into one piece, in a dtype."""
+    """Make a function that copies a tensor to a contiguous one of a dtype."""
 
     def convert(source: torch.Tensor) -> torch.Tensor:
         if source.numel() and not source.data_ptr():
@@ -173,5 +173,5 @@ def _plain_copy(dtype: torch.dtype) -> Convert:
 
 @functools.cache
 def _packer_of_lists(dtype: torch.dtype) -> Convert:
-    """Make what packs lists of numbers, the same one for each dtype."""
+    """Return the function that packs lists of numbers, which is one object for each dtype."""
     return functools.partial(bytes_of_list, dtype=dtype)

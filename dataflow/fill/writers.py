@@ -1,7 +1,4 @@
-"""Writers: what copies sources into slots and resets tails, for any live sizes.
-
-A writer is bound to buffers once, and takes live sizes as numbers of the call.
-"""
+"""Writers: copy sources into slots and reset tails. A writer is bound to buffers once, and called with live sizes."""
 
 import abc
 import ctypes
@@ -26,11 +23,11 @@ V = TypeVar("V")
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
 _ZEROED: Final = frozenset({torch.int16, torch.int32, torch.float16, torch.bfloat16, torch.float32})
-"""Dtypes that every device zeroes together: an NPU refuses a list of others. Larger ones are zeroed as int32."""
+"""Dtypes that every device can zero together: an NPU rejects a list of others. Larger ones are zeroed as int32."""
 _MEMMOVE: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes._memmove_addr  # type: ignore[attr-defined] # noqa: SLF001 - what `ctypes.memmove` calls
 )
-"""C's own, which keeps Python's lock and returns nothing: a quarter faster than `ctypes.memmove`."""
+"""C's memmove, called without releasing the GIL and without a result: a quarter faster than `ctypes.memmove`."""
 _WORDS: Final[Mapping[int, torch.dtype]] = {
     1: torch.uint8,
     2: torch.int16,
@@ -38,11 +35,11 @@ _WORDS: Final[Mapping[int, torch.dtype]] = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""By itemsize, a dtype in which NumPy holds the bits of a slot whose own dtype it may not know."""
+"""By itemsize, a dtype as which NumPy can view a slot whose own dtype it may not support."""
 _STARTS: Final = 8
-"""Rows of each axis of a bucket at which slices of tails begin, evenly apart."""
+"""Into how many steps the rows of each axis are divided for the start of tail slices."""
 _MOST_STARTS: Final = 32
-"""Beginnings of tails whose slices one object keeps."""
+"""The most starts of tails for which one object keeps slices."""
 Taken: TypeAlias = tuple[Sources, tuple[int, ...]]
 """Sources as writers read them, and the addresses of those that are tensors."""
 
@@ -85,25 +82,25 @@ class TailOf:
 
 
 def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Give a host tensor's memory as an array of words, whatever its dtype."""
+    """Return a host tensor's memory as an array of words, whatever its dtype."""
     with outside_inference():
         made: npt.NDArray[Any] = tensor.detach().view(_WORDS[tensor.dtype.itemsize]).numpy()
     return made
 
 
 def bits_of_number(value: Number, dtype: torch.dtype) -> Any:
-    """Give the word that a number is in a dtype."""
+    """Return the word that represents a number in a dtype."""
     with outside_inference():
         return bits_of(torch.full((1,), value, dtype=dtype, device="cpu"))[0]
 
 
 class HostCopies(Copies):
-    """Copies into host memory by address, with no slices of tensors."""
+    """Copies into host memory by address, without slicing tensors."""
 
     __slots__ = ("_bytes", "_pieces")
 
     def __init__(self, ways: Sequence[Way], order: Mapping[int, int], rows: Mapping[str, Rows]) -> None:
-        """Bind the slots. order: by a source's place, where its address is among those that are taken."""
+        """Bind the slots. `order` gives the index of a source's address among all, by the source's place."""
         self._bytes = [(way.place, way.target.data_ptr()) for way in ways if way.is_bytes]
         found = dict[Dim, tuple[Reach, list[tuple[int, int, int, int]]]]()
         for way in ways:
@@ -125,7 +122,7 @@ class HostCopies(Copies):
 
 
 def _pieces_of(way: Way, place: int, rows: Rows) -> tuple[Dim, Reach, list[tuple[int, int, int, int]]]:
-    """Tell what of a slot varies, its reach, and its pieces: the outer row, the address, and the bytes of a row."""
+    """Return a slot's varying size, its reach, and the place, outer row, address and row bytes of each piece."""
     target = way.target
     address = target.data_ptr()
     if not rows.dims:
@@ -156,7 +153,7 @@ class ForeachCopies(Copies):
     """Copies into several slots by one foreach call, or into a single one.
 
     Its targets are tensors over the slots' buffers. For other live sizes they are resized in place, which takes less
-    than half as long as slicing; what varies along other dims than the first is sliced.
+    than half as long as slicing. Slots that vary along another dim than the first are sliced.
     """
 
     __slots__ = ("_choose", "_cut", "_live", "_own", "_packed", "_packing", "_parts", "_resized", "_targets")
@@ -164,7 +161,7 @@ class ForeachCopies(Copies):
     def __init__(
         self, ways: Sequence[Way], packed: Sequence[str], packing: Packing | None, rows: Mapping[str, Rows]
     ) -> None:
-        """Bind the slots. packed: those that are copied from parts of the packet. packing: what knows these parts."""
+        """Bind the slots. `packed` names those that are copied from parts of the packet, which `packing` locates."""
         self._choose = chosen([way.place for way in ways])
         self._packed = packed
         self._packing = packing
@@ -191,13 +188,13 @@ class ForeachCopies(Copies):
         targets, sources = self._targets, self._choose(taken[0])
         if self._parts:
             sources = (*sources, *self._parts)
-        if len(targets) == 1:  # of some dtypes torch copies no lists
+        if len(targets) == 1:  # torch has no foreach copy of some dtypes
             targets[0].copy_(sources[0])
         else:
             _FOREACH_COPY(targets, sources)
 
     def _move(self, live: Live) -> None:
-        """Have the targets be other live rows."""
+        """Change the targets to other live rows."""
         self._live = None  # an interrupt may come between two of them
         for reach, targets in self._resized:
             rows = reach(live)
@@ -214,7 +211,7 @@ class ForeachCopies(Copies):
 
 
 class HostTails(Tails):
-    """Resets tails in host memory as words of NumPy's arrays."""
+    """Resets tails in host memory as words of NumPy arrays."""
 
     __slots__ = ("_along_one", "_along_several")
 
@@ -232,7 +229,7 @@ class HostTails(Tails):
         self._along_one = [*found.values()]
 
     def reset(self, live: Live, dirty: Live) -> None:
-        """Write what may be dirty."""
+        """Write the rows that may be dirty."""
         for reach, tails in self._along_one:
             rows = slice(reach(live), reach(dirty))
             for array, outer, word in tails:
@@ -243,15 +240,15 @@ class HostTails(Tails):
 
 
 class SlicedTails(Tails):
-    """Resets tails wherever they lie, all padded rows of the bucket, whichever of them are dirty.
+    """Resets all padded rows of tails in any memory, whichever of them are dirty.
 
-    Of slots that are copied afterwards it resets some live rows, too, so that few sizes have slices of their own.
+    In slots that are copied afterwards it also resets some live rows, so that fewer sizes need slices of their own.
     """
 
     __slots__ = ("_copied", "_exact", "_known", "_padded", "_steps")
 
     def __init__(self, tails: Sequence[TailOf], padded: Live) -> None:
-        """Bind the tails. padded: padded rows on each axis."""
+        """Bind the tails. `padded` gives the padded rows on each axis."""
         self._exact = [tail for tail in tails if not tail.is_copied]
         self._copied = [tail for tail in tails if tail.is_copied]
         self._padded = padded
@@ -259,7 +256,7 @@ class SlicedTails(Tails):
         self._known = dict[Live, TailSlices]()
 
     def reset(self, live: Live, dirty: Live) -> None:
-        """Zero some together, and fill the others one by one."""
+        """Zero some tails together, and fill the others one by one."""
         del dirty
         if self._copied:
             start = tuple([rows - rows % step for rows, step in zip(live, self._steps, strict=False)])
@@ -271,7 +268,7 @@ class SlicedTails(Tails):
             self._slice(self._exact, live).reset()
 
     def _slice(self, tails: Sequence[TailOf], live: Live) -> "TailSlices":
-        """Slice the padded rows; -0.0 equals 0 but is another number."""
+        """Slice the padded rows. -0.0 equals 0 but has other bytes."""
         zeros, others = list[torch.Tensor](), list[tuple[torch.Tensor, Number]]()
         with outside_inference():
             for tail in tails:
@@ -291,15 +288,15 @@ class TailSlices:
     """Padded rows of some slots.
 
     Attributes:
-        zeros: Those that become zero.
-        others: The others, and what they become.
+        zeros: The rows that become zero.
+        others: The other rows, and what they become.
     """
 
     zeros: list[torch.Tensor]
     others: list[tuple[torch.Tensor, Number]]
 
     def reset(self) -> None:
-        """Write them."""
+        """Write the rows."""
         if self.zeros:
             _FOREACH_ZERO(self.zeros)
         for tail, number in self.others:
@@ -307,7 +304,7 @@ class TailSlices:
 
 
 def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:
-    """Make room for one more entry in a cache of a given size; the oldest goes first."""
+    """Make room for one more entry in a cache of at most `size`, by dropping the oldest."""
     while len(cache) >= size:
         del cache[next(iter(cache))]
     return cache

@@ -1,13 +1,13 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs.
 
-What fewer programs need is in `slotgraph.standard`, `.errors`, `.speculative`, `.ranks`, `.pool`, `.config`, `.testing`
-and `.extend`.
+Less common names are in `slotgraph.standard`, `.errors`, `.speculative`, `.ranks`, `.pool`, `.config`, `.testing` and
+`.extend`.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults before the user's own are set
+import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults before the user sets others
 
 __version__ = "0.1.0"
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import the face at the first use of a name: the command line's help needs no torch."""
+        """Import the public names at the first use of one, so that the command line's help needs no torch."""
         shown = globals()
         shown.update(vars(importlib.import_module("slotgraph._face")) | shown)
         if name in shown:
@@ -27,5 +27,5 @@ else:
         raise AttributeError(f"module 'slotgraph' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """All names, also before their first use."""
+        """Return all names, even before their first use."""
         return [*__getattr__("__all__"), *globals()]

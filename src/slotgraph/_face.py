@@ -1,4 +1,7 @@
-"""The face of slotgraph, which its first use imports, and torch with it: `import slotgraph` alone needs none."""
+"""The public names of slotgraph.
+
+Their first use imports this module, and torch with it; `import slotgraph` does not.
+"""
 
 import slotgraph.errors
 import slotgraph.standard  # noqa: F401 - shown without a further import

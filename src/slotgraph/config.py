@@ -1,4 +1,4 @@
-"""Options of runners from a file, and their buckets."""
+"""Runner options from a file, and their buckets."""
 
 from slotgraph.runners.engine.config import Buckets, RunnerConfig
 

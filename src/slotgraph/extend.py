@@ -1,4 +1,4 @@
-"""For declarations that go further: slots and specifiers of your own, sources, roles, adopted memory; and types."""
+"""For advanced declarations: slots and specifiers of your own, sources, roles, adopted memory, and types."""
 
 from slotgraph.dataflow.buffers import Exclusive
 from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role

@@ -1,4 +1,4 @@
-"""Several ranks: steps that all run together, and pipelines of them."""
+"""Several ranks: steps that all of them run together, and pipelines."""
 
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.ranks.pipeline import PipelineStage

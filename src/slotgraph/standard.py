@@ -1,4 +1,4 @@
-"""The field's declarations, ready to subclass: what decode, prefill and speculative steps read in LLM engines."""
+"""Standard declarations, ready to subclass: what decode, prefill and speculative steps read in LLM engines."""
 
 # fmt: off
 from slotgraph.runners.standard.counts import (  # noqa: I001 - several names a line

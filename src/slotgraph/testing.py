@@ -1,4 +1,4 @@
-"""For suites of one's own: an assertion and a Hypothesis strategy. The fixtures are the pytest plugin's."""
+"""For your own test suite: an assertion and a Hypothesis strategy. The pytest plugin has the fixtures."""
 
 from slotgraph.runners.testing.fills import assert_fill_equals_oracle, batches
 
