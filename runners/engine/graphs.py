@@ -565,7 +565,10 @@ class GraphSet(Generic[V]):
         return found[0]
 
     def _whole_step(self, filling: Filling, look: Look) -> tuple[Callable[[], Any], Around, State]:
-        """The whole step without gradients: first the fused kernel, where it is the first node, and computed slots."""
+        """Make the whole step without gradients.
+
+        It runs the fused kernel, if that is the first node, computed slots, and the step.
+        """
         stage, filler, bucket = self.stage, self.filler, filling.bucket
         view_of = stage.viewer_of_capture(bucket)
 

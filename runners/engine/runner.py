@@ -350,7 +350,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return None if coordinator.idle(own, live) else self(empty, **given)
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:
-        """An idle rank's batch and its side arguments: what was given, or what the declaration makes, which is kept."""
+        """Return an idle rank's batch and side arguments: the given ones, or ones that are made once and kept."""
         coordinator, stage = self.coordinator, self.stage
         if batch is not None:
             rows = max(self.size(batch, side), default=0)
