@@ -250,8 +250,7 @@ class Buckets:
         """Make buckets for tokens: 16, 32, then two for each power of two (48 and 64, 96 and 128, ...) up to `largest`.
 
         At most a third of a batch of more than 16 tokens is padding. There are few, because a graph of many tokens
-        takes much
-        memory.
+        takes much memory.
         """
         powers = [1 << power for power in range(5, max(largest, 1).bit_length())]
         steps = {16, *powers, *(power * 3 // 2 for power in powers)}
@@ -296,8 +295,7 @@ class RunnerConfig:
     Attributes:
         backend: A backend's name, or "auto".
         buckets: Padded request counts to capture, or None for a default ladder up to `max_batch`. For a prefill runner
-            they
-            are token counts, up to `max_tokens`.
+            they are token counts, up to `max_tokens`.
         max_batch: The most requests of a batch.
         max_tokens: The most tokens of a prefill runner's batch.
         max_waste: The largest share of padding worth a replay.
@@ -316,8 +314,7 @@ class RunnerConfig:
         outputs: "view" for the graph's own memory, which the next step overwrites, or "copy" for tensors of the
             caller's.
         told: Options that `as_data` returns even if they have their default: those that a mapping or file named, or
-            that a
-            runner uses.
+            that a runner uses.
 
     Raises:
         ConfigError: An option has a wrong value. The message names it, what was expected and what was given. Nothing is

@@ -52,8 +52,7 @@ class InputPool(Unique):
     """Memory that runners share for their inputs, as far as their phases prove that they may.
 
     A phase begins with the first write to an input of one of its runners, by a fill or a producer. It ends when the
-    step is
-    done and its outputs have been read. Runners of one phase share nothing with one another. A runner joins by
+    step is done and its outputs have been read. Runners of one phase share nothing with one another. A runner joins by
     `phase=pool["verify"]`. The memory is laid out when the first runner needs it. A runner has memory of its own if it
     joins later, or if its backend pools no inputs, unless it is given `sharing=True`.
 

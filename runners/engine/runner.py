@@ -308,8 +308,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Send the other ranks the sizes of the next step's batch, while this step still runs.
 
         The next call uses these sizes, so its batch must have them and must be one that a fill accepts. Nothing is done
-        without
-        other ranks, or if all get the same batches.
+        without other ranks, or if all get the same batches.
 
         Args:
             batch: The next step's batch, or stand-ins of its shapes.
@@ -372,8 +371,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Wait until the device has done all its work, such as the last step.
 
         With ranks it waits for at most their `timeout`, because a captured collective waits for a lost rank for ever.
-        All ranks
-        must call it equally often.
+        All ranks must call it equally often.
 
         Raises:
             RankError: A rank is lost. The error names it, and the group's collectives on the device are aborted.

@@ -46,10 +46,8 @@ def sample_batch(
     """Draw a random batch of `live` rows on each axis that a fill accepts.
 
     Cache locations are distinct and not 0, which is reserved. Sequence lengths (slots padded with SEQ_LEN_FILL) are 1,
-    or 1
-    to their limit. Other whole numbers are 0 to their limit, or 0 and 1, so that they are indices of any table. Floats
-    are
-    normally distributed.
+    or 1 to their limit. Other whole numbers are 0 to their limit, or 0 and 1, so that they are indices of any table.
+    Floats are normally distributed.
 
     Args:
         declaration: The slots and fields.

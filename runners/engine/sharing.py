@@ -349,8 +349,7 @@ def check_layout(layout: Layout) -> None:
     """Raise LayoutError unless all places are safe.
 
     Each must lie in a block of its kind, and no two may share a byte that both may need at once. The error names all
-    places
-    that fail.
+    places that fail.
     """
     faults = list[str]()
     for place in layout.places:

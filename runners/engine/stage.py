@@ -140,8 +140,7 @@ class Stage(Generic[V]):
         """Return what makes the views of a capture.
 
         Their tensors are new, because whoever gets a tensor may change its shape. A micro-batch of such a view has
-        nothing that
-        the host computes, and no part of what replays pass to the graph.
+        nothing that the host computes, and no part of what replays pass to the graph.
         """
         whole = self.whole_slots
         info = ViewInfo(bucket.step(bucket.padded), self.relations, self.declaration, whole, captured=True)
@@ -152,8 +151,8 @@ class Stage(Generic[V]):
         """Run the step, or another one, on a view.
 
         Slots that it writes on the way are put back. What it returns of these, as far as `map_tensors` finds it, is a
-        copy. If
-        the step raises, the slots stay as they are: a caller that runs it on a padded view distrusts the buffers.
+        copy. If the step raises, the slots stay as they are: a caller that runs it on a padded view distrusts the
+        buffers.
         """
         step = self.step if step is None else step
         slots = view.__dict__

@@ -230,12 +230,11 @@ class Ranks(Unique):
     Args:
         group: The process group that the ranks form, or None for the default group.
         on: Where sizes are exchanged. "host" is memory that all ranks share if they are on one host, else a group of
-            gloo.
-            The name of a device's kind, such as "cuda", is a group of that kind's own backend, on the current device.
+            gloo. The name of a device's kind, such as "cuda", is a group of that kind's own backend, on the current
+            device.
         equal: Whether all ranks get the same batches, as those of tensor parallelism do. Nothing is exchanged then.
         shards: Over how many ranks a bucket's tokens are spread. Every bucket must divide by it. If the group divides,
-            too,
-            each `shards` ranks in a row share a batch, and its sizes must be the same on all of them.
+            too, each `shards` ranks in a row share a batch, and its sizes must be the same on all of them.
         timeout: Seconds that a rank waits for the others before a step.
         capture_timeout: The same for each bucket of a capture. Stay below the ten minutes after which NCCL, by default,
             ends a process without saying who was missing.
@@ -486,8 +485,7 @@ class Ranks(Unique):
 
         Raises:
             RankError: An earlier exchange failed, this rank broke off an earlier step, or another one left the loop.
-                The
-                exchange raises it if ranks are lost, broke off, or are at other call sites.
+                The exchange raises it if ranks are lost, broke off, or are at other call sites.
         """
         self._end_stopped(site.name, timeout)
         self.check_loop(site, loop)
@@ -545,8 +543,7 @@ class Ranks(Unique):
 
         Raises:
             RankError: Some ranks did not come. The error names them, and all exchanges end. Or a rank broke off before:
-                without
-                `is_late` this is raised at once, and the exchange is ended later.
+                without `is_late` this is raised at once, and the exchange is ended later.
         """
         at, wire, stops = (_EXCHANGE, number), self._under_way[number], 0 if is_late else number
         try:

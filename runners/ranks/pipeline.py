@@ -151,23 +151,19 @@ class PipelineStage(Unique):
     `standard.PipelineProxies`. Optional proxies may be absent: a message before each step says which are there.
 
     A runner with `ranks=` has the ranks that share the layers of its stage. Each of them has a pipeline of its own. If
-    a
-    step of one ends before its runner agrees with the others, all ranks of the stage raise. Stages then wait as long as
-    `Ranks` do, if that is longer, and four more seconds a stage, and their ranks wait for each other a second longer
-    than
-    for another stage. So the first to raise is the one that waits for the lost rank.
+    a step of one ends before its runner agrees with the others, all ranks of the stage raise. Stages then wait as long
+    as `Ranks` do, if that is longer, and four more seconds a stage, and their ranks wait for each other a second longer
+    than for another stage. So the first to raise is the one that waits for the lost rank.
 
     Args:
         runner: What runs the stage's step.
         group: The stages' group. None is the default group, or a pipeline of one stage if there is no such group. It
-            must
-            move tensors of the runner's device, by NCCL for instance. Tensors in host memory go through groups of gloo,
-            one
-            for each two neighbours. All ranks make these now, at once, in the same order as other stages of theirs.
+            must move tensors of the runner's device, by NCCL for instance. Tensors in host memory go through groups of
+            gloo, one for each two neighbours. All ranks make these now, at once, in the same order as other stages of
+            theirs.
         proxies: The side argument that slots read proxies from.
         timeout: Seconds that a stage waits for its neighbours, and one more second for each stage before it. With
-            `lazy`,
-            captures take their part of that.
+            `lazy`, captures take their part of that.
 
     Raises:
         ConfigError: The group cannot move the runner's tensors.
@@ -215,14 +211,10 @@ class PipelineStage(Unique):
         """Run one step: receive proxies, run the runner, and send its outputs on. The last stage returns them.
 
         It returns as soon as the sends have begun. The runner may then replay again: what is sent stays as it is. It
-        raises
-        what the runner raises, also for proxies that its slots refuse. It raises RankError, which names the rank, if
-        another
-        stage failed in this step, sent what no slot reads, is lost, or does not come. All later stages raise then, too.
-        The
-        next step runs normally, unless a rank is lost, or only one of those that share a stage failed in its step: then
-        all of
-        that stage raise in the next one.
+        raises what the runner raises, also for proxies that its slots refuse. It raises RankError, which names the
+        rank, if another stage failed in this step, sent what no slot reads, is lost, or does not come. All later stages
+        raise then, too. The next step runs normally, unless a rank is lost, or only one of those that share a stage
+        failed in its step: then all of that stage raise in the next one.
         """
         self._steps += 1
         self._coordinator.begin()
@@ -281,8 +273,7 @@ class PipelineStage(Unique):
         """Make a group for each neighbour, since gloo gives up a whole group if one message is late.
 
         Stages 0 and 1, 2 and 3, ... make one first, then 1 and 2, ... A stage without a partner makes one for itself,
-        because
-        torch.distributed names groups by how many a rank has.
+        because torch.distributed names groups by how many a rank has.
         """
         device, ranks = self.runner.stage.backend.device, self._coordinator
         backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))

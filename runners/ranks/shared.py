@@ -24,10 +24,8 @@ class RankMemory:
     """Memory that all ranks of one host have open. Each rank has a ring of cells, which it alone writes.
 
     A cell has the number of an exchange, a checksum, and the rank's bytes, which are written first. If a processor
-    shows
-    others the number before the bytes, the checksum is wrong, and they look again. The memory has no name in a file
-    system,
-    and ends with the last process that has it open. Each rank keeps a lock until its process ends.
+    shows others the number before the bytes, the checksum is wrong, and they look again. The memory has no name in a
+    file system, and ends with the last process that has it open. Each rank keeps a lock until its process ends.
     """
 
     def __init__(self, rank: int, size: int, nbytes: int) -> None:

@@ -102,8 +102,7 @@ class LaunchedStep:
         Args:
             keys: The requests' keys.
             now: Whether `tokens` drops their rows from now on. If not, the steps before `lands` still count, because
-                their
-                end, such as a length, was known ahead.
+                their end, such as a length, was known ahead.
 
         Raises:
             BatchError: There is no such request. Nothing is changed.
