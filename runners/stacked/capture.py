@@ -112,17 +112,7 @@ def capture_stack(
 ) -> tuple[StackCall, Around, State]:
     """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
 
-    Args:
-        stage: The declaration, the backend and the step.
-        buffers: The memory of the slots.
-        stack: The part to capture.
-        filling: Fills the bucket.
-        look: Runs the whole step for the first time.
-        splitter: Marks the breaks of the stack, if its code does not.
-        output_rows: The axis that the outputs' rows follow, or None.
-
-    Raises:
-        CaptureError: The step cannot be captured in this way.
+    splitter: Marks the breaks of the stack, if its code does not. Raise CaptureError if the step cannot be captured so.
     """
     bucket, code = filling.bucket, stack.code(stage)
     sizes = {**bucket.sizes, BATCH: 1}
