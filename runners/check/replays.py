@@ -292,9 +292,8 @@ class Poisoning:
             return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
         alone = {name: self._try(_of(poison, [name])) for name in names}
         for name, effect in alone.items():
-            if (
-                effect is not None
-            ):  # a rank reports a change of its own; where none sees one, all ranks with poison report
+            # ranks report changes of their own; if none has one, all with poison report
+            if effect is not None:
                 is_seen = together.any(effect[1] and name in poison)
                 if name in poison and (effect[1] or not is_seen):
                     found.append(Finding(POISON, name, f"{effect[0]} when {self._place(name, poison[name])}"))

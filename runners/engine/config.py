@@ -295,9 +295,7 @@ class RunnerConfig:
     Attributes:
         backend: A backend's name, or "auto".
         buckets: Padded request counts to capture, or None for a default ladder up to `max_batch`. For a prefill runner
-            they are token counts, up to `max_tokens`.
-        max_batch: The most requests of a batch.
-        max_tokens: The most tokens of a prefill runner's batch.
+            they are token counts, up to `max_tokens`, with at most `max_batch` requests.
         max_waste: The largest share of padding worth a replay.
         width: Tokens that a request has in each step.
         warmups: Runs before each capture.
