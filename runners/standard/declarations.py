@@ -148,7 +148,7 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
-        """One request without a prefix, which owns every token of the bucket."""
+        """Return one request without a prefix, which owns every token of the bucket."""
         whole, none = [step.padded(TOKENS)], [0]
         mine = {"seq_lens": whole, "extend_seq_lens": whole, "orig_seq_lens": whole}
         mine |= {"extend_prefix_lens": none, "req_pool_indices": none}

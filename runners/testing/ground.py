@@ -151,7 +151,10 @@ def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
 
 
 def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
-    """Find slots with rows written that no rule lets a fill write: kept tails, constants, other buckets' rows."""
+    """Yield a sentence for each slot with rows written that a fill must not write.
+
+    These are rows of kept tails, of constants, and of other buckets.
+    """
     for buffer in mine:
         if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
             where = first_unequal(buffer.tensor, right[buffer.name].tensor)
