@@ -43,7 +43,7 @@ class EagerRunner(Runner[V]):
         step: Called with its view.
         sizes: Sizes of the fixed axes.
         settings: What `when=` of slots refers to.
-        ranks: The processes that run each step together, and tell each other their sizes.
+        ranks: The processes that run each step together, and exchange their sizes.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses. Nothing is allocated before the first batch.
 

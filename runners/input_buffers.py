@@ -369,7 +369,7 @@ class BucketBuffers(Generic[V]):
         else:
             left, behind = set(copied.difference(only)), behind.intersection(copied).difference(only)
             for name, compute in declaration.functions.items():
-                if not behind.isdisjoint(compute.needs):  # it waits for the rest
+                if not behind.isdisjoint(compute.needs):  # computed with the rest
                     left.add(name)
                     behind |= {name}
         if not left:

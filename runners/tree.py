@@ -108,7 +108,7 @@ class Frontier:
 
 
 def top_tokens(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, float32, and ids of the topk likeliest tokens of each row: [..., topk] each, the best first."""
+    """Return probabilities, float32, and ids of the topk likeliest tokens of each row: [..., topk] each, best first."""
     return torch.softmax(logits.float(), dim=-1).topk(topk, dim=-1)
 
 

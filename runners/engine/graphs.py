@@ -226,7 +226,7 @@ class Filler(Generic[V]):
             raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() gives none")
         slots, record = self.stage.declaration, backend.capabilities
         most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
-        rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # of an edit's packet
+        rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # for an edit's rows
         numbered = self.lowering.is_in_graph and bool(slots.rules)
         self._feed = Feed(backend.upload, most + rows * numbered, numbered=numbered)
         if self._fusion is not None:

@@ -142,18 +142,18 @@ class Coordinator:
         return own
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank's fill ends in an error."""
+        """Notify the other ranks that this rank's fill ends in an error."""
 
     def run(self, step: Callable[..., T], *args: Any) -> T:
-        """Run a step that all ranks run. If it raises, tell the others."""
+        """Run a step that all ranks run. If it raises, notify the others."""
         return step(*args)
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the caller itself tells the other ranks of errors."""
+        """Return a context in which the caller itself sends errors to the other ranks."""
         return contextlib.nullcontext()
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that looks at a batch before its step. If it raises, the others are told."""
+        """Return a context that looks at a batch before its step. If it raises, the others are notified."""
         return contextlib.nullcontext()
 
     def agree_ahead(self, own: Decision, live: Live) -> None:
@@ -189,7 +189,7 @@ class Coordinator:
         return contextlib.nullcontext(Loop(every))
 
     def looping(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
-        """Return a context that hands out a loop's steps. If it ends early, ranks that go on with the loop are told."""
+        """Return a context that hands out a loop's steps. If it ends early, ranks still in the loop are notified."""
         del loop
         return contextlib.nullcontext()
 

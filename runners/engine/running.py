@@ -135,7 +135,7 @@ def running() -> Running | None:
 
 
 class _Shown:
-    """Refuses assignments to a runner's view, except by the step, because a graph goes on reading the slots' memory."""
+    """Refuses assignments to a runner's view, except by the step, because a graph keeps reading the slots' memory."""
 
     __slots__ = ()
 

@@ -48,7 +48,7 @@ class Stage(Generic[V]):
         sizes: Sizes of the fixed axes, and capacities of further varying ones.
         relations: Axes that follow from others.
         restored: Slots that are put back after a step.
-        state: Tensors beside the slots that are put back after runs for the library, or None.
+        state: Tensors besides the slots that are put back after runs for the library, or None.
     """
 
     inputs: type[V]

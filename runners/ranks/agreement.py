@@ -169,7 +169,7 @@ class Agreement(Coordinator):
             raise RankError(f"{each}: {'; '.join(different)}")
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait for this rank's step or run it, that it ends in an error.
+        """Notify the other ranks, which wait for this rank's step or run it, of its error.
 
         Raises as `agree` does.
         """
@@ -196,7 +196,7 @@ class Agreement(Coordinator):
             self._is_reporting = False
 
     def _failed(self, error: BaseException) -> None:
-        """Tell the others, once, that a step failed, and note in the error if another rank failed before."""
+        """Notify the others, once, that a step failed, and note in the error if another rank failed before."""
         before, self._progress = self._progress, _FAILED
         if before == _FAILED or (self._is_reporting and isinstance(error, Exception)):
             return
@@ -207,7 +207,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Run a block that looks at a batch before its step, and tell the others of its error.
+        """Run a block that looks at a batch before its step, and send its error to the others.
 
         Raise RankError if a step was agreed on ahead.
         """
@@ -221,7 +221,7 @@ class Agreement(Coordinator):
             raise
 
     def run(self, step: Callable[..., T], *args: Any) -> T:
-        """Run a step that all ranks run. If it raises, tell the others."""
+        """Run a step that all ranks run. If it raises, notify the others."""
         try:
             return step(*args)
         except BaseException as error:
@@ -266,7 +266,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def looping(self, loop: Loop) -> Iterator[None]:
-        """Run a block that hands out a loop's steps. If it ends early, tell the ranks that go on with the loop."""
+        """Run a block that hands out a loop's steps. If it ends early, notify the ranks still in the loop."""
         try:
             yield
         except BaseException as error:
@@ -276,7 +276,7 @@ class Agreement(Coordinator):
         self._leave(loop, "")
 
     def _leave(self, loop: Loop, why: str) -> None:
-        """Leave a loop, and tell the other ranks, unless they know."""
+        """Leave a loop, and notify the other ranks, unless they know."""
         if self._loop is loop:
             self._loop = None
         if loop.bit & self.ranks.open_loops:

@@ -406,7 +406,7 @@ class Ranks(Unique):
             self._end_stopped(site.name, timeout)
             step, why = self._stop_at(self.exchanges + 1)
             if why and step < self.quiet_steps:
-                self.begin(Message(0), site, timeout)()  # which raises
+                self.begin(Message(0), site, timeout)()  # this raises
 
     def begin_loop(self) -> int:
         """Open a loop of steps, as all ranks do now, and return its bit."""
@@ -432,7 +432,7 @@ class Ranks(Unique):
             event.synchronize()
             return
         self._waits += together
-        # a wait of this rank alone counts as the next exchange, where the other ranks may be
+        # a wait of this rank alone counts as the next exchange, which the other ranks may have begun
         at = (_WAIT, self._waits) if together else (_EXCHANGE, self.exchanges + 1)
         if not self._arrives(functools.partial(_poll, event.query), at, seconds, self.exchanges + 1, GRACE):
             lost = self._lose(at, what, f"within {seconds:g} s")

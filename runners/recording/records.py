@@ -49,8 +49,8 @@ class Value:
     kind: Literal["tensor", "array", "plain", "other"]  # "other" cannot be kept
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    where: Literal["device", "host"] = "host"  # of a tensor
-    data: str = ""  # of plain data
+    where: Literal["device", "host"] = "host"  # the place of a tensor
+    data: str = ""  # the JSON of plain data
     why: str = ""  # why the file does not have the value
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
     arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
@@ -135,8 +135,8 @@ class RanksRecord:
 class StepRecord:
     """One step."""
 
-    number: int  # in the recording, from 0
-    decision: Decision | None = None  # of the runner, or of all ranks; None if there was none
+    number: int  # its number in the recording, from 0
+    decision: Decision | None = None  # the runner's, or that of all ranks; None if there was none
     live: tuple[tuple[str, int], ...] = ()  # live rows by varying axis
     slots: tuple[Value, ...] = ()  # the batch's values of copied slots
     absent: tuple[str, ...] = ()  # optional slots that the batch lacked

@@ -74,7 +74,7 @@ class Rehearsal:
         self._slots: Mapping[int, str] = {}
         self._arguments, self._originals = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by place
-        self._met, self._overwritten = set[int](), set[int]()  # indices of arguments also reached otherwise
+        self._met, self._overwritten = set[int](), set[int]()  # arguments also reached in another way
         self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory
         self._alive = list[torch.Tensor]()  # keeps the memory of those from other tensors
         self._functions, self._operators = _Functions(self), _Operators(self)

@@ -60,7 +60,7 @@ class Chain(Generic[V]):
         self._by_calls = by_calls
         self._absent = runner.stage.absent(batch, NO_SIDE)
         self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
-        self._number = 0  # of the next step
+        self._number = 0  # the number of the next step
         self._forks = FORKS.count
         self._sizes_of_ranks: Mapping[Any, Any] = {}
         self._slot_of_ranks = next((name for name, slot in slots.items() if RANKS in slot.needs), None)
@@ -93,7 +93,7 @@ class Chain(Generic[V]):
         return self._by_calls or (f"host slot {self._advances_host!r} advances" if self._advances_host else "")
 
     def looping(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that hands out the steps. If it ends early, ranks that go on with the loop are told."""
+        """Return a context that hands out the steps. If it ends early, ranks still in the loop are notified."""
         return self._ranks.looping(self._loop)
 
     def growth_of(self, slot: str) -> int:

@@ -70,7 +70,7 @@ class HostWork:
         return work
 
     def advance(self, *, before_edit: bool) -> None:
-        """Advance slots. Before an edit, also advance those that otherwise the step's graph advances."""
+        """Advance slots. Before an edit, also advance those that the step's graph normally advances."""
         advances = [*self.advances, *self.rules] if before_edit else self.advances
         if advances:
             with torch.no_grad():
