@@ -92,7 +92,7 @@ def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str]
                 slots[name].add_(1)
         shares, tokens = top_tokens(logits, topk)
         frontier = frontier.grow(shares.view(shape), tokens.view(shape))
-        if hidden is not None:  # of the nodes that the next step continues from
+        if hidden is not None:  # keep those of the nodes that the next step continues from
             rows = frontier.branches[:, :, -1]
             first = torch.arange(len(rows), device=hidden.device)[:, None] * topk
             hidden = hidden.index_select(0, (rows + first).flatten())

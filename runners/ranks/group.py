@@ -294,7 +294,7 @@ class Ranks(Unique):
         self._stops: list[Message] = []  # what this rank broke off and has not sent yet
         self._under_way: dict[int, Wire] = {}
         self._late = set[int]()  # exchanges of these that this rank stopped waiting for
-        self._knows_stop = False  # whether a rank broke off the exchange that ends now
+        self._knows_stop = False  # whether a rank is known to have broken off an exchange that has not ended
         self._free: list[Wire] = []
         if self.size > 1:
             self._next_check = 0.0
@@ -391,7 +391,7 @@ class Ranks(Unique):
         self._stops.append(Message(0, answer, loop, text=text))
         number = self.exchanges + len(self._stops)
         _, other = self._stop_at(number)
-        if not self._knows_stop:  # if it does, the others know that the loop ended
+        if not self._knows_stop:  # else the others already know that the loop ended
             self._announce_stop(number, text)
         return other
 
