@@ -151,6 +151,7 @@ def ring_on(
         module: Has the device's `Event`, `current_stream` and `synchronize`, if not torch's own.
         memory: Makes host memory.
         driver: Returns `start`, `inline` and `most_inline` of a `Ring` for a packet.
+        stream: Returns the current stream, if it is not the module's.
     """
     packet, found = packet_on(device, nbytes), module or torch.get_device_module(device)
     current = functools.partial(found.current_stream, device) if stream is None else stream

@@ -1,1 +1,1 @@
-"""Who captures and replays: buckets, capture, outputs, decisions and the runners themselves."""
+"""Runners: what captures and replays graphs, with its buckets, outputs, decisions and tools."""

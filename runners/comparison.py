@@ -1,4 +1,4 @@
-"""Two runs of one step: by its graph and eagerly, from the same slots; and where they differ, by slot, leaf and row."""
+"""Compares two runs of one step, by its graph and eagerly, from the same slots, by slot, leaf and row."""
 
 import contextlib
 import dataclasses
@@ -21,15 +21,16 @@ from .engine.running import Running, under_way
 from .engine.state import State
 
 DEPTH: Final = 4
-"""Objects within objects in which outputs are looked for."""
+"""How many objects within objects are searched for outputs."""
 Leaves = Mapping[str, Any]
-"""Tensors and values by their place in what a step returns, or by slot."""
+"""Tensors and values by their path in what a step returns, or by slot."""
 Tolerances = Mapping[torch.dtype, tuple[float, float]]
-"""By dtype how far numbers may lie apart: by a share of the second one, and by so much. Others must be equal.
+"""By dtype how far numbers may be apart: by a share of the second one, and by an absolute amount. Others must be equal.
 
-Complex numbers have the tolerance of their parts."""
+Complex numbers have the tolerance of their parts.
+"""
 BITWISE: Final[Tolerances] = {}
-"""Bit for bit, but that one NaN is as good as another."""
+"""Equal bit for bit, except that all NaN are equal."""
 USUAL: Final[Tolerances] = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
@@ -41,9 +42,13 @@ USUAL: Final[Tolerances] = {
 
 @attrs.frozen(eq=False)
 class Seen:
-    """One run of a step: its sizes, live rows of its slots, and what came out, in memory of their own.
+    """One run of a step: its sizes, live rows of its slots, and its results, in memory of their own.
 
-    Slots that the step writes are left out of `copied`. `outputs` has what the step returned and its output slots.
+    Attributes:
+        step: The sizes.
+        copied: Copied slots, without those that the step writes.
+        computed: Computed slots.
+        outputs: What the step returned, and its output slots.
     """
 
     step: Step
@@ -54,26 +59,26 @@ class Seen:
 
 @attrs.frozen
 class Mismatch:
-    """Where two runs differ."""
+    """The first difference between two runs in one leaf."""
 
-    where: str  # the slot, or the place in what the step returned
-    index: tuple[int, ...] | None  # of the first element that differs; None if shapes or values differ
+    where: str  # the slot, or the path in what the step returned
+    index: tuple[int, ...] | None  # the first element that differs; None if shapes or values differ
     values: tuple[Any, Any]
-    names: tuple[str, str]  # of the two runs
-    count: int = 1  # elements that differ
+    names: tuple[str, str]  # the names of the two runs
+    count: int = 1  # how many elements differ
 
     @property
     def slot(self) -> str | None:
-        """The slot. None for what the step returned."""
+        """The slot, or None for what the step returned."""
         return self.where[6:-1] if self.where.startswith("slot ") else None
 
     @property
     def row(self) -> int | None:
-        """The row. None if it has no rows."""
+        """The row, or None if it has no rows."""
         return self.index[0] if self.index else None
 
     def __str__(self) -> str:
-        """Return what differs, as `outputs[0] row 3: graph 1.5, eager 2.5`."""
+        """Return the difference, as `outputs[0] row 3: graph 1.5, eager 2.5`."""
         place = "" if self.row is None else f" row {self.row}"
         if self.index is not None and len(self.index) > 1:
             place += f", at {list(self.index)}"
@@ -84,7 +89,7 @@ class Mismatch:
 
 def info_of(view: Inputs) -> ViewInfo:
     """Return the sizes and the declaration of a view that a fill made."""
-    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+    info = view._slotgraph_view  # noqa: SLF001 - a fill sets it for runners
     if info is None:
         raise ValueError("only a view that a fill handed out has sizes")
     return info
@@ -106,7 +111,7 @@ def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Ten
 
 
 def seen(view: Inputs, outputs: Any) -> Seen:
-    """Keep what a run saw in its slots' live rows, and what came out."""
+    """Copy the live rows of a run's slots, and its results."""
     info, copied, computed, written = info_of(view), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, slot in info.declaration.slots.items():
         tensor, text = vars(view)[name], f"slot {name!r}"
@@ -124,14 +129,14 @@ def seen(view: Inputs, outputs: Any) -> Seen:
 
 
 def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of what a step returned, in memory of their own, each by its place."""
+    """Return copies of the tensors of what a step returned, each by its path."""
     return {f"{name}{place}": tensor.detach().clone() for place, tensor in named(outputs)}
 
 
 def named(
     value: Any, place: str = "", depth: int = DEPTH, known: set[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors of what a step returned, each with its place in it. known: objects that were looked into."""
+    """Yield the tensors of what a step returned, each with its path in it. known: Objects that were searched."""
     known = set() if known is None else known
     if isinstance(value, torch.Tensor):
         yield place, value
@@ -152,7 +157,7 @@ def named(
 
 
 def differences(one: Seen, other: Seen, tolerance: Tolerances) -> Iterator[Mismatch]:
-    """Compare two runs, maybe of other padding: copied slots bit for bit, then outputs; computed slots not."""
+    """Compare two runs, maybe of other padding: copied slots bit for bit, then outputs, but no computed slots."""
     yield from mismatches(one.copied, other.copied)
     yield from mismatches(one.outputs, other.outputs, tolerance, step=one.step)
 
@@ -164,7 +169,7 @@ def mismatches(
     names: tuple[str, str] = ("graph", "eager"),
     step: Step | None = None,
 ) -> Iterator[Mismatch]:
-    """Yield the first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may."""
+    """Yield the first difference of each leaf. step: The sizes, if leaves may be padded differently."""
     for where in dict.fromkeys((*one, *other)):
         mine, others = one.get(where), other.get(where)
         if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor) and _comparable(mine, others, step):
@@ -179,14 +184,14 @@ def mismatches(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values that are not tensors are equal, if their type can tell. NaN equals itself."""
+    """Return whether two values that are not tensors are equal, if their type defines that. NaN equals itself."""
     if one is other or type(one) is not type(other) or getattr(type(one), "__eq__", None) is object.__eq__:
         return type(one) is type(other)
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - a test for NaN
 
 
 def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
-    """Return whether two tensors have one dtype, and one shape but for padding."""
+    """Return whether two tensors have the same dtype, and the same shape except for padding."""
     if one.dtype != other.dtype or step is None or one.dim() != other.dim():
         return (one.dtype, one.shape) == (other.dtype, other.shape)
     pairs = [(max(pair), min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
@@ -209,7 +214,7 @@ def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tup
 
 
 def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
-    """Return the graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
+    """Return the graph of a filled view, or None if its bucket has none, or it runs eagerly."""
     info, graphs, declaration = view._slotgraph_view, runner.graphs, runner.stage.declaration  # noqa: SLF001 - for runners
     if info is None or info.exact or graphs is None:
         return None
@@ -219,17 +224,17 @@ def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
 
 
 def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
-    """Run the step without its graph on a filled view: what its graph would leave, padded rows and all."""
+    """Run the step without its graph on a filled view: as its graph would, with padded rows."""
     captured = graph_of(runner, view)
     with torch.no_grad():
-        if captured is not None and runner.tally.path == "graph":  # of which the graph alone computes on the device
+        if captured is not None and runner.tally.path == "graph":  # only the graph computes on the device
             captured.filling.bucket.compute_on_device()
         return under_way(Running(view), runner.stage.run, view)
 
 
 @contextlib.contextmanager
 def slots_kept(runner: Runner[Any]) -> Iterator[None]:
-    """Run a block, and have all slots hold what they held before it. Their tails are then reset by the next fill."""
+    """Run a block, and put the contents of all slots back. The next fill then resets their tails."""
     buffers = runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     wait = runner.stage.backend.synchronize  # steps may still read slots in host memory
     wait()
@@ -247,7 +252,7 @@ def slots_kept(runner: Runner[Any]) -> Iterator[None]:
 
 
 def state_on(runner: Runner[Any], view: Any) -> State:
-    """Return what a runner's step changes on the view that was filled last. Slots and state are then as they were."""
+    """Return what a runner's step changes on the view that was filled last. Slots and state are put back."""
     backend, given = runner.stage.backend, runner.stage.state
     if given is not None:
         return State.of(backend, given)
@@ -256,6 +261,6 @@ def state_on(runner: Runner[Any], view: Any) -> State:
 
 
 def spans_of_slots(runner: Runner[Any]) -> list[tuple[int, int]]:
-    """Return where the slots of a runner lie."""
+    """Return the address ranges of the slots of a runner."""
     buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
     return [span(one.tensor) for held in buffers for one in held or () if one.nbytes]

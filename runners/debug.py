@@ -1,4 +1,4 @@
-"""Debug modes that look at each step of a runner: they run it more often than asked, and raise if it goes wrong."""
+"""Debug modes that examine each step of a runner: they run it more often than asked, and raise if it goes wrong."""
 
 import contextlib
 import functools
@@ -29,11 +29,19 @@ from .engine.state import Change, State
 
 @attrs.define(eq=False)
 class Prover(Watcher):
-    """Looks at each step that a graph takes, and keeps what the step changes outside of its slots.
+    """Examines each step that a graph takes, and keeps what the step changes outside of its slots.
 
-    If there is no room for copies of the state, the mode is off, and one event says so. A step that cannot be run under
-    watch is passed over, with an event for each reason. look: says what is wrong with a step that is about to run, if
-    anything. copies: of the state that a look needs at once. given: the state; by default each bucket's is found.
+    If there is no room for copies of the state, the mode goes off, and logs one event. A step that cannot be run under
+    watch is skipped, with an event for each reason.
+
+    Attributes:
+        mode: The debug mode.
+        look: Returns what is wrong with a step that is about to run, if anything.
+        copies: How many copies of the state a look needs at once.
+        runner: The runner.
+        given: The state. By default each bucket's is found.
+        off: Whether the mode is off.
+        graphs: The runner's graphs.
     """
 
     mode: str
@@ -50,7 +58,7 @@ class Prover(Watcher):
     _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
 
     def __attrs_post_init__(self) -> None:
-        """ConfigError where the runner has no graphs."""
+        """Raise ConfigError if the runner has no graphs."""
         if self.runner.graphs is None:
             raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.name} has none")
         self.graphs = self.runner.graphs
@@ -61,7 +69,7 @@ class Prover(Watcher):
         return Together(self.runner.coordinator)
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Keep the batch, to fill it anew after a look that broke off."""
+        """Keep the batch, to fill it anew after a look that ended early."""
         self._batch = Sample(batch, dict(side))
 
     def filled(self, view: Inputs) -> None:
@@ -69,7 +77,7 @@ class Prover(Watcher):
         self._filled = id(view), self.graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
-        """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
+        """Examine a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
         refused = self._filled not in (None, (id(view), self.graphs.buffers.turn.others))
         graph = None if self.off or refused else graph_of(self.runner, view)
         if self.together.any(graph is None):
@@ -81,7 +89,7 @@ class Prover(Watcher):
             self.judge(found[0].message if found else "")
 
     def _state_for(self, view: Inputs, graph: Captured | None) -> State | None:
-        """The state of a step. None if there is no room for copies, on some rank."""
+        """Return the state of a step, or None if some rank has no room for copies."""
         state = self.given or self._found.get(id(graph))
         is_sought = self.together.any(state is None)
         try:
@@ -93,7 +101,7 @@ class Prover(Watcher):
         except CheckError as error:
             self.off, state = True, None
             log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
-        except Exception as error:  # noqa: BLE001 - a step may fail under a look although its graph is right
+        except Exception as error:  # noqa: BLE001 - a step may fail under watch although its graph is right
             state, reason = None, error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)
@@ -101,7 +109,7 @@ class Prover(Watcher):
         return None if self.together.any(state is None) else state
 
     def judge(self, message: str) -> None:
-        """Raise CheckError on all ranks if a look found something on one of them: this one, if there is a message."""
+        """Raise CheckError on all ranks if one of them found something. This one did if there is a message."""
         first = self.together.first(message)
         if first is None:
             return
@@ -110,24 +118,24 @@ class Prover(Watcher):
 
 
 class AddressProver(Prover):
-    """Looks whether what the step holds (closures, globals, attributes, weights) lies where it lay at capture."""
+    """Checks whether what the step uses (closures, globals, attributes, weights) has the addresses of the capture."""
 
     def before_replay(self, view: Inputs) -> None:
-        """Look at the state only if something has moved, on some rank, which is rare."""
+        """Examine the step only if something has moved, on some rank, which is rare."""
         fault = next(self._tail_faults(view), "")
         if self.together.any(fault or self._changes(view)):
             self.judge(fault)
             super().before_replay(view)
 
     def read(self, trial: Trial) -> Iterable[Finding]:
-        """Name tensors that have moved, and the operators that read them."""
+        """Return a finding for each tensor that has moved, with the operators that read it."""
         changes = self._changes(trial.view)
         told = readers(trial, changes)
         self._unread.update(self._key(one, trial.view) for one in changes if one[0].name not in told)
         return told.values()
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
-        """What is wrong with tails of memory that only the runner may write."""
+        """Yield what is wrong with tails of memory that only the runner may write."""
         capabilities, step = self.runner.stage.backend.capabilities, info_of(view).step
         for buffer in self.graphs.buffers:
             slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
@@ -143,7 +151,7 @@ class AddressProver(Prover):
                     )
 
     def _changes(self, view: Inputs) -> list[Change]:
-        """What has moved, but for what the graph of this step was found not to read."""
+        """Return what has moved, except what the graph of this step was found not to read."""
         return [one for one in self.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
@@ -151,10 +159,10 @@ class AddressProver(Prover):
 
 
 class KeyWatcher(Watcher):
-    """Names each key of the batches that no slot and no field reads, once: a warning if a name is near, else an info.
+    """Logs each key of the batches that no slot and no field reads, once: a warning if a name is near, else an info.
 
-    It is not refused, because a batch may carry what others read. Where a source is a function, which may read any key,
-    nothing is said.
+    It is not refused, because a batch may carry what others read. If some source is a function, which may read any key,
+    nothing is logged.
     """
 
     def __init__(self, runner: Runner[Any], *_: object) -> None:
@@ -163,7 +171,7 @@ class KeyWatcher(Watcher):
         self.seen = {*self.whole.slots, *self.whole.fields, *firsts}
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Name what is new in this batch. Any mode, and none, refuses a side argument that no slot reads."""
+        """Log what is new in this batch. A side argument that no slot reads is refused, whatever the mode."""
         del side
         for key in sorted(keys_of(batch) - self.seen) if "" not in self.seen else ():
             self.seen.add(key)
@@ -184,12 +192,12 @@ WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda _, trial: filter(Non
 
 @contextlib.contextmanager
 def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-    """Have debug modes look at the steps of a captured runner for a while, whatever it was made with.
+    """Turn on debug modes for the steps of a captured runner in a block, whatever it was made with.
 
     Args:
-        runner: Which one.
+        runner: The runner.
         wanted: As the option `debug`, without `generations`; of `addresses` what needs no option at capture.
-        state: Tensors, or parts of them, that these steps change beside their slots. By default they are found.
+        state: Tensors, or parts of them, that these steps change besides their slots. By default they are found.
 
     Raises:
         ConfigError: `generations` is named, which is part of how a runner is made.

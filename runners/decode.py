@@ -1,4 +1,4 @@
-"""Runners that capture graphs: buckets, the route of a batch to one, and fills of it; and the decode runner."""
+"""Runners that capture graphs, with their buckets, routes and fills, and the decode runner."""
 
 import abc
 import bisect
@@ -46,7 +46,7 @@ from .steps.loop import LaunchedStep, StepLoop
 
 
 class CaptureArguments(TypedDict, total=False):
-    """What every runner that captures takes beside its declaration and its step: see `DecodeRunner`."""
+    """The arguments of every runner that captures, besides its declaration and its step: see `DecodeRunner`."""
 
     sizes: Sizes
     settings: object
@@ -70,7 +70,7 @@ class CaptureArguments(TypedDict, total=False):
 
 
 class StackArguments(CaptureArguments, total=False):
-    """Of a runner whose buckets are tokens, up to `max_tokens`."""
+    """The arguments of a runner whose buckets are tokens, up to `max_tokens`."""
 
     max_tokens: int
     output_rows: Axis | None
@@ -78,35 +78,38 @@ class StackArguments(CaptureArguments, total=False):
 
 
 class DraftArguments(CaptureArguments, total=False):
-    """Of a runner whose buckets are requests, and whose outputs are one row a request."""
+    """The arguments of a runner whose buckets are requests, and whose outputs have one row a request."""
 
     bind: Mapping[str, Bound]
 
 
 class ExtendArguments(DraftArguments, total=False):
-    """Of one whose outputs may follow another axis."""
+    """The arguments of a runner whose outputs may follow another axis."""
 
     output_rows: Axis | None
 
 
 class DecodeArguments(ExtendArguments, total=False):
-    """Of one whose buckets are requests of `width` tokens."""
+    """The arguments of a runner whose buckets are requests of `width` tokens."""
 
     width: int
 
 
 def _differing(seen: Mapping[Field, Any], batch: Any) -> str:
-    """The first field whose value in the batch is not the one that graphs saw, or nothing."""
+    """Return the first field whose value in the batch is not the one that graphs saw, or an empty text."""
     for field, captured in seen.items():
         value = look_up(batch, field.name) if field.convert is None else field.read(batch)
-        # a tensor or an array, of which `!=` makes another, is never the same
+        # a tensor or an array, whose `!=` returns another one, counts as different
         if value is not None and value is not captured and (hasattr(value, "shape") or value != captured):
             return field.name
     return ""
 
 
 def _brief(value: Any) -> str:
-    """A field's value in a sentence; of a tensor or an array its kind alone, which asks no device."""
+    """Return a field's value for an error message.
+
+    For a tensor or an array it is only the type, which needs no device.
+    """
     return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
 
 
@@ -128,11 +131,18 @@ class GraphRunner(Runner[V]):
         path: Path = "graph",
         rows_each: int | None = None,
     ) -> None:
-        """Size the buckets, and join the pool. given: all arguments. path: of a batch that fits a bucket.
+        """Size the buckets, and join the pool.
 
-        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. said: options that decide these, for
-        errors. factor: the option that says how many tokens a request has, likewise. leading: their axes, that of rows
-        first. rows_each: of outputs for each row; None where they are whole.
+        Args:
+            config: The options.
+            stage: The declaration, the backend and the step.
+            counts: Returns a bucket's padded sizes of BATCH and TOKENS, given its rows.
+            given: All arguments of the runner.
+            said: Options that decide these sizes, for errors.
+            leading: The axes of the buckets, that of rows first.
+            factor: The option that says how many tokens a request has, for errors.
+            path: The path of a batch that fits a bucket.
+            rows_each: Rows of outputs for each row, or None if they are whole.
         """
         lead, *_ = leading
         self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
@@ -150,7 +160,7 @@ class GraphRunner(Runner[V]):
         self._most = [(place, axis, self._capacity[axis]) for place, axis in varying if axis not in leading]
         fields = stage.declaration.fields.values()
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
-        # whether the leading rows and what is absent decide on a bucket
+        # whether only the leading rows and the absent slots decide the bucket
         self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
         self._bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
@@ -158,10 +168,10 @@ class GraphRunner(Runner[V]):
             phase = checked("phase", "a phase of a pool, such as pool['decode'], or None", given["phase"], Phase)
             self.phase = phase.pool.join(phase, self.name, stage, self._capacity, self._bind, sharing=config.sharing)
         else:
-            _ = self.eager  # what is wrong with it is said now
+            _ = self.eager  # raise errors now, not at the first step
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
-        """What of a step is captured, as arguments of `GraphSet`: here the whole step."""
+        """Return what of a step is captured, as arguments of `GraphSet`. By default it is the whole step."""
         del buffers
         return {"recipe": None, "holder": self.stage.step, "parameters": self.stage.declaration.parameters}
 
@@ -171,7 +181,7 @@ class GraphRunner(Runner[V]):
 
     @functools.cached_property
     def _buffers(self) -> Buffers:
-        """The memory of the slots; that of a pool is laid out when it is first asked for."""
+        """The memory of the slots. The first use lays out the memory of a pool."""
         if self.phase is not None and self.phase.member:
             return self.phase.pool.take(self.phase.member)
         return self.stage.allocate(self._capacity, self._bind)
@@ -182,7 +192,7 @@ class GraphRunner(Runner[V]):
         config, stage, buffers = self.config, self.stage, self._buffers
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
         if LOWERINGS[lowering].is_in_graph and not self.is_whole:
-            lowering = "fused"  # what runs before the graphs reads the slots, too
+            lowering = "fused"  # code before the graphs reads the slots, too
         filler = Filler(stage, buffers, lowering, [*self.sizes.values()], self._table, config.error_mode)
         return GraphSet(
             stage,
@@ -203,7 +213,7 @@ class GraphRunner(Runner[V]):
         return Eagerly(self.stage, self.name, self._table, buffers=self.graphs.buffers)
 
     def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
+        """Capture every bucket, the largest first. With `lazy`, capture each when the first batch comes for it.
 
         With `graphs` off nothing is captured.
 
@@ -233,7 +243,7 @@ class GraphRunner(Runner[V]):
     def plan(
         self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = (), hosted: Collection[str] = ()
     ) -> FillPlan:
-        """How one bucket is filled.
+        """Return how one bucket is filled.
 
         Args:
             bucket: Its padded size.
@@ -253,7 +263,10 @@ class GraphRunner(Runner[V]):
         return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
-        """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
+        """Return the path of a batch with these live sizes, the leading axis last.
+
+        Raise ReplayError before anything is captured.
+        """
         buckets, rows, report = self.buckets, live[-1], self.graphs.report
         bucket = buckets.fit(rows)
         over = next(((live[place], axis, most) for place, axis, most in self._most if live[place] > most), None)
@@ -300,11 +313,11 @@ class GraphRunner(Runner[V]):
                 raise RankError(
                     f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
                 )
-            decision = self._decide(call.live, call.absent, call.batch)  # a late capture has failed
+            decision = self._decide(call.live, call.absent, call.batch)  # a lazy capture has failed
         return route or self.eager.route(call.live, call.absent, decision, self.tally.reasons[decision.why])
 
     def _graph_route(self, bucket: int | None, absent: Absent) -> Route[V] | None:
-        """Give the route of a bucket's graph, which may be captured now; None where there is none."""
+        """Return the route of a bucket's graph, or None if there is none. The graph may be captured now."""
         route = self._routes.get((bucket, absent))
         if route is None:
             captured = self.graphs.get(bucket, absent)
@@ -313,7 +326,7 @@ class GraphRunner(Runner[V]):
         return route
 
     def _admit(self, own: Decision, call: ReadBatch) -> None:
-        """Raise as the fill of a batch would that goes as this rank would have it."""
+        """Raise what the fill of a batch would raise on the route that this rank would choose."""
         route = self._graph_route(own.bucket, call.absent)
         if route is None:
             route = self.eager.route(call.live, call.absent, own, self.tally.reasons[own.why])
@@ -321,7 +334,7 @@ class GraphRunner(Runner[V]):
 
 
 class RequestRunner(GraphRunner[V]):
-    """Captures a whole step for buckets of requests. Subclasses are final: they say what the step is."""
+    """Captures a whole step for buckets of requests. Subclasses are final, and define the step."""
 
     def __init__(
         self,
@@ -356,10 +369,10 @@ class RequestRunner(GraphRunner[V]):
         return GraphRoute(self.graphs, captured, viewer, counts, self._rows_each)
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
-        """A bucket's slots, all padded rows of them, for a producer that writes them itself.
+        """Return a bucket's slots, with all padded rows, for a producer that writes them itself.
 
-        A batch then brings the live rows of such a slot, `view.input_ids[:rows]`, as its source. They are not copied,
-        and the tail is reset as ever. Write on the stream that steps run on.
+        A batch then has the live rows of such a slot, `view.input_ids[:rows]`, as its source. They are not copied, and
+        the tail is reset as usual. Write on the stream that steps run on.
 
         Args:
             bucket: Its padded size.
@@ -371,7 +384,7 @@ class RequestRunner(GraphRunner[V]):
         pattern = frozenset(absent)
         captured = self.graphs.captured.get((bucket, pattern))
         if captured is None:
-            with self.gate.open():  # it may be captured now
+            with self.gate.open():  # this may capture it
                 captured = self.graphs.get(bucket, pattern)
         if captured is None:
             without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""
@@ -390,17 +403,16 @@ class DecodeRunner(RequestRunner[V]):
     Args:
         inputs: The declaration class.
         step: Called with its view; returns tensors with one row a token.
-        sizes: Sizes of the fixed axes, and capacities of varying ones beside BATCH and TOKENS.
+        sizes: Sizes of the fixed axes, and capacities of varying ones besides BATCH and TOKENS.
         settings: What `when=` of slots refers to.
         bind: Tensors to adopt as buffers, by slot.
-        absent: Further patterns of absent optional slots to capture, each a collection of names. With none, a
-            batch that lacks one runs eagerly.
+        absent: Further patterns of absent optional slots to capture, each a collection of names. Without them, a batch
+            that lacks an optional slot runs eagerly.
         output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
         phase: The phase of a pool in which the runner uses the pool's memory.
-        state: The tensors beside slots, or parts of them, that captures and checks put back after each run of the
-            step for a warm-up or a look. By default all that its operators write is found and put back; a large KV
-            cache that a custom operator writes may be too large for that: give the parts that padded rows write,
-            or `()`.
+        state: The tensors besides slots, or parts of them, that captures and checks put back after each run of the step
+            for a warm-up or a look. By default all that its operators write is found and put back. A large KV cache
+            that a custom operator writes may be too large for that: give the parts that padded rows write, or `()`.
         ranks: The processes that run each step together, in one bucket.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses.
@@ -425,10 +437,10 @@ class DecodeRunner(RequestRunner[V]):
     ) -> Iterator[LaunchedStep]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
-        Between two steps the host says only what is new: `step.leave`, `step.join`, `step.edit`. A step without news is
-        one replay, for which nothing is uploaded. The loop ends when no request is live and all launched steps were
-        handed out; with ranks, when none of them has one. The slots belong to it meanwhile: a call of the runner ends
-        it with ReplayError.
+        Between two steps the host only says what changes: `step.leave`, `step.join`, `step.edit`. A step without a
+        change is one replay, for which nothing is uploaded. The loop ends when no request is live and all launched
+        steps were handed out; with ranks, when none of them has a live request. Meanwhile the slots belong to the loop:
+        a call of the runner ends it with ReplayError.
 
         Args:
             batch: The first step's batch, as a call takes it. With ranks, None for one without requests.
@@ -436,13 +448,13 @@ class DecodeRunner(RequestRunner[V]):
             ahead: How many steps are launched beyond the one that is handed out.
             read: Chooses what of the step's outputs is copied to the host: tensors, or parts of them. By default all.
                 It is called before their values are there, and computes nothing.
-            needs: Slots whose values in later steps `step.needs` is to foretell, such as `["seq_lens"]`. Each advances
-                by a number and holds one number a request.
+            needs: Slots whose values in later steps `step.needs` predicts, such as `["seq_lens"]`. Each advances by a
+                number and has one number a request.
             agree_every: With ranks, after how many steps they choose a bucket together, the same for all of them. In
-                between requests join only as far as the last one holds them.
+                between, requests join only as far as the last bucket has room.
 
         Returns:
-            The steps in turn, which the device may still be running.
+            The steps in order, which the device may still be running.
 
         Raises:
             ConfigError: No slot advances, or rows of a slot do not belong to requests.
@@ -467,7 +479,7 @@ class DecodeRunner(RequestRunner[V]):
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))
 
     def _why_by_calls(self) -> str:
-        """Why `steps` runs each step as a call; nothing where it replays graphs by itself."""
+        """Return why `steps` runs each step as a call, or an empty text if it replays graphs by itself."""
         if not self.graphs.filler.lowering.runs_ahead:
             return f"the lowering is {self.lowering}"
         return "each step is watched" if self.watch.watchers or self.config.modes else ""

@@ -1,4 +1,4 @@
-"""The draft runners: a tree drafted in one graph, and what takes in the accepted tokens to begin the next one."""
+"""The draft runners: one drafts a tree in one graph, others process the accepted tokens to begin the next tree."""
 
 import copy
 import functools
@@ -26,12 +26,15 @@ _IDS: Final = "input_ids"
 
 @attrs.frozen(eq=False)
 class DraftStep:
-    """One of a draft's steps, as the model sees it; a request's topk rows lie behind one another.
+    """One of a draft's steps, as the model sees it. The topk rows of a request are adjacent.
 
-    index: 0 for the first. input_ids [TOKENS] int64: in the slot of that name, if there is one. hidden_states
-    [TOKENS, ...]: what the model gave for the node that each token follows; None where the declaration has none.
-    branches [BATCH, topk, index] int64: for each row, which of its request's rows in every earlier step it descends
-    from, whose keys it must see and no others'.
+    Attributes:
+        index: 0 for the first step.
+        input_ids: [TOKENS] int64, in the slot of that name, if there is one.
+        hidden_states: [TOKENS, ...], what the model returned for the node that each token follows, or None if the
+            declaration has none.
+        branches: [BATCH, topk, index] int64. For each row, which of its request's rows it descends from in every
+            earlier step. It must see their keys and no others'.
     """
 
     index: int
@@ -47,18 +50,18 @@ Forward: TypeAlias = Callable[[V, DraftStep], tuple[torch.Tensor, torch.Tensor |
 class DraftRunner(RequestRunner[V]):
     """Drafts a tree of tokens for each request: `steps` deep, with topk nodes a step, by one replay.
 
-    TOKENS is BATCH * topk; TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request. Slots
-    `positions` and `mrope_positions` are one more after each call of `forward`, and as before after the last: they are
-    `restored`, as any slot must be that `forward` itself advances.
+    TOKENS is BATCH * topk. TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request. Slots
+    `positions` and `mrope_positions` are advanced by one after each call of `forward`, and put back after the last:
+    they are `restored`, as any slot must be that `forward` itself advances.
 
     Args:
-        inputs: The declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the tokens that are
-            known, and `hidden_states` [BATCH, ...] where the model has them.
+        inputs: The declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the known tokens, and
+            `hidden_states` [BATCH, ...] if the model has them.
         forward: Called steps - 1 times with the view and a `DraftStep`; returns logits [TOKENS, words] and the next
             hidden states [TOKENS, ...], or None.
-        topk: Nodes that each step goes on from.
+        topk: Nodes that each step continues from.
         steps: The depth of the tree.
-        options: As of `DecodeRunner`.
+        options: As for `DecodeRunner`.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class DraftRunner(RequestRunner[V]):
 
 
 def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str], view: V) -> Drafts:
-    """What is captured: every step, and the choice of the nodes that the next one goes on from."""
+    """Run every step, and choose the nodes that the next one continues from. This is captured."""
     slots = view.__dict__
     frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
     shape, staged, hidden = (-1, topk, topk), slots.get(_IDS), slots.get("hidden_states")
@@ -89,7 +92,7 @@ def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str]
                 slots[name].add_(1)
         shares, tokens = top_tokens(logits, topk)
         frontier = frontier.grow(shares.view(shape), tokens.view(shape))
-        if hidden is not None:  # of the nodes that are gone on from
+        if hidden is not None:  # keep those of the nodes that the next step continues from
             rows = frontier.branches[:, :, -1]
             first = torch.arange(len(rows), device=hidden.device)[:, None] * topk
             hidden = hidden.index_select(0, (rows + first).flatten())
@@ -97,7 +100,7 @@ def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str]
 
 
 def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What forward returned, if it is of the right shape: CaptureError."""
+    """Return what forward returned, or raise CaptureError if it has the wrong shape."""
     tokens = len(step.input_ids)
     match returned:
         case (torch.Tensor(shape=(rows, words)) as logits, None | torch.Tensor(shape=(_, *_)) as hidden) if (
@@ -113,7 +116,10 @@ def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, t
 
 
 def _advancing(declaration: Declaration) -> Sequence[str]:
-    """The slots that each step advances. ConfigError where one that the draft reads or writes is of another kind."""
+    """Return the slots that each step advances.
+
+    Raise ConfigError if a slot that the draft reads or writes is of another kind.
+    """
     slots = declaration.slots
     for name in ("topk_p", "topk_index"):
         if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
@@ -133,11 +139,11 @@ def _advancing(declaration: Declaration) -> Sequence[str]:
 
 @final
 class DraftExtendRunner(RequestRunner[V]):
-    """Runs a step over `width` tokens a request, of which it returns one row a request.
+    """Runs a step over `width` tokens a request, and returns one row a request.
 
-    Every request brings `width` tokens, those that were accepted first. What depends on it, such as `select_index`, is
-    declared over WIDTH, so that a batch of another width is refused. Outputs follow BATCH, if `output_rows` does not
-    say otherwise. All else is as in `DecodeRunner`.
+    Every request has `width` tokens, those that were accepted first. Declare what depends on it, such as
+    `select_index`, over WIDTH, so that a batch of another width is refused. Outputs follow BATCH unless `output_rows`
+    says otherwise. All else is as in `DecodeRunner`.
     """
 
     def __init__(
@@ -148,18 +154,18 @@ class DraftExtendRunner(RequestRunner[V]):
 
 @final
 class MultiLayerDraftExtendRunner(RequestRunner[V]):
-    """Runs several steps one behind another in one graph; each may write what the next one reads.
+    """Runs several steps one after another in one graph. Each may write what the next one reads.
 
     A call returns a tuple, one entry a step.
 
     Args:
         inputs: The declaration class.
-        steps: Each called with its view and the next step's, None for the last; returns one row a request.
-        width: Tokens that each request brings.
-        chained: Slots of which every step has its own. The first step's are filled from the batch; all rows of the
-            others hold what the slot holds at first, its tail value, until the step before writes them. All other
-            slots are the same for every step.
-        options: As of `DraftExtendRunner`.
+        steps: Each is called with its view and the next step's, or None for the last, and returns one row a request.
+        width: Tokens that each request has.
+        chained: Slots of which every step has its own. The first step's are filled from the batch. All rows of the
+            others have the slot's initial value, its tail value, until the step before writes them. All other slots are
+            the same for every step.
+        options: As for `DraftExtendRunner`.
     """
 
     def __init__(
@@ -192,7 +198,7 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
     def _in_chain(self, steps: tuple[ChainedStep[V], ...], chained: tuple[str, ...], view: V) -> tuple[Any, ...]:
-        """What is captured: every step on its own view, the later ones' slots as they are at first."""
+        """Run every step on its own view, with initial values in the later ones' slots. This is captured."""
         views, stage = [view, *(copy.copy(view) for _ in steps[1:])], self.stage
         for name in chained:
             if (held := vars(view)[name]) is not None:

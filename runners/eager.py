@@ -1,4 +1,4 @@
-"""The eager runner: the same declaration, never padded, buffers that grow on demand."""
+"""The eager runner: the same declaration, never padded, with buffers that grow on demand."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack, final
@@ -22,7 +22,7 @@ _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captur
 
 
 class EagerArguments(TypedDict, total=False):
-    """What an eager runner takes beside its declaration and its step."""
+    """The arguments of an eager runner besides its declaration and its step."""
 
     sizes: Sizes
     settings: object
@@ -35,15 +35,15 @@ class EagerArguments(TypedDict, total=False):
 class EagerRunner(Runner[V]):
     """Runs a step on unpadded views of a declaration.
 
-    Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
-    the step sees the batch's own tensors, checked as ever.
+    Buffers grow to the next power of two on each axis when a batch needs more. With `no_copy` nothing is copied: the
+    step sees the batch's own tensors, which are checked as usual.
 
     Args:
         inputs: The declaration class.
         step: Called with its view.
         sizes: Sizes of the fixed axes.
         settings: What `when=` of slots refers to.
-        ranks: The processes that run each step together, and tell each other their sizes.
+        ranks: The processes that run each step together, and exchange their sizes.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses. Nothing is allocated before the first batch.
 
@@ -56,7 +56,7 @@ class EagerRunner(Runner[V]):
         stage = Stage.of(inputs, step, **options)
         declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying
         no_copy = bool(switch_of(NO_COPY_VARIABLE)) if config.no_copy is None else config.no_copy
-        # rows are counted on requests where there are any, else on tokens, else on what varies
+        # count rows of requests if there are any, else of tokens, else of the first varying axis
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
         coordinator = coordinator_of(declaration, name, config, {}, (), *([] if lead is None else [lead]))
@@ -65,7 +65,7 @@ class EagerRunner(Runner[V]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers at their present capacity."""
+        """The bytes of the buffers at their present capacity."""
         return self.stats()["memory"]["inputs"]
 
     def _route(self, call: ReadBatch) -> Route[V]:

@@ -1,4 +1,4 @@
-"""Buffers and fills without a runner, for engines that capture and replay graphs of their own."""
+"""Buffers and fills without a runner, for engines that capture and replay their own graphs."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, final
@@ -24,19 +24,19 @@ from .engine.statistics import human_bytes
 
 @final
 class InputBuffers(Generic[V]):
-    """The slots of a declaration at fixed addresses, and the fills of them, for graphs that you capture and replay.
+    """The slots of a declaration at fixed addresses, and their fills, for graphs that you capture and replay.
 
-    You choose the padded sizes of each fill. Axes do not follow from one another: give BATCH and TOKENS both. Fill and
+    You choose the padded sizes of each fill. Axes do not follow from one another: give both BATCH and TOKENS. Fill and
     replay on one stream. Runners are built on the same fills.
 
     Args:
         inputs: The declaration class.
-        sizes: The capacity of every axis: the most rows that a batch brings, and the sizes of fixed axes.
+        sizes: The capacity of every axis: the most rows that a batch has, and the sizes of fixed axes.
         settings: What `when=` of slots refers to.
         bind: Tensors to adopt as buffers, by slot.
-        keep_bound: Leave what adopted tensors hold, in place of each slot's initial value.
-        graphs_read_host_slots: Whether a graph of yours copies from slots in host memory. If so, a fill waits
-            until the device has done all work that it was given, since it would overwrite them under that copy.
+        keep_bound: Keep the contents of adopted tensors, in place of each slot's initial value.
+        graphs_read_host_slots: Whether a graph of yours copies from slots in host memory. If so, a fill waits until the
+            device has done all its work, since it would overwrite them before that copy.
         lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
         backend: A backend or its name.
 
@@ -68,7 +68,7 @@ class InputBuffers(Generic[V]):
         self.gate = self._layer.gate
 
     def __repr__(self) -> str:
-        """One line."""
+        """Return one line."""
         sizes = ", ".join(f"{axis} {size}" for axis, size in self.capacity.items())
         on = f"{self._layer.stage.declaration.name} on {self._layer.stage.backend.name}"
         return f"<InputBuffers of {on}: {sizes}, {self.lowering}, {human_bytes(self.nbytes)}>"
@@ -80,14 +80,14 @@ class InputBuffers(Generic[V]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots and of what fills need, on the device and on the host."""
+        """The bytes of the slots and of what fills need, on the device and on the host."""
         return self._layer.buffers.nbytes + self._layer.filler.nbytes
 
     def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
-        """Make what fills of these padded sizes need. A first `fill` does it, too; inside a capture it is too late.
+        """Make what fills of these padded sizes need. A first `fill` does it, too, but inside a capture it is too late.
 
         Args:
-            padded: The padded size of each axis; the capacity for an axis that is left out.
+            padded: The padded size of each axis. An axis that is left out has its capacity.
             absent: Optional slots that the batches lack.
 
         Raises:
@@ -114,16 +114,16 @@ class InputBuffers(Generic[V]):
 
         A fill in two parts writes some slots early, such as the metadata that attention plans from: first with `only`,
         then with the same names as `skip`. With `skip` alone you say that these slots are unchanged since the last
-        fill. Slots of `skip` are written nevertheless where they do not hold this batch: if the last fill was of other
-        sizes, padded or live, or without other slots, or if a producer has a view to write by.
+        fill. Slots of `skip` are still written if they do not have this batch: if the last fill was of other sizes,
+        padded or live, or without other slots, or if a producer has a view to write by.
 
         Args:
             batch: An object or a mapping that has the sources.
-            padded: The padded size of each axis; the capacity for an axis that is left out.
-            live: Live rows of axes that no source tells.
-            absent: Optional slots that the batch comes without; by default it is asked.
-            only: Copied slots to write, at once and not in a graph; others stay as they are. What is computed from
-                slots that hold this batch is computed.
+            padded: The padded size of each axis. An axis that is left out has its capacity.
+            live: Live rows of axes that no source has.
+            absent: Optional slots that the batch lacks. By default they are read from it.
+            only: Copied slots to write, at once and not in a graph. Others stay as they are. What is computed from
+                slots that have this batch is computed.
             skip: Copied slots to leave as they are.
             side: Side arguments of slots that are declared with `source=side(...)`.
 
@@ -138,10 +138,10 @@ class InputBuffers(Generic[V]):
         return self.at(padded).fill(batch, live=live, absent=absent, only=only, skip=skip, **side)
 
     def at(self, padded: Sizes = NO_SIZES) -> "BucketBuffers[V]":
-        """The fills of these padded sizes, the same object each time. To keep it saves looking them up.
+        """Return the fills of these padded sizes, the same object each time. If you keep it, you save the lookup.
 
         Args:
-            padded: The padded size of each axis; the capacity for an axis that is left out.
+            padded: The padded size of each axis. An axis that is left out has its capacity.
 
         Raises:
             ConfigError: A size is larger than the capacity, or an axis is unknown.
@@ -153,11 +153,11 @@ class InputBuffers(Generic[V]):
         return known
 
     def fill_in_graph(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
-        """Record the device's part of a fill; call it first inside of your capture.
+        """Record the device's part of a fill. Call it first inside your capture.
 
-        With the lowering `in_graph` that is the fused kernel and the slots that are computed on the device, else the
-        latter alone. From then on `fill` leaves it to the replay. With `in_graph`, a replay without a fill advances
-        slots that have `then=`.
+        With the lowering `in_graph` that is the fused kernel and the slots that are computed on the device, else only
+        the latter. From then on `fill` leaves it to the replay. With `in_graph`, a replay without a fill advances slots
+        that have `then=`.
 
         Raises:
             CaptureError: Nothing was filled or prepared with these sizes yet.
@@ -165,10 +165,10 @@ class InputBuffers(Generic[V]):
         self.at(padded).fill_in_graph(absent=absent)
 
     def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = (), written: bool = False) -> V:
-        """The slots at their padded sizes, for a capture, or for a producer.
+        """Return the slots at their padded sizes, for a capture, or for a producer.
 
         Args:
-            padded: The padded size of each axis; the capacity for an axis that is left out.
+            padded: The padded size of each axis. An axis that is left out has its capacity.
             absent: Optional slots that are None in the view.
             written: Whether a producer writes slots by this view. Each later fill then resets the padding behind them.
 
@@ -178,15 +178,15 @@ class InputBuffers(Generic[V]):
         return self.at(padded).view(absent=absent, written=written)
 
     def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> FillPlan:
-        """How a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
+        """Return how a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
         return self.at(padded).filling(self._layer.pattern(absent)).bucket.plan
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Fills by lowering."""
+        """Return the number of fills by lowering."""
         return {"lowerings": dict(self._layer.filler.lowered)}
 
     def _padded(self, padded: Sizes) -> Live:
-        """Padded sizes by varying axis. ConfigError where one does not fit."""
+        """Return padded sizes by varying axis. Raise ConfigError if one does not fit."""
         capacity = self.capacity
         for axis, size in checked_sizes(padded, "padded").items():
             most = capacity.get(axis)
@@ -210,7 +210,7 @@ class Layer(Generic[V]):
         reader: Reads batches.
         filler: Fills the buckets.
         checks_fields: Whether fields have converters or validators.
-        behind: The bucket of the last fill in part, and the slots that did not hold its batch when it was done.
+        behind: The bucket of the last fill in part, and the slots that did not have its batch afterwards.
     """
 
     def __init__(self, stage: Stage[V], buffers: Buffers, capacity: Sizes, lowering: str, *, waits: bool) -> None:
@@ -222,7 +222,7 @@ class Layer(Generic[V]):
         self._sizers: dict[frozenset[Axis], Sizer] = {}
         try:
             sizer = self.sizer(frozenset())
-        except DeclarationError:  # no source tells an axis: each fill is given its size
+        except DeclarationError:  # no source has an axis: each fill is given its size
             sizer = None
         self.table = table_for(stage.declaration, capacity, sizer)
         self.reader = Reader(stage, self.table, lambda batch, side: self.live(batch, NO_SIZES, side))
@@ -231,21 +231,21 @@ class Layer(Generic[V]):
         self.behind: tuple[Bucket | None, frozenset[str]] = None, frozenset()
 
     def pattern(self, absent: Collection[str]) -> Absent:
-        """Absent slots as a set. ConfigError where one is unknown, or not optional."""
+        """Return absent slots as a set. Raise ConfigError if one is unknown, or not optional."""
         if not isinstance(absent, frozenset):
             self.stage.declaration.check_names("absent", absent, "optional")
         return frozenset(absent)
 
     def unknown(self, argument: str, axis: Axis) -> ConfigError:
-        """The error for an axis that no slot varies on."""
+        """Return the error for an axis that no slot varies on."""
         axes = [one.name for one in self.stage.declaration.varying]
         what = f"it takes the axes of slots that vary, and these are {', '.join(axes)}"
         return ConfigError(f"{argument} names {axis}: {what}{did_you_mean(axis, axes)}")
 
     def sizer(self, given: frozenset[Axis]) -> Sizer:
-        """What reads live sizes of all axes but the given ones.
+        """Return what reads live sizes of all axes but the given ones.
 
-        ConfigError for an axis that there is not, DeclarationError where no copied slot tells one that is not given.
+        Raise ConfigError for an unknown axis, and DeclarationError if no copied slot has an axis that is not given.
         """
         known = self._sizers.get(given)
         if known is None:
@@ -258,7 +258,7 @@ class Layer(Generic[V]):
         return known
 
     def read(self, batch: Any, live: Sizes, absent: Collection[str] | None, side: Side) -> ReadBatch:
-        """Read a batch of which the caller says some live sizes, or which optional slots it lacks."""
+        """Read a batch for which the caller gives some live sizes, or the optional slots that it lacks."""
         pattern = self.stage.absent(batch, side) if absent is None else self.pattern(absent)
         rows = self.live(batch, live if live is NO_SIZES else checked_sizes(live, "live"), side)
         sources = zip(self.table.names, self.table.gather(batch, side), strict=True)
@@ -266,7 +266,7 @@ class Layer(Generic[V]):
         return ReadBatch(batch, side, given, None, rows, pattern)
 
     def live(self, batch: Any, given: Sizes, side: Side) -> Live:
-        """Live rows by varying axis: those that were given, and those that sources tell."""
+        """Return live rows by varying axis: the given ones, and those of the sources."""
         read = self.sizer(frozenset(given))(batch, side)
         if not given:
             return read
@@ -276,7 +276,7 @@ class Layer(Generic[V]):
 
 @final
 class BucketBuffers(Generic[V]):
-    """The slots of `InputBuffers` at one set of padded sizes, as `InputBuffers.at` gives them."""
+    """The slots of `InputBuffers` at one set of padded sizes, as `InputBuffers.at` returns them."""
 
     def __init__(self, layer: Layer[V], padded: Live) -> None:
         self._layer = layer
@@ -286,7 +286,7 @@ class BucketBuffers(Generic[V]):
         self._in_graph = set[Absent]()
 
     def __repr__(self) -> str:
-        """One line."""
+        """Return one line."""
         return f"<{type(self).__name__} of {self._layer.stage.declaration.name}: {self._sizes()}>"
 
     def _sizes(self) -> str:
@@ -348,9 +348,9 @@ class BucketBuffers(Generic[V]):
     def _part(
         self, call: ReadBatch, whole: Filling, only: Collection[str] | None, skip: Collection[str]
     ) -> tuple[Filling, frozenset[str]]:
-        """Choose what fills some slots alone, and tell which ones will not hold the batch then.
+        """Choose what fills only some slots. Return it, with the slots that will not have the batch afterwards.
 
-        ConfigError where an argument names what is not copied, or both arguments are given.
+        Raise ConfigError if an argument names a slot that is not copied, or if both arguments are given.
         """
         layer = self._layer
         declaration, clean = layer.stage.declaration, layer.buffers.clean
@@ -369,7 +369,7 @@ class BucketBuffers(Generic[V]):
         else:
             left, behind = set(copied.difference(only)), behind.intersection(copied).difference(only)
             for name, compute in declaration.functions.items():
-                if not behind.isdisjoint(compute.needs):  # it waits for the rest
+                if not behind.isdisjoint(compute.needs):  # computed with the rest
                     left.add(name)
                     behind |= {name}
         if not left:
@@ -394,7 +394,7 @@ class BucketBuffers(Generic[V]):
             self._in_graph.add(pattern)
 
     def view(self, *, absent: Collection[str] = (), written: bool = False) -> V:
-        """The slots at their padded sizes: see `InputBuffers.view`."""
+        """Return the slots at their padded sizes: see `InputBuffers.view`."""
         layer = self._layer
         with layer.gate.open():
             if written:
@@ -403,12 +403,12 @@ class BucketBuffers(Generic[V]):
             return layer.stage.viewer_of_capture(bucket)(None, bucket.padded)
 
     def filling(self, absent: Absent) -> Filling:
-        """What fills it from batches without some optional slots."""
+        """Return what fills it from batches that lack some optional slots."""
         filling, _ = self._fillings.get(absent) or self._make(absent)
         return filling
 
     def _make(self, absent: Absent) -> tuple[Filling, Viewer[V]]:
-        """Make it."""
+        """Make what `filling` returns, and what makes its views."""
         layer = self._layer
         sizes = {**layer.capacity, **dict(zip(layer.stage.declaration.varying, self._padded, strict=True))}
         filling = layer.filler.make(sizes, absent)

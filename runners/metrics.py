@@ -1,4 +1,4 @@
-"""Runners' books for Prometheus; needs prometheus-client, which the extra `metrics` brings."""
+"""Statistics of runners for Prometheus. It needs prometheus-client, which the extra `metrics` installs."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 FITS: Final = "fits"
-"""The reason of a step that a graph did, in a `Decision` as in the label."""
+"""The reason of a step that a graph ran, in a `Decision` and in the label."""
 _EAGER: Final = tuple(why for why in get_args(Why) if why != FITS)
 
 
 class Collector:
-    """Gives the books of some runners to a registry of prometheus-client, whenever it asks.
+    """Gives the statistics of some runners to a registry of prometheus-client, whenever it asks.
 
-    Each runner has a label, its keyword's name, and is held weakly: once it is gone, so are its metrics. Nothing is
-    spent between scrapes.
+    Each runner has a label, its keyword's name, and is referred to weakly: once it is gone, so are its metrics. Nothing
+    is spent between scrapes.
     """
 
     def __init__(self, **runners: Runner[Any]) -> None:
@@ -32,7 +32,10 @@ class Collector:
             self.add(label, runner)
 
     def add(self, label: str, runner: Runner[Any]) -> None:
-        """Tell of one more runner, from the next scrape on. ConfigError where it is none, or another has that label."""
+        """Add one more runner, from the next scrape on.
+
+        Raise ConfigError if it is no runner, or another has the label.
+        """
         checked("label", "a text", label, str)
         checked(f"what label {label!r} names", "a runner", runner, Runner)
         if self._living().get(label, runner) is not runner:
@@ -43,16 +46,16 @@ class Collector:
         return {label: runner for label, one in self._runners.copy().items() if (runner := one()) is not None}
 
     def describe(self) -> "Iterable[Metric]":
-        """The metrics without a value, for a registry that wants to know their names."""
+        """Return the metrics without a value, for a registry that wants to know their names."""
         return _metrics({})
 
     def collect(self) -> "Iterable[Metric]":
-        """The metrics of all runners that are still there."""
+        """Return the metrics of all runners that still exist."""
         return _metrics({label: runner.stats() for label, runner in self._living().items()})
 
 
 def exposition(**runners: Runner[Any]) -> str:
-    """The books of some runners in Prometheus's text format, each under its label."""
+    """Return the statistics of some runners in Prometheus's text format, each under its label."""
     client = _client()
     registry = client.CollectorRegistry()
     registry.register(Collector(**runners))
@@ -60,7 +63,7 @@ def exposition(**runners: Runner[Any]) -> str:
 
 
 def _client() -> Any:
-    """The library. ModuleNotFoundError that names the command, where it is not here."""
+    """Import the library. Raise ModuleNotFoundError, which names the command to install it, if it is missing."""
     try:
         import prometheus_client.core  # noqa: PLC0415 - optional
     except ModuleNotFoundError as error:
@@ -85,11 +88,11 @@ _TABLE: Final[Mapping[str, tuple[str, str, Sequence[str]]]] = {
     "buckets": ("Gauge", "Buckets that were captured, or failed.", ["state"]),
     "forced_steps": ("Counter", "Steps that all ranks ran as one of them had to.", ["rank", "reason"]),
 }
-"""Of each metric its kind, its meaning, and its labels beside the runner's."""
+"""The kind of each metric, its meaning, and its labels besides the runner's."""
 
 
 def _metrics(books: Mapping[str, Statistics]) -> "Iterable[Metric]":
-    """All metrics, of each runner by its label."""
+    """Return all metrics, with those of each runner under its label."""
     core, made = _client().core, dict[str, Any]()
     for name, (kind, what, labels) in _TABLE.items():
         made[name] = getattr(core, f"{kind}MetricFamily")(f"slotgraph_{name}", what, labels=["runner", *labels])
@@ -100,7 +103,7 @@ def _metrics(books: Mapping[str, Statistics]) -> "Iterable[Metric]":
 
 
 def _samples(stats: Statistics) -> Iterator[tuple[Any, ...]]:
-    """The name of a metric, the values of its labels, and its numbers; also those whose count is zero."""
+    """Yield the name of each metric, the values of its labels, and its numbers, also if the count is zero."""
     path, fills, capture, ranks = next(iter(stats["steps"])), stats["fills"], stats["capture"], stats["ranks"]
     counted: dict[Any, Any] = {**stats["buckets"], **stats["eager"]}
     keys: list[Any] = [*sorted({*capture["buckets"], *stats["buckets"]}), *_EAGER]

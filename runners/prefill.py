@@ -1,4 +1,4 @@
-"""The prefill runners: a part of the step is captured by tokens, and the rest runs eagerly around it."""
+"""The prefill runners: a part of the step is captured for buckets of tokens, and the rest runs eagerly around it."""
 
 import functools
 import operator
@@ -23,9 +23,10 @@ from .stacked.replay import Stack, StackReplay
 
 
 class StackRunner(GraphRunner[V]):
-    """A runner whose graphs are those of a stack. Subclasses are final, and say where its breaks are.
+    """A runner whose graphs are those of a stack. Subclasses are final, and define where its breaks are.
 
-    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, for any number.
+    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, for any number of
+    requests.
     """
 
     is_whole = False
@@ -33,7 +34,7 @@ class StackRunner(GraphRunner[V]):
     def __init__(
         self, inputs: type[V], step: Callable[[V], Any], given: Mapping[str, Any], splitter: Splitter | None = None
     ) -> None:
-        """Take the arguments of its subclasses. splitter: what marks its breaks, if not its code."""
+        """Take the arguments of its subclasses. splitter: Marks its breaks, if its code does not."""
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
         axes, self._splitter, self.stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
         self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
@@ -56,8 +57,8 @@ class StackRunner(GraphRunner[V]):
         stage, slots = self.stage, self.stage.declaration.slots
         over = stage, buffers, self.stack
         recipe = functools.partial(capture_stack, *over, splitter=self._splitter, output_rows=self.output_rows)
-        holder = None if self._splitter is not None else self.stack.code(stage)  # splits read of its tensors, too
-        handed = stage.declaration.parameters.items()  # those over requests are for breaks: no graph knows of requests
+        holder = None if self._splitter is not None else self.stack.code(stage)  # splits also read its tensors
+        handed = stage.declaration.parameters.items()  # breaks alone use those over requests
         parameters = {argument: name for argument, name in handed if BATCH not in slots[name].axes}
         return {"recipe": recipe, "holder": holder, "parameters": parameters}
 
@@ -86,8 +87,8 @@ class StackRoute(Route[V]):
         else:
             rows, live_rows = self._padded, live[-1]
         try:
-            outputs = self._replay.run(view, rows, live_rows)  # type: ignore[arg-type] # there is a view
-        except BaseException:  # slots may be as the step has written them
+            outputs = self._replay.run(view, rows, live_rows)  # type: ignore[arg-type] # this route has a view
+        except BaseException:  # the step may have written slots
             self.filler.buffers.distrust()
             raise
         self.count(live)
@@ -102,12 +103,12 @@ class PrefillRunner(StackRunner[V]):
         inputs: The declaration class.
         step: Called with its view.
         splits: The operators at which the step is cut, such as "mylib::attention". They run eagerly in each step, and
-            find its live metadata in the view, which they are handed or ask `current_view` for.
-        stack: The module within the step that is captured, or a dotted path to it; the whole step where there is none.
+            find its live metadata in the view, which they get as an argument or from `current_view`.
+        stack: The module within the step that is captured, or a dotted path to it. By default it is the whole step.
             Token slots have a bucket's rows, all of which are executed. Request slots have the batch's, up to
             `max_batch`, and may be read in splits, and outside of the stack.
-        output_rows: TOKENS, the default, to cut outputs to the live tokens; otherwise as of `BreakableRunner`.
-        options: Those of `StackArguments`, as of `DecodeRunner`; buckets are tokens.
+        output_rows: TOKENS, the default, to cut outputs to the live tokens. Other values are as for `BreakableRunner`.
+        options: Those of `StackArguments`, as for `DecodeRunner`. Buckets are tokens.
     """
 
     def __init__(
@@ -125,17 +126,17 @@ class PrefillRunner(StackRunner[V]):
 class BreakableRunner(StackRunner[V]):
     """Captures the stack of a model, its inner layers, for buckets of tokens, and runs the rest eagerly around it.
 
-    What the stack calls that is marked with `graph_break` runs between graphs, on this step's own metadata, so that the
-    graphs do not depend on the number of requests. Embeddings before, head and logits after the stack see the live
-    view: token slots have a bucket's rows, all of which are executed, request slots the batch's, up to `max_batch`.
+    Functions marked with `graph_break` that the stack calls run between graphs, on this step's own metadata, so that
+    the graphs do not depend on the number of requests. Embeddings before, head and logits after the stack see the live
+    view: token slots have a bucket's rows, all of which are executed, and request slots the batch's, up to `max_batch`.
 
     Args:
         inputs: The declaration class.
-        step: Called with its view; it calls the stack once.
-        stack: The module within the step that is captured, or a dotted path to it; the whole step where there is none.
+        step: Called with its view. It calls the stack once.
+        stack: The module within the step that is captured, or a dotted path to it. By default it is the whole step.
         output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole. By
-            default BATCH where the declaration has slots over requests, else TOKENS.
-        options: Those of `StackArguments`, as of `DecodeRunner`; buckets are tokens.
+            default BATCH if the declaration has slots over requests, else TOKENS.
+        options: Those of `StackArguments`, as for `DecodeRunner`. Buckets are tokens.
     """
 
     def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[StackArguments]) -> None:
@@ -143,7 +144,10 @@ class BreakableRunner(StackRunner[V]):
 
 
 def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack:
-    """The module that was given, or the one at a dotted path under the step; the whole step where there is none."""
+    """Return the given module, the one at a dotted path under the step, or the whole step for None.
+
+    Raise ConfigError if the path leads to no module.
+    """
     if stack is None:
         return Stack()
     found, name = stack, stack if isinstance(stack, str) else type(stack).__name__

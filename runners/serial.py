@@ -1,4 +1,4 @@
-"""Plans, and the records that explain them, as plain data and back: one cattrs converter, strict both ways."""
+"""Plans, and the records that explain them, to and from plain data, by one cattrs converter, strict both ways."""
 
 import math
 import typing
@@ -16,7 +16,7 @@ from ..dataflow.tails import Number
 
 T = TypeVar("T")
 _NOT_FINITE: Final[Mapping[str, float]] = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-"""Numbers that JSON has no words for, as the text that stands for them; a tail's value is never text otherwise."""
+"""Numbers that JSON lacks, by the text that represents them. A tail's value is never text otherwise."""
 
 
 def to_data(record: Any) -> Any:
@@ -27,7 +27,7 @@ def to_data(record: Any) -> Any:
 def from_data(data: Any, kind: type[T]) -> T:
     """Read a record of one kind from plain data.
 
-    ConfigError names each key that is unknown or missing and each value of the wrong type, with its place.
+    Raise ConfigError, which names each key that is unknown or missing and each value of the wrong type, with its place.
     """
     try:
         return _CONVERTER.structure(data, kind)
@@ -38,7 +38,7 @@ def from_data(data: Any, kind: type[T]) -> T:
 
 
 def _expect(value: Any, kind: Any, expected: str = "") -> Any:
-    """Take a kind of value as it is, as a structure hook that converts nothing."""
+    """Return a value of a kind unchanged, as a structure hook that converts nothing. Raise TypeError for any other."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, str)):
         raise TypeError(f"expected {expected or kind.__name__}, got {value!r}")
     return value
@@ -66,13 +66,13 @@ def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
 
 
 def _record_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """Make a structure hook for records that asks for keys and values."""
+    """Make a structure hook for records that expects keys and values."""
     structure = converter.gen_structure_attrs_fromdict(kind)
     return lambda value, _: structure(_expect(value, Mapping, "keys and values"), kind)
 
 
 def _fault(error: BaseException, _: Any) -> str:
-    """Put one fault in words; the hooks above say what was expected."""
+    """Describe one fault. The hooks above say what was expected."""
     if isinstance(error, ForbiddenExtraKeysError):
         known = [field.name for field in attrs.fields(error.cl)]
         return "; ".join(f"unknown key {key!r}{did_you_mean(key, known)}" for key in sorted(error.extra_fields))

@@ -1,6 +1,6 @@
 """Trees of drafted tokens: how they grow, which of their nodes are verified, and which path the target accepts.
 
-Functions of tensors that read nothing on the host, so that any of them may be part of a captured step.
+The functions work on tensors and read nothing on the host, so that any of them may be part of a captured step.
 """
 
 import attrs
@@ -9,14 +9,14 @@ import torch
 
 @attrs.frozen(eq=False)
 class Drafts:
-    """All that a draft came to: topk nodes of depth 1, then topk * topk candidates for each further step.
+    """The result of a draft: topk nodes of depth 1, then topk * topk candidates for each further step.
 
     Attributes:
         tokens: [requests, nodes] int64.
         scores: [requests, nodes] float32. The product of the probabilities on the way from the root, never more than
             the parent's.
-        parents: [requests, nodes] int64. A node's parent, which comes before it; -1 where that is the root, the
-            token that is known.
+        parents: [requests, nodes] int64. A node's parent, which comes before it, or -1 if that is the root, the known
+            token.
     """
 
     tokens: torch.Tensor
@@ -30,9 +30,9 @@ class Tree:
 
     Attributes:
         tokens: [requests, nodes] int64.
-        parents: [requests, nodes] int64. Places in the same row; the root's is -1.
+        parents: [requests, nodes] int64. Indices in the same row; the root's is -1.
         depths: [requests, nodes] int64. The root's is 0.
-        mask: [requests, nodes, nodes] bool. What each node may see of the tree, itself included.
+        mask: [requests, nodes, nodes] bool. Which nodes of the tree each node may see, itself included.
     """
 
     tokens: torch.Tensor
@@ -47,12 +47,12 @@ class Tree:
 
 @attrs.frozen(eq=False)
 class Accepted:
-    """What the target made of a tree.
+    """The path of a tree that the target accepts.
 
     Attributes:
-        counts: [requests] int64. Drafted tokens that it would have chosen too.
-        nodes: [requests, steps + 1] int64. The path from the root. Behind its end the last node comes again, so that
-            every number is one to index with.
+        counts: [requests] int64. How many drafted tokens the target would also have chosen.
+        nodes: [requests, steps + 1] int64. The path from the root. After its end the last node repeats, so that every
+            number is a valid index.
         tokens: [requests, steps + 1] int64. What the target chose after each of these nodes: the drafted tokens that
             are right, and one more.
     """
@@ -64,14 +64,14 @@ class Accepted:
 
 @attrs.frozen(eq=False)
 class Frontier:
-    """A tree while it grows: its levels so far, and the topk nodes of each request that the next step goes on from.
+    """A tree while it grows: its levels so far, and the topk nodes of each request that the next step continues from.
 
     Attributes:
-        levels: Tokens, scores and parents of each.
-        tokens: [requests, topk]. Of the nodes to go on from.
-        scores: [requests, topk]. Of the same.
-        nodes: [requests, topk]. Their places among all nodes.
-        branches: [requests, topk, steps so far]. Which of each earlier step's nodes each comes from.
+        levels: Tokens, scores and parents of each level.
+        tokens: [requests, topk]. The tokens of the nodes to continue from.
+        scores: [requests, topk]. Their scores.
+        nodes: [requests, topk]. Their indices among all nodes.
+        branches: [requests, topk, steps so far]. Which of each earlier step's nodes each one descends from.
     """
 
     levels: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
@@ -89,7 +89,7 @@ class Frontier:
     def grow(self, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
         """Add one level: [requests, topk, topk] probabilities and tokens of these nodes' children.
 
-        The topk best of a request's candidates, by the product of probabilities, are what the next step goes on from.
+        The next step continues from the topk best candidates of a request, by the product of probabilities.
         """
         topk, steps = self.tokens.shape[1], self.branches.shape[2]
         scores = (self.scores[:, :, None] * _sound(shares)).flatten(1)
@@ -108,7 +108,7 @@ class Frontier:
 
 
 def top_tokens(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, float32, and ids of the topk likeliest tokens of each row: [..., topk] each, the best first."""
+    """Return probabilities, float32, and ids of the topk likeliest tokens of each row: [..., topk] each, best first."""
     return torch.softmax(logits.float(), dim=-1).topk(topk, dim=-1)
 
 
@@ -116,8 +116,7 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
     """Return the tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
 
     A parent is never left out for its child: its score is at least as good, and of equal scores the earlier node wins.
-    A score that is no number is the worst of all, as those of all nodes below it must be.
-    Raises ValueError where there are not that many nodes.
+    A NaN score is the worst of all, as those of all nodes below it must be. Raises ValueError if there are fewer nodes.
     """
     most = 1 + drafts.tokens.shape[1]
     if not 1 <= nodes <= most:
@@ -135,9 +134,10 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """Return what each node may see, [requests, nodes, nodes] bool: itself and all above it; -1 is a root's parent.
+    """Return what each node may see, [requests, nodes, nodes] bool: itself and all nodes above it.
 
-    Paths are doubled in each round, so that log2(nodes) rounds do for a tree of any depth.
+    The parent of a root is -1. Each round doubles the paths, so that log2(nodes) rounds are enough for a tree of any
+    depth.
     """
     nodes = parents.shape[1]
     places = _counting(parents)
@@ -150,10 +150,10 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
 
 
 def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, steps: int) -> Accepted:
-    """Walk each tree from its root as long as a child is what the target chose; at most `steps` times.
+    """Walk each tree from its root while a child is what the target chose, at most `steps` times.
 
-    tokens, parents [requests, nodes]: the tree's. targets [requests, nodes] int64: what the target chose after each
-    node, the largest of its logits. Rows of padding walk too, and harm no one.
+    tokens, parents [requests, nodes]: The tree's. targets [requests, nodes] int64: What the target chose after each
+    node, the largest of its logits. Padded rows walk too, and have no effect on others.
     """
     path = [torch.zeros_like(targets[:, :1])]
     for _ in range(steps):
@@ -165,10 +165,10 @@ def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, s
 
 
 def _sound(shares: torch.Tensor) -> torch.Tensor:
-    """Clamp probabilities to 0 and 1: what is more, or no number, could put a child before its parent."""
+    """Clamp probabilities to 0 and 1. Larger ones, or NaN, could put a child before its parent."""
     return torch.nan_to_num(shares, nan=0.0).clamp(0.0, 1.0)
 
 
 def _counting(like: torch.Tensor) -> torch.Tensor:
-    """Return the places in each row, from 0, as int64."""
+    """Return the indices in each row, from 0, as int64."""
     return torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)

@@ -1,1 +1,1 @@
-"""Proofs: replays of a runner that show a wrong input for what it is, and name the slot that it came through."""
+"""Checks of a runner: replays that expose a wrong input, and name the slot that it came through."""

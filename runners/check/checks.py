@@ -1,4 +1,4 @@
-"""Checking a runner: every bucket and pattern, on drawn batches or on given ones, by one check after the other."""
+"""Checking a runner: every bucket and pattern, on drawn or given batches, by one check after the other."""
 
 import collections
 import functools
@@ -37,11 +37,11 @@ CHECKS: Final = {
     WEIGHTS: check_weights,
     TRANSITION: check_transition,
 }
-"""Every check, in the order in which they are run."""
+"""Every check, in the order in which they run."""
 Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches to check with, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 Makers = Sequence[Callable[[], Sample]]
-"""Each makes one batch anew whenever it is needed: there may be many, and large ones."""
+"""Functions that each make one batch anew when it is needed, since there may be many, and large ones."""
 
 
 @attrs.frozen(kw_only=True)
@@ -51,7 +51,7 @@ class CheckReport:
     runner: str
     findings: tuple[Finding, ...]
     steps: Mapping[str, int]  # how many batches each check looked at
-    notes: tuple[str, ...] = ()  # what was left out, and why
+    notes: tuple[str, ...] = ()  # what was not checked, and why
     seconds: float = 0.0
 
     @property
@@ -93,20 +93,20 @@ def check(
     random: bool = False,
     progress: bool = True,
 ) -> CheckReport:
-    """Hold a captured runner to what its declaration promises. The report names what was found by slot.
+    """Check that a captured runner does what its declaration promises. The report names what was found by slot.
 
     Each bucket is replayed with poison in its tails, against the step as it is written, and over garbage. Weights that
-    the step reaches are changed for a moment, and put back. If no batch reaches a graph, that is a finding: nothing was
-    checked. Of several ranks all call this at once, with batches for the same buckets. What one finds is in the report
-    of each.
+    the step reaches are changed for a moment, and put back. If no batch reaches a graph, that is a finding, because
+    nothing was checked. With several ranks, all call this at once, with batches for the same buckets. Findings of one
+    are in the report of each.
 
     Args:
         runner: The runner.
         batches: Batches to check with, or a function of rows and a generator that makes one. By default they are drawn.
-        state: Tensors that the step changes beside its slots. By default they are found by a run of it.
+        state: Tensors that the step changes besides its slots. By default they are found by a run of it.
         only: One of the checks, or several.
-        rounds: Batches of random rows for each bucket and pattern, beside the largest and smallest.
-        seed: Where random batches begin.
+        rounds: Batches of random rows for each bucket and pattern, besides the largest and smallest.
+        seed: The seed of random batches.
         values: For batches that are drawn, see `sample_batch`.
         read_outside: Slots that are read between fill and replay.
         random: Whether the step draws random numbers on purpose, as a sampler does.
@@ -114,8 +114,8 @@ def check(
 
     Raises:
         ReplayError: The runner is not captured.
-        ConfigError: A check, a slot or a number is none.
-        CheckError: The state is too large to keep.
+        ConfigError: A check or a slot is unknown, or a number is invalid.
+        CheckError: The state is too large to copy.
         RankError: Other ranks do not come, or check something else. The error names them.
     """
     start, graphs = time.perf_counter(), runner.graphs
@@ -129,16 +129,19 @@ def check(
     runner.stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
     signed = signed_slots(runner.stage.declaration, values) if batches is None else ()
-    nothing = State(runner.stage.backend)  # but random numbers
+    nothing = State(runner.stage.backend)  # it has random numbers alone
     subject = Subject(runner, graphs, nothing, seed, read_outside, random=random, signed=signed)
     with unwatched(runner.watch), subject.state.kept():
-        draw_on(runner.stage.backend)  # a step that draws on the host would draw what its capture drew
+        draw_on(runner.stage.backend)  # else a step that draws on the host would draw what its capture drew
         report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
     return attrs.evolve(report, seconds=time.perf_counter() - start)
 
 
 def _chosen(runner: Runner[Any], only: Collection[str]) -> list[str]:
-    """Choose the checks to run, all that the runner can have if none is named. ConfigError for any other name."""
+    """Return the checks to run: the named ones, or all that the runner can have.
+
+    Raise ConfigError for any other name.
+    """
     known, reason = list(CHECKS), ""
     if not isinstance(runner, DecodeRunner):
         reason = f"a {runner.name} has no steps() in which slots advance"
@@ -183,7 +186,7 @@ def batches_of(
         return sample_batch(*over, absent=absent, values=values, device=device)
 
     generator, below, plans = torch.Generator().manual_seed(seed), 0, list[tuple[int, int, Absent]]()
-    for bucket in sorted(runner.sizes):  # with rows that do not fit the one below it
+    for bucket in sorted(runner.sizes):  # each with rows that do not fit the bucket below
         drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
         every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
         plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
@@ -192,7 +195,7 @@ def batches_of(
 
 
 def _paired(made: Any) -> Sample:
-    """Take a batch, or a pair of a batch and its side arguments."""
+    """Make a sample of a batch, or of a pair of a batch and its side arguments."""
     match made:
         case (batch, Mapping() as side) if isinstance(made, tuple):
             return Sample(batch, dict(side))
@@ -219,7 +222,7 @@ def _checked(
     taken = [make for make, decision in zip(makers, decisions, strict=True) if decision.bucket is not None]
     given = stage.state if state is None else state
     if ranks.size > 1:
-        groups = itertools.groupby(one.bucket for one in decisions)  # on ranks that take the same steps the same
+        groups = itertools.groupby(one.bucket for one in decisions)  # the same on all ranks that run the same steps
         buckets = ", ".join(f"{len([*group])} for {bucket}" for bucket, group in groups)
         found = f"looked for on {len(firsts)} batches" if state is None else "known"
         ranks.gather(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
@@ -242,9 +245,9 @@ def _checked(
 
 
 def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: bool) -> list[Finding]:
-    """Run one check after the other, until the device fails; each names a slot, or an output, once."""
+    """Run one check after the other, until the device fails. Each names a slot, or an output, once."""
     findings, slots = list[Finding](), [None, *subject.slots]
-    every = [(name, make) for name in wanted for make in makers]  # of one bar, which shows the time left for all
+    every = [(name, make) for name in wanted for make in makers]  # one progress bar shows the time left for all
     turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=progress)
     try:
         for name in wanted:
@@ -252,17 +255,17 @@ def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: b
             found: dict[str, Finding] = {}
             for one in CHECKS[name](subject, (make() for _, make in left)):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
-            collections.deque(left, 0)  # of a check that ended early
+            collections.deque(left, 0)  # skip the rest of a check that ended early
             findings += found.values()
             own = next(iter(found.values()), Finding(name, None, ""))
             first = subject.together.first(own.message, slots.index(own.slot))
-            if first is not None and not found:  # this rank shows what another one has found
+            if first is not None and not found:  # report what another rank has found
                 rank, message, slot = first
                 findings.append(Finding(name, slots[slot], f"rank {rank} found: {message}"))
             has_stopped = False
             try:
                 subject.backend.synchronize()
-            except Exception:  # noqa: BLE001 - a fault in a kernel, which each device words otherwise
+            except Exception:  # noqa: BLE001 - a fault in a kernel, whose error differs by device
                 has_stopped = True
             if subject.together.any(has_stopped):
                 subject.notes["the device has stopped for good, and what was left to check was not checked"] = None

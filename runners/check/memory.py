@@ -1,4 +1,4 @@
-"""Addresses, coverage and races: what graphs read lies where it was, is written and read, and is not written early."""
+"""Checks of memory: what graphs read has not moved, is written and read, and is not overwritten too early."""
 
 import collections
 import copy
@@ -29,14 +29,14 @@ from ..engine.traffic import Traffic, run_seen
 from ..testing.timing import occupier
 from .trial import Finding, Subject, Tensors, Trial
 
-STEPS: Final = ENTRIES + SEGMENT  # in flight: more than a ring has entries
+STEPS: Final = ENTRIES + SEGMENT  # steps in flight: more than a ring has entries
 SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
 def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Find slots whose buffer has moved, and other memory that has moved and that the step reads on a batch."""
+    """Find slots whose buffer has moved, and other moved memory that the step reads on a batch."""
     for name in subject.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
@@ -56,13 +56,13 @@ def check_moves(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
 
 
 def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
-    """Find tensors that have moved and that the step reads, by their name."""
+    """Return a finding for each tensor that has moved and that the step reads, by its name."""
     by_storage = {storage_key(now): holding for holding, now in changes}
     found: dict[str, Finding] = {}
 
     def note(operator: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
         step = running()
-        for tensor in taken if step is None or step.inside is None else ():  # breaks run anew in each step
+        for tensor in taken if step is None or step.inside is None else ():  # each step runs breaks anew
             holding = by_storage.get(storage_key(tensor))
             if holding is not None:
                 is_freed = holding.is_freed
@@ -84,13 +84,13 @@ def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
 
 
 def check_coverage(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Run each batch over two kinds of garbage, and look at what its operators take."""
+    """Run each batch over two kinds of garbage, and find slots that nothing writes or no operator reads."""
     is_found, read, present = False, set(subject.read_outside), set[str]()
     for number, one in enumerate(batches):
         found = list(_unwritten(subject, one, number))
         yield from found
         is_found = is_found or bool(found)
-        if subject.together.any(is_found):  # what lies in slots that no one writes is nothing to run a step on
+        if subject.together.any(is_found):  # do not run a step on slots that nothing writes
             continue
         view = subject.fill(one)
         present.update(name for name, value in vars(view).items() if value is not None)
@@ -119,14 +119,14 @@ def check_coverage(subject: Subject, batches: Iterable[Sample]) -> Iterator[Find
 
 
 def _unwritten(subject: Subject, one: Sample, number: int) -> Iterator[Finding]:
-    """Outputs, and slots of functions on the device, that a step leaves unwritten over two kinds of garbage."""
+    """Find outputs, and slots of functions on the device, that a step leaves unwritten over two kinds of garbage."""
     trial, ran = subject.trial(one), list[Tensors]()
     names = [name for name in trial.slots if not subject.is_filled(name)]
     for flipped in (False, True):
         slots, generator = trial.slots, torch.Generator().manual_seed(subject.seed + number)
         put = {name: garbage(slots[name], generator, flipped=flipped) for name in names}
         held = trial.run(lambda _: {name: trial.slots[name].clone() for name in names}, put)
-        if isinstance(held, Exception):  # which other checks report
+        if isinstance(held, Exception):  # other checks report it
             return
         ran.append(held)
     for name in names:
@@ -142,7 +142,10 @@ def _unwritten(subject: Subject, one: Sample, number: int) -> Iterator[Finding]:
 
 
 def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
-    """Return the slots that operators of an eager run, and functions of computed slots, take. A view reads nothing."""
+    """Return the slots that operators of an eager run, and functions of computed slots, read.
+
+    Making a view reads none.
+    """
     slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
     read = {need for slot in slots.values() for need in slot.needs}
@@ -153,7 +156,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
                 read.update(name for name, place in spans.items() if overlaps(tensor, [place]))
 
     class TakenByHost(TorchFunctionMode):
-        """Tells of tensors that the host takes as numbers, which is not an operator's work if they are on the CPU."""
+        """Notes tensors that the host reads as numbers, for which no operator runs if they are on the CPU."""
 
         def __torch_function__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -170,7 +173,7 @@ def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
 
 
 def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Run batches one behind the other, with sources overwritten after each call, and each by itself, to compare."""
+    """Run batches in flight, with sources overwritten after each call, and each alone, and compare."""
     drawn = list(batches)
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, drawn[0]) for tensor in part.values())
@@ -202,7 +205,7 @@ def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
 
 
 def _copied(subject: Subject, one: Sample) -> Sample:
-    """Make a batch that brings the same in memory of its own."""
+    """Make a batch with the same values in memory of its own."""
     values = subject.sources(one)
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -215,7 +218,10 @@ def _copied(subject: Subject, one: Sample) -> Sample:
 
 
 def _steps(subject: Subject, batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
-    """Run steps, alone or in flight, where sources are overwritten right after each call; return what each gives."""
+    """Run steps, alone or in flight, and return the results of each.
+
+    In flight, sources are overwritten after each call.
+    """
     backend, runs = subject.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
         if flight and backend.device.type != "cpu":
@@ -236,7 +242,7 @@ def _steps(subject: Subject, batches: Sequence[Sample], *, flight: bool) -> list
 
 
 def _run(subject: Subject, one: Sample) -> tuple[Tensors, Tensors]:
-    """Run a step, and copy what it gave and what it leaves in copied slots on the device."""
+    """Run a step, and return copies of its outputs and of its copied slots on the device."""
     sizes, held = subject.step_of(one).live_sizes, dict[str, torch.Tensor]()
     outputs = copies(subject.runner(one.batch, **one.side), "output")
     for name, source in subject.sources(one).items():

@@ -1,4 +1,4 @@
-"""Poison, parity: live rows are the same whatever lies in tails, and graphs do what steps do."""
+"""Checks of poison and parity: live rows do not depend on tails, and graphs do what their steps do."""
 
 import functools
 import math
@@ -42,23 +42,26 @@ from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
 POISON: Final = "poison"
 PARITY: Final = "parity"
-MOST: Final = 4096  # values of live rows that are looked at to choose from
-DRAWS: Final = 8  # of other random numbers for one batch
-COPIES: Final = 2  # of the state at once that parity takes: as it was, and as the step left it
+MOST: Final = 4096  # the most values of live rows to choose poison from
+DRAWS: Final = 8  # runs with other random numbers for one batch
+COPIES: Final = 2  # copies of the state for parity: as it was, and as the step left it
 OTHER_SHAPES: Final[Tolerances] = {
     **USUAL,
     torch.float16: (1e-2, 1e-2),
     torch.bfloat16: (5e-2, 5e-2),
     torch.float32: (1e-3, 1e-3),
 }
-"""How far a model's outputs for a padded batch may be from those for the batch alone: kernels for other shapes add in
-another order, layer after layer. What padded rows do to live ones is for poison to find, which asks for equal bits."""
+"""How far a model's outputs for a padded batch may be from those for the batch alone.
+
+Kernels for other shapes add in another order, layer after layer. The poison check, which asks for equal bits, finds
+what padded rows do to live ones.
+"""
 Poison = tuple[tuple[Number, ...], tuple[Number, ...]]
-"""Values for a tail, to be drawn from, in one run and in another."""
+"""Values that a tail is drawn from, in one run and in another."""
 
 
 def check_poison(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Fill and replay each batch with poison in its tails, but in those of slots that were found guilty before."""
+    """Fill and replay each batch with poison in its tails, except tails of slots that were found guilty before."""
     guilty, drawn = set[str | None](), list[Finding]()
     for number, one in enumerate(batches):
         found = _unlike_oracle(subject, one, number)
@@ -81,7 +84,7 @@ def check_poison(subject: Subject, batches: Iterable[Sample]) -> Iterator[Findin
 
 
 def _unlike_oracle(subject: Subject, one: Sample, number: int) -> list[Finding]:
-    """Find slots that a fill leaves otherwise, after a step on the same batch (it may write tails) or over garbage."""
+    """Find slots that a fill leaves wrong, after a step on the same batch (it may write tails) or over garbage."""
     buffers, seed = subject.buffers, subject.seed + number
     with subject.state.kept():
         subject.runner(one.batch, **one.side)
@@ -107,7 +110,10 @@ def cloned(buffers: Buffers) -> Buffers:
 
 
 def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Finding]:
-    """Fill, and compare with the oracle over the same bytes. seed: of garbage, over whose opposite it fills, too."""
+    """Fill, and compare with the oracle over the same bytes.
+
+    seed: Of garbage. The oracle then also fills over its inverse.
+    """
     declaration, buffers, step = subject.declaration, subject.buffers, subject.step_of(one)
     oracles = [cloned(buffers)]
     if seed is not None:
@@ -136,13 +142,16 @@ def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Findi
 
 
 def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
-    """Return what a slot's tail must bear: live rows' whole numbers, any floats; None for its rule's value alone."""
+    """Return what a slot's tail must tolerate: whole numbers of live rows, and any floats.
+
+    Return None if the tail may have only its rule's value.
+    """
     rule, poison, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = slot.writers == BY_STEP, tuple[Number, ...]()
     if isinstance(poison, tuple) and not unread:
         values = tuple(resolve_value(value, capabilities, sizes) for value in poison)
     elif not unread:
-        if poison is None and (rule is None or is_location(slot)):  # which says where the step writes
+        if poison is None and (rule is None or is_location(slot)):  # a location says where the step writes
             return None
         usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
         values = tuple(dict.fromkeys([*live_part(slot, filled, step).reshape(-1)[:MOST].tolist(), *usual]))
@@ -159,12 +168,12 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
 
 
 def _poison_in(trial: Trial, name: str) -> Poison | None:
-    """Return what the tail of a filled slot may hold."""
+    """Return what the tail of a filled slot may have."""
     return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.backend.capabilities)
 
 
 def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:
-    """Make slots with poison in their tails, in all of an output, if that differs from what they hold without."""
+    """Make slots with poison in their tails, or in all of an output, if that differs from their contents without."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
         slot, tensor = trial.declared[name], filled.clone()
@@ -184,12 +193,12 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
 
 @attrs.define(eq=False, slots=False)
 class Poisoning:
-    """Poisons tails of one filled step on all ranks, and looks for the slot at fault.
+    """Poisons tails of one filled step on all ranks, and finds the slot at fault.
 
     Attributes:
         trial: The step.
-        seed: Of the poison that is drawn.
-        spared: Slots that are left alone.
+        seed: The seed of the poison that is drawn.
+        spared: Slots that are not poisoned.
         usual: The live rows of its outputs without poison.
     """
 
@@ -199,7 +208,7 @@ class Poisoning:
     usual: Tensors = NOTHING
 
     def findings(self) -> list[Finding]:
-        """Return what is wrong with the step. Nothing if its live rows depend on no tail."""
+        """Return what is wrong with the step, or nothing if its live rows depend on no tail."""
         usual = self.trial.run(self._live)
         if isinstance(usual, Exception):
             return [Finding(POISON, None, f"the step raised {error_text(usual)} on a batch that was filled as ever")]
@@ -213,7 +222,7 @@ class Poisoning:
         return []
 
     def _rounds(self) -> Iterator[Tensors]:
-        """Yield what to poison at once: all slots, twice; last, one by one, indices, which may stop a device."""
+        """Yield what to poison at once: all slots, twice, and last, one by one, indices, which may stop a device."""
         generator = torch.Generator().manual_seed(self.seed)
         first, second = (other_tails(self.trial, turn, generator, self.spared) for turn in (0, 1))
         yield first
@@ -226,10 +235,10 @@ class Poisoning:
         yield from (_of(second, [name]) for name in apart)
 
     def _live(self, outputs: Any) -> Tensors:
-        """Return the live rows of outputs. Their sizes tell whether they were handed out with padded ones."""
+        """Return the live rows of outputs. Their sizes show whether the step returned padded rows, too."""
         found, step, runner = copies(outputs, "output"), self.trial.step, self.trial.runner
         for name, tensor in found.items() if runner.graphs is not None and not runner.cuts else ():
-            for axis in (BATCH, TOKENS):  # the last one that fits counts
+            for axis in (BATCH, TOKENS):  # the last axis that fits counts
                 if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
                     found[name] = tensor[: step.live_sizes[axis]]
         return found
@@ -238,7 +247,7 @@ class Poisoning:
         """Find random numbers that the step draws, if other ones change a live row."""
         trial, effect = self.trial, self._try(NOTHING, self.trial.redrawn)
         operators = operators_of(trial, torch.Tag.nondeterministic_seeded, drawing=True)
-        for times in range(2, DRAWS if trial.together.any(operators) else 0):  # a mask of few rows may come twice
+        for times in range(2, DRAWS if trial.together.any(operators) else 0):  # a mask of few rows may be drawn twice
             effect = effect or self._try(NOTHING, functools.partial(trial.redrawn, times=times))
         if effect is None or not effect[1]:
             return []
@@ -251,7 +260,10 @@ class Poisoning:
         return [Finding(POISON, None, message)]
 
     def _try(self, poison: Tensors, by: Callable[[], Any] | None = None) -> tuple[str, bool] | None:
-        """Return what poison changes on this rank, else on another, and whether on this one; None on all if nothing."""
+        """Return what poison changes on this rank, or else on another, and whether on this one.
+
+        Return None on all ranks if nothing changes.
+        """
         found, change = self.trial.run(self._live, poison, by), ""
         if isinstance(found, Exception):
             change = f"the step raised {error_text(found)}"
@@ -264,7 +276,7 @@ class Poisoning:
         return f"on rank {first[0]} {first[1]}", False
 
     def _blamed(self, poison: Tensors, change: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
-        """Return the slots that make a difference alone, else the fewest together; those of this rank."""
+        """Return findings of this rank: the slots that make a difference alone, or else the fewest that do together."""
         found, together = list[Finding](), self.trial.together
         names = [name for name in self.trial.declared if together.any(name in poison)]
         if not names:
@@ -280,9 +292,8 @@ class Poisoning:
             return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
         alone = {name: self._try(_of(poison, [name])) for name in names}
         for name, effect in alone.items():
-            if (
-                effect is not None
-            ):  # a rank reports a change of its own; where none sees one, all ranks with poison report
+            # ranks report changes of their own; if none has one, all with poison report
+            if effect is not None:
                 is_seen = together.any(effect[1] and name in poison)
                 if name in poison and (effect[1] or not is_seen):
                     found.append(Finding(POISON, name, f"{effect[0]} when {self._place(name, poison[name])}"))
@@ -296,7 +307,7 @@ class Poisoning:
         return [Finding(POISON, None, message)] if _of(poison, names) else []
 
     def _place(self, name: str, now: torch.Tensor) -> str:
-        """Return what the tail of a slot held, and what to do."""
+        """Return what the tail of a slot had, and what to do, as text."""
         slot, before = self.trial.declared[name], self.trial.filled[name]
         rule, place = slot.rule(), f"the tail of slot {name!r}"
         if slot.writers == BY_STEP:
@@ -316,7 +327,7 @@ class Poisoning:
 def operators_of(trial: Trial, tag: torch.Tag, *, drawing: bool = False) -> list[str]:
     """Return the operators of a step that have one of torch's tags, each with the line that calls it.
 
-    drawing: only those that draw random numbers, as attention with a dropout of 0 does not.
+    drawing: Whether to return only those that draw random numbers, as attention with a dropout of 0 does not.
     """
     found: list[str] = []
     device = trial.backend.device
@@ -328,7 +339,7 @@ def operators_of(trial: Trial, tag: torch.Tag, *, drawing: bool = False) -> list
         return [state.numpy().tobytes() for state in states]
 
     class Tagged(OperatorWatch):
-        """Notes them."""
+        """Notes the operators."""
 
         def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if tag not in getattr(operator, "tags", ()):
@@ -352,30 +363,30 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
 
 
 def check_parity(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Hold graphs to their step: on the padded view, or else beside the batch alone, since that follows from it."""
+    """Compare graphs with their step: on the padded view, and then with the batch alone."""
     subject.state.check_room(COPIES)
     yield from filter(None, (apart_from_step(subject, one) for one in batches))
 
 
 def apart_from_step(subject: Subject, one: Sample) -> Finding | None:
-    """Return what the graph of a batch does otherwise than the step, padded or not."""
+    """Return what the graph of a batch does differently from the step, padded or not, or None."""
     runner = subject.runner
     if runner.stage.declaration.ranks is not None:
-        subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
+        subject.fill(one)  # computed slots may need the sizes of all ranks, which a fill exchanges
     with subject.state.kept(), slots_kept(runner):
         live = runner.size(one.batch, one.side)
         route, view = runner.eager.fill(one.batch, live, one.side)
         subject.produce(view)
         try:
             exact: Seen | str = seen(view, route.run(view, live))
-        except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
+        except Exception as error:  # noqa: BLE001 - an error of a step at other sizes is a result
             exact = f"the step raised on the batch without padding: {error_text(error)}"
     trial = subject.trial(one)
     finding = parity_fault(trial)
     if subject.together.any(finding is not None):
         return finding
     if isinstance(exact, str):
-        return Finding(PARITY, None, exact) if live[-1] else None  # without rows a batch is padded in each step
+        return Finding(PARITY, None, exact) if live[-1] else None  # a batch without rows is always padded
     graph = trial.run(lambda outputs: seen(trial.view, outputs))
     if isinstance(graph, Exception):
         return None
@@ -383,7 +394,7 @@ def apart_from_step(subject: Subject, one: Sample) -> Finding | None:
     is_drawn = subject.together.any(found) and redraws(trial, graph.outputs)
     if found is not None and found.where in graph.copied:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
-    if found is None or is_drawn:  # other numbers are drawn for another shape
+    if found is None or is_drawn:  # a step draws other numbers for another shape
         return None
     apart = list(mismatches(graph.computed, exact.computed, step=graph.step))
     slots = "; ".join(map(str, apart)) or "all slots agree in their live rows"
@@ -401,7 +412,10 @@ def redraws(trial: Trial, outputs: Leaves, by: Callable[[], Any] | None = None) 
 
 
 def parity_fault(trial: Trial) -> Finding | None:
-    """Find what a graph does otherwise than its step, within usual tolerances if that does not do the same twice."""
+    """Return what a graph does differently from its step, or None.
+
+    The usual tolerances apply if two runs of the step differ.
+    """
     state, together = trial.state, trial.together
     eager = trial.run(lambda outputs: (seen(trial.view, outputs).outputs, state.copy()), by=trial.eagerly)
     if trial.raised or isinstance(eager, Exception):
@@ -425,9 +439,9 @@ def parity_fault(trial: Trial) -> Finding | None:
     for turn in (0, 1) if together.any(is_left) else ():
         other = trial.run(look, _bearable_tails(trial, turn), by=trial.eagerly)
         besides += [] if isinstance(other, Exception) else [other[1]]
-    differs = any(mismatches(expected, again[0], step=trial.step))  # no more can be asked than of the step
+    differs = any(mismatches(expected, again[0], step=trial.step))  # a graph need not be more exact than its step
     every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
-    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot says more than what was returned
+    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot says more than an output
     is_drawn = together.any(found is not None and not differs) and redraws(trial, expected, trial.eagerly)
     if found is not None:
         captured = graph_of(trial.runner, trial.view)
@@ -445,18 +459,21 @@ def parity_fault(trial: Trial) -> Finding | None:
 
 
 def _bearable_tails(trial: Trial, turn: int) -> Tensors:
-    """Make slots with other values that tails may hold: padded rows write one reserved row, and any comes last."""
+    """Make slots with other values that tails may have.
+
+    Padded rows may all write one reserved row, and any of them may be the last.
+    """
     spared = set[str]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]
-        is_index = isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point  # which eager steps check
+        is_index = isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point  # eager steps check indices
         if is_index or slot.rewritten or slot.writers == BY_STEP:
             spared.add(name)
     return other_tails(trial, turn, torch.Generator().manual_seed(turn), spared)
 
 
 def _raised(found: object) -> Finding | None:
-    """Return a finding on a rank on which the step raised."""
+    """Return a finding if the step raised on this rank, or None."""
     if not isinstance(found, Exception):
         return None
     return Finding(PARITY, None, f"the step raised {error_text(found)} where its graph is replayed")

@@ -1,4 +1,4 @@
-"""Transitions: slots advance by their rules, in steps with edits and without, whatever lies beyond the live rows."""
+"""Check of transitions: slots advance by their rules, in steps with edits and without, whatever padded rows have."""
 
 import itertools
 import math
@@ -25,20 +25,22 @@ from .trial import Finding, Subject, Tensors
 
 TRANSITION: Final = "transition"
 LAST: Final = 3
-"""The last step that is looked at: the first is a fill, the next has no news, then come one with an edit, and one
-without."""
+"""The last step that is checked.
+
+The first is a fill, the next has no edit, then come one with an edit and one without.
+"""
 ALONE: Final = "have its then= make live rows of live ones alone, or of tails that change nothing"
 
 
 def check_transition(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Let slots advance from each batch, in steps without news and in one with an edit, and run their rules beside."""
+    """Let slots advance from each batch, in steps without an edit and in one with, and compare with their rules."""
     with subject.state.kept(), slots_kept(subject.runner):
         for one in batches:
-            yield from itertools.islice(_faults(subject, one), 1)  # which makes others
+            yield from itertools.islice(_faults(subject, one), 1)  # the first fault causes the others
 
 
 def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
-    """Return what is wrong with rules on one batch, or with what carries them out."""
+    """Find what is wrong with rules on one batch, or with what runs them."""
     runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.buffers, subject.step_of(one)
     declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
     right, when = cloned(buffers), "on initial values, as captures run it"
@@ -92,7 +94,7 @@ def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[
 
 
 def _leave_stale_rows(subject: Subject, step: Step) -> None:
-    """Have copied slots hold live rows wherever a fill does not write, as after a fuller batch."""
+    """Write live rows of copied slots wherever a fill does not write, as after a fuller batch."""
     for name in subject.declaration.sources:
         slot, tensor = subject.slots[name], subject.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
@@ -103,7 +105,7 @@ def _leave_stale_rows(subject: Subject, step: Step) -> None:
 
 
 def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Finding]:
-    """Find rules whose live rows depend on the bucket, or on padded rows of which no rule says what they hold."""
+    """Find rules whose live rows depend on the bucket, or on padded rows whose values no rule defines."""
     runner, stage, held = subject.runner, subject.runner.stage, cloned(subject.buffers)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **runner.sizes[max(runner.sizes)]})
@@ -120,7 +122,7 @@ def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Fin
                 live.copy_(-live.abs() - 1)
 
     def advanced(buffers: Buffers, sizes: Step) -> Tensors | None:
-        """Return the live rows that rules make, or None where one cannot be run on such values."""
+        """Return the live rows that rules make, or None if one cannot run on such values."""
         try:
             rows = advance_slot_by_slot(stage.declaration, cloned(buffers), stage.backend.capabilities, sizes)
         except SlotGraphError:
@@ -144,7 +146,7 @@ def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Fin
 
 
 def _on_host(buffers: Buffers) -> Buffers:
-    """Return the same bytes in host memory, where a value that is no index raises and stops no device."""
+    """Return the same bytes in host memory, where an invalid index raises and does not stop a device."""
     found = cloned(buffers)
     with outside_inference():
         for buffer in found:

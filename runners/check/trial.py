@@ -1,4 +1,4 @@
-"""Trials: runs of a step for a look, not for a batch, by all ranks at once; slots and state are as they were after."""
+"""Trials: runs of a step to examine it, on all ranks at once. They put slots and state back."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,22 +25,26 @@ NOTHING: Final[Tensors] = {}
 
 @attrs.frozen
 class Together:
-    """What ranks exchange, so that all run the same. RankError names ranks that do something else."""
+    """What ranks exchange, so that all run the same. Its methods raise RankError if ranks do something else.
+
+    Attributes:
+        ranks: Coordinates the ranks.
+    """
 
     ranks: Coordinator
 
     def any(self, one: object) -> bool:
-        """Return whether it is so on some rank."""
+        """Return whether a value is true on some rank."""
         return bool(self.first("yes" if one else ""))
 
     def first(self, text: str, number: int = 0) -> tuple[int, str, int] | None:
-        """Return the first rank that has something to say, what, and its number. None if none has."""
+        """Return the first rank that gives a text, the text, and its number, or None if none does."""
         texts = self.ranks.gather("a look at a step, of a check or a debug mode", text, number)
         return next(((rank, *one) for rank, one in enumerate(texts) if one[0]), None)
 
     @contextlib.contextmanager
     def raising(self, what: str) -> Iterator[None]:
-        """Run a block on all ranks. An error of one of them is raised on it, and on the others as RankError."""
+        """Run a block on all ranks. Raise an error of one rank on it, and as RankError on the others."""
         raised: Exception | None = None
         try:
             yield
@@ -54,7 +58,7 @@ class Together:
 
 
 def error_text(error: BaseException) -> str:
-    """Return what a step raised, in a line."""
+    """Return the first line of a step's error, with its type."""
     if isinstance(error, ReplayError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().splitlines()
@@ -76,13 +80,13 @@ class Trial:
     """The step filled last, run again and again from the same slots and state. Watchers must not see it.
 
     Attributes:
-        runner: Whose step it is.
-        view: What was filled.
-        state: What the step changes beside its slots.
+        runner: The runner of the step.
+        view: The filled view.
+        state: What the step changes besides its slots.
         one: Its batch, to fill it anew after a step raised.
         raised: Whether the last run raised on some rank.
         lost: Whether a step raised and nothing can be replayed since.
-        filled: What slots that are not constant held after the fill.
+        filled: The contents of slots that are not constant, after the fill.
     """
 
     runner: Runner[Any]
@@ -93,7 +97,7 @@ class Trial:
     lost: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Keep what was filled."""
+        """Keep the filled contents."""
         stage = self.runner.stage
         self.together, self.backend = Together(self.runner.coordinator), stage.backend
         self.declared, self.step = stage.declaration.slots, info_of(self.view).step
@@ -102,13 +106,13 @@ class Trial:
 
     @property
     def slots(self) -> dict[str, torch.Tensor]:
-        """What the view has of slots that are not constant."""
+        """The view's tensors of slots that are not constant."""
         names = [name for name, slot in self.declared.items() if slot.writers]
         values = vars(self.view)
         return {name: values[name] for name in names if values[name] is not None}
 
     def redrawn(self, by: Callable[[], Any] | None = None, times: int = 1) -> Any:
-        """Run the step, or its graph, with other random numbers, which follow after others were drawn so many times."""
+        """Run the step, or its graph, with other random numbers: those that follow after so many draws."""
         for _ in range(times):
             draw_on(self.backend)
         return self.runner.replay(self.view) if by is None else by()
@@ -123,9 +127,9 @@ class Trial:
         """Run the step once more, and return what `look` makes of its outputs, or what it raised on this rank.
 
         Args:
-            look: Takes the outputs, before slots and state are put back.
-            put: What slots hold instead of what was filled.
-            by: Runs the step; by default its graph is replayed.
+            look: Called with the outputs, before slots and state are put back.
+            put: Contents of slots in place of the filled ones.
+            by: Runs the step. By default its graph is replayed.
         """
         self.write(put)
         found: T | Exception
@@ -133,23 +137,23 @@ class Trial:
             with self.state.kept(), self.together.ranks.reporting():
                 found = look(self.redrawn(by, 0))
                 self.backend.synchronize()
-        except Exception as error:  # noqa: BLE001 - whatever a step makes of its slots is a result
+        except Exception as error:  # noqa: BLE001 - an error of a step on these slots is a result
             found = error
         self.raised = self.together.any(isinstance(found, Exception))
         try:
-            if self.raised and by is None:  # slots as they were, and a view that can be replayed
+            if self.raised and by is None:  # fill again, for a view that can be replayed
                 self.lost = self.one is None
                 if self.one is not None:
                     self.view = self.runner.fill(self.one.batch, **self.one.side)
             self.write(self.filled)
-        except Exception:  # a device that a fault has stopped raises errors of its own
+        except Exception:  # a device that stopped at a fault raises its own errors
             if not self.raised:
                 raise
             self.lost = True
         return found
 
     def write(self, values: Tensors) -> None:
-        """Have slots hold these values."""
+        """Write these values into slots."""
         self.backend.synchronize()  # a replay may still read slots in host memory
         slots = self.slots
         with torch.no_grad():
@@ -172,7 +176,7 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        """On one line."""
+        """Return it on one line."""
         return f"{self.check}: {self.message}"
 
 
@@ -183,13 +187,13 @@ class Subject:
     Attributes:
         runner: The runner.
         graphs: Its graphs.
-        state: What its step changes beside its slots.
-        seed: Where random values begin.
+        state: What its step changes besides its slots.
+        seed: The seed of random values.
         read_outside: Slots that are read between fill and replay.
         random: Whether the step draws random numbers on purpose.
         produce: Writes what producers write.
-        signed: Slots that may hold any number below 0, too.
-        notes: What was left out, and why.
+        signed: Slots that may also have any number below 0.
+        notes: What was not checked, and why.
         slots: The slots of its declaration.
         buffers: Their memory, as its graphs read it.
         together: Its ranks.
@@ -206,32 +210,35 @@ class Subject:
     notes: dict[str, None] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        """Have at hand what checks ask for most."""
+        """Set fields that checks often use."""
         self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
         self.slots, self.buffers = self.declaration.slots, self.graphs.buffers
         self.together = Together(self.runner.coordinator)
 
     def sources(self, one: Sample) -> dict[str, Any]:
-        """Return what a batch brings for slots."""
+        """Return a batch's values for slots."""
         return {name: source.read(one.batch, one.side) for name, source in self.declaration.sources.items()}
 
     def step_of(self, one: Sample) -> Step:
-        """Return the sizes of a batch in the bucket that takes it: only batches that a graph takes are checked."""
+        """Return the sizes of a batch in its bucket. Only batches that a graph takes are checked."""
         runner = self.runner
         bucket = runner.decide(one.batch, **one.side).bucket or 0
         return self.declaration.step(runner.size(one.batch, one.side)[:-1], runner.sizes[bucket])
 
     def fill(self, one: Sample) -> Any:
-        """Return the view of a fill."""
+        """Fill from a batch, and return the view."""
         view = self.runner.fill(one.batch, **one.side)
         self.produce(view)
         return view
 
     def trial(self, one: Sample) -> Trial:
-        """Fill, to run that step again and again."""
+        """Fill from a batch, to run that step again and again."""
         return Trial(self.runner, self.fill(one), self.state, one)
 
     def is_filled(self, name: str) -> bool:
-        """Return whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
+        """Return whether a fill writes all of a slot.
+
+        If not, the step does, or its graph by a function on the device.
+        """
         late = self.declaration.side(name) == DEVICE and self.runner.is_whole
         return not (late or self.slots[name].writers == BY_STEP)

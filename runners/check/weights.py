@@ -1,4 +1,4 @@
-"""Weights: a step changes none of them, and its graphs see each later change."""
+"""Check of weights: a step changes none of them, and its graphs see each later change."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from .trial import Finding, Subject, Trial
 
 WEIGHTS: Final = "weights"
 CHUNK: Final = 1 << 24
-"""Elements that are changed at once, so that what this takes for a moment is small."""
+"""Elements that are changed at once, to limit the temporary memory."""
 
 
 @attrs.define(eq=False)
@@ -33,10 +33,10 @@ class Changes:
     """Which words of one tensor second replays of a batch change.
 
     Attributes:
-        some: Those that change in some batch.
-        each: Those that change in each batch.
-        first: Whether some first replay changed it.
-        rows: Whether its rows were the bucket's in each batch.
+        some: Words that change in some batch.
+        each: Words that change in each batch.
+        first: Whether some first replay changed the tensor.
+        rows: Whether it had as many rows as the bucket in each batch.
     """
 
     some: Any = False
@@ -45,7 +45,7 @@ class Changes:
     rows: bool = True
 
     def add(self, first: torch.Tensor, second: torch.Tensor, *, rows: bool) -> None:
-        """Add what two replays of one batch, one behind the other, changed."""
+        """Add what two successive replays of one batch changed."""
         self.first |= bool(first.any())
         self.rows &= rows
         self.some = second | self.some
@@ -60,7 +60,7 @@ class Changes:
 
 
 def check_weights(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Replay batches twice in a row, and beside the step after weights were changed, which are then put back."""
+    """Replay batches twice in a row. Then change weights, compare a replay with the step, and put the weights back."""
     subject.state.check_room(COPIES)
     held = weights_of(subject.runner)
     written = _written(subject, held)
@@ -89,7 +89,7 @@ def check_weights(subject: Subject, batches: Iterable[Sample]) -> Iterator[Findi
 
 
 def weights_of(runner: Runner[Any]) -> list[Piece]:
-    """Return the tensors that a step reaches without its view, each once, but for slots and for other runners."""
+    """Return the tensors that a step reaches without its view, each once, except slots and tensors of other runners."""
     step, found, slots = runner.stage.step, dict[object, Piece](), spans_of_slots(runner)
     for name, leads, tensor in reached(step, (*CLOSED, Runner)):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -99,13 +99,13 @@ def weights_of(runner: Runner[Any]) -> list[Piece]:
         holder = functools.reduce(lambda one, lead: lead(one), leads[:-1], step)
         is_buffer = isinstance(holder, nn.Module) and any(one is tensor for one in holder.buffers(recurse=False))
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if is_buffer else "tensor"
-        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # of rows that are expanded
+        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # one of several expanded rows
         found.setdefault(key, Piece(ordinary_alias(tensor)[once], f"{kind} {name!r}", kind=kind))
     return list(found.values())
 
 
 def _owned(weights: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield those whose memory can be written and is this process's alone: it may be that of a file."""
+    """Yield the weights whose memory can be written and is this process's alone. It may be that of a file."""
     maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
         place, modes, *_ = line.split()
@@ -123,7 +123,7 @@ def _owned(weights: Sequence[Piece]) -> Iterator[Piece]:
 
 
 def _written(subject: Subject, held: Sequence[Piece]) -> State:
-    """Return what the step changes and nobody gave as its state: tensors that it holds, else memory without a name."""
+    """Return what the step changes and nobody named as its state: tensors that it reaches, or else unnamed memory."""
     pieces = dict[int, Piece]()
     for piece in subject.state.pieces:
         place = [span(piece.memory)]
@@ -133,7 +133,7 @@ def _written(subject: Subject, held: Sequence[Piece]) -> State:
 
 
 def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> None:
-    """Replay a batch, and again on the state that this has left; note which words change."""
+    """Replay a batch, and again on the state that this has left. Note which words change."""
 
     def twice() -> Any:
         before = written.copy()
@@ -144,7 +144,7 @@ def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> N
         return first, written.apart(before)
 
     found = trial.run(lambda pair: pair, by=twice)
-    if isinstance(found, Exception):  # which other checks find
+    if isinstance(found, Exception):  # other checks find it
         return
     padded = {size for axis, size in trial.step.padded_sizes.items() if not axis.fixed}
     for piece, change, first, second in zip(written.pieces, changes, *found, strict=True):
@@ -152,12 +152,12 @@ def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> N
 
 
 def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
-    """Find weights that the step changes, and other tensors that it changes and goes on from."""
+    """Find weights that the step changes, and other tensors that it changes and that later steps use."""
     guilty, loose = list[Piece](), list[Piece]()
     for piece, change in zip(written.pieces, changes, strict=True):
         if piece.kind == "parameter" and change.first:
             guilty.append(piece)
-        elif varied and change.drifts:  # in batches of one size rows of requests look alike
+        elif varied and change.drifts:  # with batches of one size, rows of requests look the same
             (guilty if piece.kind == "buffer" else loose).append(piece)
     if trial.together.any(loose) and _reaches_outputs(trial, State(written.backend, tuple(loose))):
         guilty += loose
@@ -196,8 +196,8 @@ def _reaches_outputs(trial: Trial, loose: State) -> bool:
 
 
 def _taken_at_capture(subject: Subject, trial: Trial, captured: Captured, steady: Sequence[Piece]) -> Iterator[Finding]:
-    """Find weights that operators took in the first run of the step alone, which has kept what it made of them."""
-    if not subject.runner.is_whole:  # around a stack a step may go another way on each batch
+    """Find weights that operators used only in the first run of the step, which has kept what it made of them."""
+    if not subject.runner.is_whole:  # around a stack a step may run other code for each batch
         return
     traffic = Traffic()
     raised = with_own_casts(lambda: trial.run(id, by=lambda: run_seen(traffic, trial.eagerly)))
@@ -221,9 +221,9 @@ def _taken_at_capture(subject: Subject, trial: Trial, captured: Captured, steady
 
 
 def _frozen(subject: Subject, trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
-    """Return the weight of which a graph keeps something, other than its memory, while the step sees each change."""
+    """Find the weight of which a graph keeps something, other than its memory, while the step sees each change."""
     together, parts, found = subject.together, [list(steady)], None
-    if together.any(parity_fault(trial)):  # without a change, which is for parity to find
+    if together.any(parity_fault(trial)):  # the parity check finds faults without a change
         return
     while parts:
         part = parts.pop()

@@ -46,14 +46,14 @@ from ..serial import to_data
 from ..testing.timing import THREADS
 from .bench import FULL, QUICK, measured_rows, tables_of_rows
 
-FAILED: Final = 1  # a check failed, or a backend cannot run here; what was not understood exits with 2, as typer has it
+FAILED: Final = 1  # a check failed, or a backend cannot run; typer exits with 2 for arguments it rejects
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 Found = tuple[Any, Shown, bool]
-"""What a command found: as data, as tables, and whether all is well."""
+"""The result of a command: as data, as tables, and whether all is well."""
 
 
 def run(command: Callable[..., Found], form: str, output: pathlib.Path | None, **given: Any) -> None:
-    """Do what a command is asked for, and print what it found, or write it to a file. Exits with 1 where it failed."""
+    """Run a command, and print its result, or write it to a file. Exit with 1 if it failed."""
     with reported():
         data, shown, is_well = command(**given)
     if form == "json":
@@ -72,20 +72,23 @@ def run(command: Callable[..., Found], form: str, output: pathlib.Path | None, *
 
 
 def refuse(message: str, option: str | None = None) -> NoReturn:
-    """Say what was not understood, and of which option, and exit with 2."""
+    """Print what was not understood, and for which option, and exit with 2."""
     raise typer.BadParameter(message, param_hint=option)
 
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors into lines on stderr, a user's own with their place; code that ends the process is a failure, too."""
+    """Print errors as lines on stderr, a user's own with their place.
+
+    Code that ends the process counts as a failure.
+    """
     try:
         yield
-    except (typer.BadParameter, typer.Exit):  # the command's own, which say all there is to say
+    except (typer.BadParameter, typer.Exit):  # the command's own errors are complete
         raise
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's module raises can be anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
         place = "" if isinstance(error, SlotGraphError) else place_of(error)
         what = f"it ended the process with {error.code!r}" if isinstance(error, SystemExit) else str(error)
         told = f"{type(error).__name__}{place}: {what}"
@@ -101,9 +104,15 @@ def find(
     why: str = "not a runner, nor a function without required arguments that makes one",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
+    """Return what a target, `module:name` or `file.py:name`, names, or what the function with that name makes.
 
-    is_wanted: whether a value is looked for. why: what others are. given: for a function that takes such arguments.
+    Exit with 2 if there is no such value.
+
+    Args:
+        target: The target.
+        is_wanted: Whether a value is of the right kind.
+        why: What other values are, for the error.
+        given: Arguments for a function that takes them.
     """
     place, colon, name = target.rpartition(":")
     if not name or (colon and not place):
@@ -132,14 +141,14 @@ def find(
 
 
 def captured(runner: Runner[Any]) -> Runner[Any]:
-    """The runner with its graphs captured, if it has any and they are not. CaptureError as `capture` raises it."""
+    """Return the runner, after a capture if it captures graphs and has none. Raise CaptureError as `capture` does."""
     if isinstance(runner, GraphRunner) and runner.report is None:
         runner.capture()
     return runner
 
 
 def _arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The given arguments that a function takes. None if it cannot be called with them."""
+    """Return the given arguments that a function takes, or None if it cannot be called with them."""
     try:
         signature = inspect.signature(function)
         found = {name: given[name] for name in signature.parameters if name in given}
@@ -150,7 +159,7 @@ def _arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def _module(place: str) -> ModuleType:
-    """A module by its name, or by its file, whose folder is searched first."""
+    """Import a module by its name, or by its file, whose folder is searched first."""
     file = pathlib.Path(place).resolve()
     is_file = file.suffix == ".py"
     folder, name = (file.parent, file.stem) if is_file else (pathlib.Path.cwd(), place)
@@ -208,9 +217,12 @@ def explain(
 
 
 def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
-    """Live and padded sizes from texts such as `batch=37/48` and `hidden=64`; a request has one token by default."""
+    """Return live and padded sizes of texts such as `batch=37/48` and `hidden=64`.
+
+    A request has one token by default.
+    """
     extents: dict[Axis, tuple[int, int]] = {}
-    beside = [BATCH] if TOKENS in declaration.axes else []  # which TOKENS can follow from
+    beside = [BATCH] if TOKENS in declaration.axes else []  # TOKENS can follow from it
     axes = {axis.name.lower(): axis for axis in (*declaration.axes, *beside)}
     for text in texts:
         match = _SIZE.fullmatch(text)
@@ -228,7 +240,7 @@ def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
 
 
 def _settings_of(texts: Sequence[str]) -> object:
-    """Settings from texts such as `swa`, `swa=false` and `attention.window=128`."""
+    """Return settings of texts such as `swa`, `swa=false` and `attention.window=128`."""
     settings: dict[str, Any] = {}
     for text in texts:
         path, _, value = text.partition("=")
@@ -256,7 +268,7 @@ def backends() -> Found:
 
 
 def _facts_of(name: str) -> dict[str, Any]:
-    """What is known of one backend; one that fails to load is listed with what it raised."""
+    """Return what is known of one backend. If it fails to load, that is its error."""
     facts = {"name": name, "available": False, "device": None, "reason": "", "capabilities": None}
     try:
         available = load(name).is_available()
@@ -296,7 +308,7 @@ def check(
     rounds: int,
     seed: int,
 ) -> Found:
-    """Check a runner. It fails where something was found."""
+    """Check a runner. The command fails if something was found."""
     runner, given = captured(find(target)), None
     if batches is not None:
         why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
@@ -317,7 +329,7 @@ def check(
 
 
 def replay(file: pathlib.Path, target: str | None, step: int | None) -> Found:
-    """Run recorded steps again, or show what the file holds. It fails where a step differs or raises."""
+    """Run recorded steps again, or show the contents of the file. The command fails if a step differs or raises."""
     try:
         read = RecordedFile.read(file)
         if target is not None:

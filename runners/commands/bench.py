@@ -1,4 +1,4 @@
-"""What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library."""
+"""The benchmark of `slotgraph bench`: decode steps of any number of slots, by hand and by this library."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ from ..testing.timing import Run, measure
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
 """Live and padded rows."""
 ANY: Final = "any"
-"""Stands for live rows that are other ones in each step: each size up to the bucket's once, in no order."""
+"""Marks live rows that differ in each step: each size up to the bucket's once, in random order."""
 ANY_OF: Final = 256
 """The bucket of these steps."""
 ORACLE: Final[LoweringName] = "slot_by_slot"
@@ -40,7 +40,10 @@ _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("encoder_lens", BATCH, torch.int32, 0),
     ("mamba_indices", BATCH, torch.int32, 0),
 )
-"""Name, axis, dtype and tail of what engines feed a decode step; beyond these the same again under other names."""
+"""Name, axis, dtype and tail of the slots that engines give a decode step.
+
+Further slots repeat them under other names.
+"""
 
 Row = dict[str, Any]
 FULL: Final = (50, 20, 9)
@@ -52,18 +55,18 @@ _WAITS: Final = "- stands where the host cannot get ahead of the device, and so 
 
 
 class Batch(types.SimpleNamespace):
-    """One batch: its sources as attributes, as an engine's own batch has them, with its live rows."""
+    """One batch: its sources as attributes, like an engine's own batch, with its live rows."""
 
     rows: int
 
 
 def plus_one(view: Any) -> Any:
-    """The step: as small as one can be, so that its graph hides nothing of what a fill takes."""
+    """Run the smallest possible step, so that its graph hides no time of a fill."""
     return view.input_ids + 1
 
 
 def declare_decode(slots: int, **more: Any) -> type[Inputs]:
-    """A decode step of so many slots, 2 or more: all copied but a count. more: slots beside or instead."""
+    """Declare a decode step of so many slots, at least 2: all copied but a count. more: Slots to add or replace."""
     body: dict[str, Any] = {}
     for index in range(slots - 1):
         again, which = divmod(index, len(_SLOTS))
@@ -77,7 +80,7 @@ def declare_decode(slots: int, **more: Any) -> type[Inputs]:
 
 
 def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:
-    """A batch with seeded values, all of them others than under another number, but for those of bools."""
+    """Draw a batch with seeded values. Under another number all of them differ, except bools."""
     declaration, seeded = inputs.slotgraph, torch.Generator().manual_seed(rows)
     low = 100 * number
     values = {name: (low, low + 99) for name in declaration.sources if declaration.slots[name].dtype != torch.bool}
@@ -87,7 +90,7 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
 
 
 def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str, Contestant]:
-    """Whole steps by name: two by hand, a runner for each lowering, and a bare replay of a graph without a fill."""
+    """Return whole steps by name: two by hand, a runner for each lowering, and a bare replay without a fill."""
     found, declaration = dict[str, Contestant](), inputs.slotgraph
     runners = {name: captured_runner(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
     graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying
@@ -108,7 +111,7 @@ def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str
 def captured_runner(
     inputs: type[Inputs], backend: Backend, padded: int, lowering: LoweringName, **options: Any
 ) -> DecodeRunner[Any]:
-    """A captured runner: the public path, with sizing, routing and checks."""
+    """Return a captured runner: the public path, with sizing, routing and checks."""
     options |= {"buckets": [padded], "lowering": lowering, "progress": False}
     runner = DecodeRunner(inputs, plus_one, backend=backend, **options)
     runner.capture()
@@ -116,13 +119,13 @@ def captured_runner(
 
 
 def shuffled(most: int) -> list[int]:
-    """All sizes up to one, in an order of their own."""
+    """Return all sizes up to one, in random order."""
     order = torch.randperm(most, generator=torch.Generator().manual_seed(3), device="cpu")
     return [1 + place for place in order.tolist()]
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
-    """Whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
+    """Measure whole steps of all contestants, for each number of slots. Raise WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
     cases: tuple[tuple[int | str, int], ...] = (*SIZES, (ANY, ANY_OF))
     for count, (live, padded) in itertools.product(counts, cases):
@@ -130,7 +133,7 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
         found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend)
         sizes = shuffled(padded) if isinstance(live, str) else [live] * SETS
         batches = [drawn(size, number) for number, size in enumerate(sizes)]
-        others = [drawn(size) for size in (padded, 1, sizes[0])]  # that grow and shrink
+        others = [drawn(size) for size in (padded, 1, sizes[0])]  # batches that grow and shrink
         sized = ((dict.fromkeys((BATCH, TOKENS), one.rows), one) for one in (*batches, *others))
         verify(f"{count} slots", inputs.slotgraph, backend, found[ORACLE], found, sized)
         rows += [{"slots": count, "live": live, "padded": padded, "lowering": name} for name in found]
@@ -140,7 +143,7 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
 
 
 def tables_of_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> Iterator[Table]:
-    """Medians of whole steps, and how many times more than ours the hand-written ones take. about: the conditions."""
+    """Yield medians of whole steps, and how many times longer the hand-written ones take. about: The conditions."""
     ours, device = about["ours"], about["device"]
     told = (
         "A whole step is fill, view and replay; rows are live/padded, and any/256 are steps that each have another "

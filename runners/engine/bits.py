@@ -1,4 +1,4 @@
-"""Bits: tensors compared byte by byte, so that NaN equals itself and 0.0 is not -0.0, and random bytes."""
+"""Bits: byte-wise comparison of tensors, so that NaN equals itself and 0.0 differs from -0.0, and random bytes."""
 
 from typing import Final
 
@@ -7,17 +7,17 @@ import torch
 from ...dataflow.capabilities import dtype_text
 
 NAMED: Final = 4
-"""Rows that `unequal_rows` names."""
+"""The most rows that `unequal_rows` names."""
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each element, in a row of their own."""
+    """Return the bytes of each element, one element a row."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # one row may have any stride, and its last dim may not
 
 
 def text_of(value: object) -> str:
-    """Return a value as words of a sentence; of a tensor its kind, such as `float32 of shape [2, 3]`."""
+    """Return a value as text for an error message, or a tensor's kind, such as `float32 of shape [2, 3]`."""
     return f"{dtype_text(value.dtype)} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
@@ -27,13 +27,13 @@ def unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def first_unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:
-    """Return where two tensors first differ by a bit, or None."""
+    """Return the index of the first element in which two tensors differ by a bit, or None."""
     places = unequal(one, other).nonzero()
     return tuple(places[0].tolist()) if len(places) else None
 
 
 def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = False) -> torch.Tensor:
-    """Draw random bytes as a tensor of this kind, on the CPU. flipped: each bit the other way round."""
+    """Draw random bytes as a CPU tensor of this shape and dtype. flipped: Whether to invert each bit."""
     if like.dtype == torch.bool:
         return (torch.randint(0, 2, like.shape, device="cpu", generator=generator) ^ flipped).bool()
     count = like.numel() * like.itemsize

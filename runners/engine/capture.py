@@ -1,4 +1,4 @@
-"""Capturing: one bucket's graph, with progress, garbage collection frozen, and the clock of its outputs."""
+"""Capturing of one bucket's graph, with a progress bar and without garbage collection, and the clock of its outputs."""
 
 import contextlib
 import gc
@@ -22,13 +22,18 @@ T = TypeVar("T")
 
 
 FORKS: Final = types.SimpleNamespace(count=0)
-"""How often this process came out of a fork."""
+"""Counts how often this process came out of a fork."""
 os.register_at_fork(after_in_child=lambda: setattr(FORKS, "count", FORKS.count + 1))
 
 
 @attrs.define(eq=False)
 class Clock:
-    """Replays so far in a pool of graph memory, each of which may overwrite outputs; the stream of the last one."""
+    """Counts the replays in a pool of graph memory, each of which may overwrite outputs.
+
+    Attributes:
+        replays: How many there were.
+        stream: The stream of the last one.
+    """
 
     replays: int = 0
     stream: int | None = None
@@ -38,13 +43,13 @@ _CLOCKS: Final["weakref.WeakKeyDictionary[object, Clock]"] = weakref.WeakKeyDict
 
 
 def clock_of(pool: object | None) -> Clock:
-    """The clock of all runners whose graphs share a pool; one of its own where there is none."""
+    """Return the clock that all runners share whose graphs share a pool, or a new one if there is no pool."""
     return Clock() if pool is None else _CLOCKS.setdefault(pool, Clock())
 
 
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Keep the garbage collector from walking over all objects at each capture; not where a program froze its own."""
+    """Keep the garbage collector from walking all objects at each capture, unless the program froze objects itself."""
     if gc.get_freeze_count() >= 1000:  # noqa: PLR2004 - Python 3.12 itself starts with some hundred
         yield
         return
@@ -56,13 +61,13 @@ def frozen_garbage() -> Iterator[None]:
         finally:
             gc.unfreeze()
     finally:
-        gc.unfreeze()  # once more: an interrupt may come right before the first
+        gc.unfreeze()  # again, because an interrupt may come right before the first
 
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
-    """Run a step as it is captured, and wait for it. CaptureError, chained to whatever was raised."""
+    """Run a step in the way it is captured, and wait for it. Raise CaptureError from whatever it raises."""
     with told_as_capture_error(), backend.stream():
-        with_own_casts(step)  # in another state torch.compile would compile anew
+        with_own_casts(step)  # with another cache setting torch.compile would recompile
         backend.synchronize()
 
 
@@ -74,17 +79,20 @@ def capture_step(
     error_mode: str | None = None,
     parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Graph:
-    """Capture one step on the backend's stream. parameters: host slots, by the operator's argument that takes them."""
+    """Capture one step on the backend's stream. parameters: Host slots, by the operator's argument that takes them."""
     with told_as_capture_error(), backend.stream():
         backend.synchronize()
         return with_own_casts(lambda: backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters))
 
 
 def with_own_casts(run: Callable[[], T]) -> T:
-    """Have a graph cast weights itself: the casts that torch.autocast keeps are freed when its outermost block ends."""
-    # The map calls both from C, where no interrupt comes between them.
+    """Run without torch.autocast's cache, so that a graph casts weights itself.
+
+    The cached casts are freed when the outermost autocast block ends.
+    """
+    # `map` calls both from C, so that no interrupt comes between them.
     *_, blocks = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
-    if not blocks:  # no block is open, and torch.compile would compile for another state
+    if not blocks:  # no block is open: with another cache setting torch.compile would recompile
         return run()
     is_enabled = torch.is_autocast_cache_enabled()
 
@@ -102,19 +110,19 @@ def with_own_casts(run: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def told_as_capture_error() -> Iterator[None]:
-    """Whatever a step raises before and while it is captured, its bucket is not captured."""
+    """Raise CaptureError from whatever a step raises before and during its capture."""
     try:
         yield
     except CaptureError:
         raise
-    except (CheckError, ComputeError) as error:  # its state is too large to be kept, or a slot's function raised
+    except (CheckError, ComputeError) as error:  # the state is too large to copy, or a slot's function raised
         raise CaptureError(str(error)) from error
     except Exception as error:
         raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
 
 def with_place(error: CaptureError) -> CaptureError:
-    """Add the user's line that an error came through to its message, unless it is there."""
+    """Add the user's line that an error came through to its message, unless the message has it."""
     place = place_of(origin_of(error))
     if place not in str(error):
         error.args = (f"{error} ({place.strip()})",)
@@ -122,10 +130,10 @@ def with_place(error: CaptureError) -> CaptureError:
 
 
 def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Generator[T]:
-    """Walk over items under a progress bar that says what is done to each; no bar off a terminal."""
+    """Iterate over items under a progress bar that describes each. Off a terminal there is no bar."""
     console = rich.console.Console(stderr=True)
-    shown = show and console.is_interactive and console.file.isatty()  # to rich, FORCE_COLOR makes a pipe a terminal
-    # a step's prints go on to standard output, which may be a pipe
+    shown = show and console.is_interactive and console.file.isatty()  # rich takes a pipe for one with FORCE_COLOR
+    # a step still prints to standard output, which may be a pipe
     with rich.progress.Progress(console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
         task = progress.add_task("", total=len(items))
         for one in items:

@@ -39,7 +39,10 @@ def checked(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> Any:
-    """The value, of a kind, and a number within bounds. ConfigError where it is not; a bool is not a number."""
+    """Return the value if it is of the kind and, if a number, within the bounds. Else raise ConfigError.
+
+    A bool is not a number.
+    """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if not right or (isinstance(value, int | float) and not least <= value <= most):
@@ -48,19 +51,19 @@ def checked(
 
 
 def checked_keys(argument: str, expected: str, given: Any, kind: type) -> dict[Any, Any]:
-    """A mapping whose keys are of a kind. ConfigError where it is none."""
+    """Return a mapping as a dict. Raise ConfigError if it is no mapping, or a key is not of the kind."""
     for key in checked(argument, expected, given, Mapping):
         checked(argument, expected, key, kind)
     return dict(given)
 
 
 def is_collection(value: object) -> bool:
-    """Whether it holds several values; a text is one, and so is a tensor or an array."""
+    """Return whether a value holds several values. A text, a mapping, a tensor and an array do not count."""
     return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | torch.Tensor | np.ndarray)
 
 
 def declaration_of(inputs: Any) -> Declaration:
-    """What a declaration class declares. ConfigError where it is not a subclass of Inputs."""
+    """Return what a declaration class declares. Raise ConfigError if it is not a subclass of Inputs."""
     if not (isinstance(inputs, type) and issubclass(inputs, Inputs) and inputs is not Inputs):
         refuse("inputs", "a declaration, a subclass of Inputs", inputs)
     declaration = vars(inputs).get("slotgraph")
@@ -73,13 +76,13 @@ def declaration_of(inputs: Any) -> Declaration:
 
 
 def check_step(argument: str, step: Any, takes: str = "the view") -> None:
-    """ConfigError where a step cannot be called."""
+    """Raise ConfigError if a step cannot be called."""
     if not callable(step):
         refuse(argument, f"a function of {takes}", step)
 
 
 def checked_sizes(sizes: Any, argument: str = "sizes") -> dict[Axis, int]:
-    """Sizes by axis. ConfigError where one is not a whole number of at least 0, or its key no axis."""
+    """Return sizes by axis. Raise ConfigError if a key is no axis, or a size is not a whole number of at least 0."""
     found = checked_keys(argument, "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Axis)
     for axis, size in found.items():
         checked(f"{argument} of {axis}", "a whole number, at least 0", size, int, 0)
@@ -87,7 +90,7 @@ def checked_sizes(sizes: Any, argument: str = "sizes") -> dict[Axis, int]:
 
 
 def axis_text(axis: Any, known: Collection[Axis]) -> str:
-    """An axis, or what came in its place, and the known axis that was meant, if one is near."""
+    """Return an axis, or the value given in its place, as text, with the known axis that was probably meant."""
     names = [one.name for one in known]
     if isinstance(axis, str) and axis in names:
         return f"{axis!r}: give the axis itself, {axis}, not its name"
@@ -95,14 +98,17 @@ def axis_text(axis: Any, known: Collection[Axis]) -> str:
 
 
 def checked_relations(relations: Any) -> dict[Axis, Dim]:
-    """Axes that follow from others. ConfigError where a key is not an axis, or its size no expression over axes."""
+    """Return axes that follow from others.
+
+    Raise ConfigError if a key is not an axis, or its size is not an expression over axes.
+    """
     expected, what = "a mapping of axes to sizes over others, such as {TOKENS: BATCH * 4}", "an expression over axes"
     found = checked_keys("relations", expected, {} if relations is None else relations, Axis)
     return {axis: Dim.of(checked(f"relations of {axis}", what, size, (Axis, Dim))) for axis, size in found.items()}
 
 
 def checked_names(argument: str, names: Any) -> tuple[str, ...]:
-    """Names of slots. ConfigError where it is one bare text, or not all are texts."""
+    """Return names of slots. Raise ConfigError for one bare text, or if not all are texts."""
     expected = "names of slots in a list or tuple"
     if not is_collection(names):
         refuse(argument, expected, names)
@@ -110,13 +116,16 @@ def checked_names(argument: str, names: Any) -> tuple[str, ...]:
 
 
 def check_seconds(argument: str, seconds: Any) -> None:
-    """ConfigError where it is not a number of seconds that a wait can take."""
+    """Raise ConfigError if a value is not a number of seconds that a wait can take."""
     most = threading.TIMEOUT_MAX
     checked(argument, f"seconds, more than 0 and at most {most:g}", seconds, (int, float), sys.float_info.min, most)
 
 
 def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
-    """Patterns of absent slots to capture: none absent, and those given, without slots that settings switch off."""
+    """Return the patterns of absent slots to capture: no slot absent, and each given pattern.
+
+    Slots that settings switch off are left out of the patterns.
+    """
     expected = "a list of patterns, each a collection of slots' names, such as [{'embeds'}, {'embeds', 'mask'}]"
     if not is_collection(absent) or not all(map(is_collection, absent)):
         refuse("absent", expected, absent)
@@ -126,18 +135,22 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
 
 
 MOST: Final = 1 << 24
-"""Rows that a bucket may have: more are a slip of the keyboard."""
+"""The most rows of a bucket: a larger number is taken for a typing error."""
 VARIABLE: Final = "SLOTGRAPH_DEBUG"
-"""The environment variable that says which debug modes are on, where a runner is not told."""
+"""The environment variable that selects the debug modes of runners without the option."""
 GENERATIONS: Final = "generations"
 ADDRESSES: Final = "addresses"
 KEYS: Final = "keys"
 POISON: Final = "poison"
 PARITY: Final = "parity"
 MODES: Final = (GENERATIONS, ADDRESSES, KEYS, POISON, PARITY)
-"""Stale outputs; moved memory; keys that no slot reads; tails that reach live rows; graphs unlike their step."""
+"""Debug modes, by what they find.
+
+In this order: stale outputs, moved memory, keys that no slot reads, tails that reach live rows, and graphs that differ
+from their step.
+"""
 CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, KEYS})
-"""What `True` means: the modes that run no step a second time."""
+"""The modes that `True` selects: those that run no step twice."""
 Wanted: TypeAlias = bool | str | Collection[str] | None
 _WORDS: Final = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -146,9 +159,14 @@ _WORDS: Final = {
 
 
 def switch_of(variable: str, *, or_names: bool = False) -> bool | str:
-    """Whether an environment variable is on: off where it is not set. or_names: hand out any other text as it is.
+    """Return whether an environment variable is on. It is off if it is not set.
 
-    ConfigError for a text that is neither 1, true, yes, on nor 0, false, no, off, in whatever case.
+    Args:
+        variable: Its name.
+        or_names: Whether to return any other text as it is.
+
+    Raises:
+        ConfigError: The text is neither 1, true, yes, on nor 0, false, no, off, in upper or lower case.
     """
     text = os.environ.get(variable, "").strip()
     found = _WORDS.get(text.lower(), text)
@@ -158,7 +176,7 @@ def switch_of(variable: str, *, or_names: bool = False) -> bool | str:
 
 
 def modes_of(wanted: Wanted) -> frozenset[str]:
-    """The debug modes that are on: of a bool, of names, of one text with commas, or, for None, of the environment."""
+    """Return the debug modes that a bool, names, or one text with commas selects. None reads the environment."""
     said = "option 'debug'"
     if wanted is None:
         said = VARIABLE
@@ -176,7 +194,7 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
 
 
 def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf) -> Any:
-    """An option of a kind, or a number between two bounds; it may be None if that is its default."""
+    """Make an option of a kind, or a number between two bounds. It may be None if that is its default."""
     bounds = f", at least {least}" * (most == math.inf) or f" between {least} and {most}"
     expected = kind.__name__ + bounds * (least > -math.inf)
 
@@ -188,7 +206,7 @@ def _option(kind: type, default: Any, least: float = -math.inf, most: float = ma
 
 
 def _one_of(*words: str) -> Any:
-    """An option that is one of some words; by default the first."""
+    """Make an option that is one of some words. The first is the default."""
 
     def check(_: object, field: Any, value: Any) -> None:
         if value not in words:
@@ -198,7 +216,7 @@ def _one_of(*words: str) -> Any:
 
 
 def _rows(value: Any) -> tuple[int, ...]:
-    """Buckets in ascending order."""
+    """Return buckets in ascending order."""
     several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
     if not several or not all(type(one) is int and 1 <= one <= MOST for one in value) or len({*value}) < len(value):
         expected = f"a list or tuple of at least one int between 1 and {MOST}, each once"
@@ -210,7 +228,9 @@ def _rows(value: Any) -> tuple[int, ...]:
 class Buckets:
     """Padded row counts in ascending order, and the largest share of padding that is worth a replay.
 
-    max_waste: a batch of which more than this share of the padded rows would be padding runs eagerly.
+    Attributes:
+        sizes: The row counts.
+        max_waste: A batch runs eagerly if padding would be more than this share of the padded rows.
     """
 
     sizes: tuple[int, ...] = attrs.field(converter=_rows)
@@ -218,15 +238,19 @@ class Buckets:
 
     @classmethod
     def ladder(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
-        """A default ladder up to `largest` rows: powers of two to 8, then by 8 to 256, by 16 to 512, by 32 beyond."""
+        """Make a default ladder up to `largest` rows.
+
+        It has powers of two to 8, then steps of 8 to 256, of 16 to 512, and of 32 beyond.
+        """
         steps = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, largest, 32))
         return cls({largest, *(size for size in steps if size < largest)}, max_waste)
 
     @classmethod
     def doubling(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
-        """Buckets for tokens: 16, 32, then two for each power of two (48 and 64, 96 and 128, ...) up to `largest`.
+        """Make buckets for tokens: 16, 32, then two for each power of two (48 and 64, 96 and 128, ...) up to `largest`.
 
-        At most a third of a batch of more than 16 tokens is padding; a graph of many tokens is dear to keep.
+        At most a third of a batch of more than 16 tokens is padding. There are few, because a graph of many tokens
+        takes much memory.
         """
         powers = [1 << power for power in range(5, max(largest, 1).bit_length())]
         steps = {16, *powers, *(power * 3 // 2 for power in powers)}
@@ -238,17 +262,20 @@ class Buckets:
         return self.sizes[-1]
 
     def fit(self, rows: int) -> int | None:
-        """The smallest bucket that holds `rows`, or None where none does; no rows go to the smallest."""
+        """Return the smallest bucket that holds `rows`, or None if none does. No rows go to the smallest."""
         index = bisect.bisect_left(self.sizes, rows)
         return self.sizes[index] if index < len(self.sizes) else None
 
     def waste(self, rows: int, bucket: int) -> float:
-        """The share of a bucket's rows that would be padding; none for the batch of an idle rank, which has no rows."""
+        """Return the share of a bucket's rows that would be padding.
+
+        It is 0 for an idle rank's batch, which has no rows.
+        """
         return (bucket - rows) / bucket if rows else 0.0
 
 
 def json_data(text: str) -> Any:
-    """What a JSON text says; ValueError for what is none, for NaN and infinity, and for what is nested too deeply."""
+    """Parse a JSON text. Raise ValueError if it is invalid, has NaN or infinity, or is nested too deeply."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:
@@ -261,23 +288,35 @@ def _refuse(constant: str) -> float:
 
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
-    """How a runner runs: options of which each runner uses some, and refuses the others.
+    """The options of a runner. Each runner uses some, and refuses the others.
 
-    backend: a backend's name, or "auto". buckets: padded request counts to capture; a default ladder up to
-    `max_batch` where none are given; of a prefill runner token counts, up to `max_tokens`, for `max_batch` requests
-    at most. max_waste: the largest share of padding worth a replay. width: tokens a request has in each step.
-    warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only). debug: modes of
-    debugging, by name, or True for those that run no step twice; None asks the environment, SLOTGRAPH_DEBUG. no_copy:
-    an eager runner hands the batch through; None asks the environment, SLOTGRAPH_EAGER_NO_COPY. sharing: whether a
-    runner shares input memory with others of its pool; None for what the backend's record says. graphs: whether steps
-    are captured at all; without, nothing is, and all run eagerly. lowering: how fills are run, one of the backend's
-    `lowerings`, or "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode:
-    the mode that captures run in, one of the backend's `capture_error_modes`; None for its default. outputs: "view" for
-    the graph's own memory, which the next step overwrites, or "copy" for tensors that are the caller's own. told:
-    options that `as_data` gives even where they are the default: those that a mapping or file named, or that a runner
-    uses.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
-    ConfigError names the option, what was expected and what came; nothing is converted.
+
+    Attributes:
+        backend: A backend's name, or "auto".
+        buckets: Padded request counts to capture, or None for a default ladder up to `max_batch`. For a prefill runner
+            they are token counts, up to `max_tokens`, with at most `max_batch` requests.
+        max_waste: The largest share of padding worth a replay.
+        width: Tokens that a request has in each step.
+        warmups: Runs before each capture.
+        progress: Whether capture may show a bar (on a terminal only).
+        debug: Debug modes by name, or True for those that run no step twice. None reads the environment,
+            SLOTGRAPH_DEBUG.
+        no_copy: Whether an eager runner hands the batch through. None reads the environment, SLOTGRAPH_EAGER_NO_COPY.
+        sharing: Whether a runner shares input memory with others of its pool. None takes what the backend's record
+            says.
+        graphs: Whether steps are captured at all. If not, all run eagerly.
+        lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
+        lazy: Whether a bucket is captured when the first batch comes for it.
+        error_mode: The mode of captures, one of the backend's `capture_error_modes`. None takes its default.
+        outputs: "view" for the graph's own memory, which the next step overwrites, or "copy" for tensors of the
+            caller's.
+        told: Options that `as_data` returns even if they have their default: those that a mapping or file named, or
+            that a runner uses.
+
+    Raises:
+        ConfigError: An option has a wrong value. The message names it, what was expected and what was given. Nothing is
+            converted.
     """
 
     backend: str = _option(str, AUTO)
@@ -300,7 +339,10 @@ class RunnerConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":
-        """Check a mapping's keys and values. ConfigError names the nearest known key, or all values that are wrong."""
+        """Make a configuration from a mapping.
+
+        Raise ConfigError for an unknown key, or naming all values that are wrong.
+        """
         known, faults = cls.options(), list[str]()
         for key, value in checked("options", "a mapping of options", options, Mapping).items():
             if key not in known:
@@ -315,12 +357,12 @@ class RunnerConfig:
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        """The names of all options."""
+        """Return the names of all options."""
         return tuple(field.name for field in attrs.fields(cls) if field.name != "told")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RunnerConfig":
-        """Read a `.toml` or `.json` file. ConfigError where it cannot be read, does not parse or has unknown keys."""
+        """Read a `.toml` or `.json` file. Raise ConfigError if it cannot be read or parsed, or has unknown keys."""
         file = pathlib.Path(checked("path", "the path of a .toml or .json file", path, (str, os.PathLike)))
         readers: dict[str, Any] = {".toml": tomllib.loads, ".json": json_data}
         read = readers.get(file.suffix)
@@ -333,7 +375,7 @@ class RunnerConfig:
         return cls.of(checked(file.name, "keys and values", data, dict))
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
+        """Return plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
         default = RunnerConfig()
         values = {name: getattr(self, name) for name in self.options()}
         return {
@@ -343,7 +385,10 @@ class RunnerConfig:
         }
 
     def check(self, capabilities: Capabilities) -> None:
-        """ConfigError where the device has no such lowering or error mode, or the environment names no debug mode."""
+        """Raise ConfigError for a lowering or error mode that the device lacks.
+
+        So does an unknown debug mode in the environment.
+        """
         chosen_lowering(capabilities, self.lowering)
         known = capabilities.capture_error_modes
         if self.error_mode is not None and self.error_mode not in known:
@@ -353,11 +398,11 @@ class RunnerConfig:
 
     @property
     def modes(self) -> frozenset[str]:
-        """The modes of debugging that are on. ConfigError where the environment names an unknown one."""
+        """The debug modes that are on. Raises ConfigError if the environment names an unknown one."""
         return modes_of(None) if self.debug is None else self.debug
 
     def ladder(self, *, of_tokens: bool = False) -> Buckets:
-        """The buckets that were given, or the default ones."""
+        """Return the buckets that were given, or the default ones."""
         if self.buckets:
             return Buckets(self.buckets, self.max_waste)
         make, largest = (Buckets.doubling, self.max_tokens) if of_tokens else (Buckets.ladder, self.max_batch)
@@ -365,7 +410,10 @@ class RunnerConfig:
 
 
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
-    """The configuration of a runner of this class from all its keywords, with every option that the class uses."""
+    """Return the configuration of a runner of this class from all its keywords.
+
+    It has every option that the class uses.
+    """
     used, every = keywords_of(kind), RunnerConfig.options()
     for name in sorted(options.keys() - used):
         if name in every:
@@ -380,7 +428,7 @@ def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
 
 @functools.cache
 def keywords_of(kind: type) -> frozenset[str]:
-    """The keywords that a runner takes, its options among them, as its constructor's signature has them."""
+    """Return the keywords of a runner's constructor, including its options."""
     parameters = inspect.signature(kind).parameters.values()
     options = (get_args(one.annotation)[0] for one in parameters if one.kind is one.VAR_KEYWORD)
     named = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}

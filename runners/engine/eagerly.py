@@ -1,4 +1,4 @@
-"""Steps without a graph: exact buckets, of memory that grows on demand or of a runner's own, and their routes."""
+"""Steps without a graph: their routes, and buckets of the exact size, in a runner's memory or in memory that grows."""
 
 import operator
 from typing import Any, Generic
@@ -20,12 +20,14 @@ from .statistics import Counts, Decision
 
 
 class Eagerly(Generic[V]):
-    """Knows the routes of batches without a graph. Each axis grows to the next power of two when a batch asks for more.
+    """Chooses the routes of batches without a graph.
+
+    Each axis grows to the next power of two when a batch needs more.
 
     Attributes:
         stage: The declaration, the backend and the step.
-        filler: Fills the present buffers; None before the first batch.
-        no_copy: Whether views are of the batch's tensors.
+        filler: Fills the present buffers, or None before the first batch.
+        no_copy: Whether views consist of the batch's own tensors.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Eagerly(Generic[V]):
         buffers: Buffers | None = None,
         no_copy: bool = False,
     ) -> None:
-        """Use `buffers`, those of a runner's buckets, as long as they are large enough. runner: its name in events."""
+        """Use `buffers`, those of a runner's buckets, as long as they are large enough. runner: Its name in events."""
         self.stage = stage
         self.no_copy = no_copy
         self._runner = runner
@@ -48,16 +50,16 @@ class Eagerly(Generic[V]):
 
     @property
     def buffers(self) -> Buffers | None:
-        """The buffers at their present capacity; None before the first batch."""
-        filler = self.filler  # read once: another thread may ask
+        """The buffers at their present capacity, or None before the first batch."""
+        filler = self.filler  # read once: another thread may change it
         return None if filler is None else filler.buffers
 
     def route(self, live: Live, absent: Absent, decision: Decision, counts: Counts) -> EagerRoute[V]:
-        """Choose the route of a batch, and grow if it must.
+        """Choose the route of a batch, and grow the buffers if they are too small.
 
         Args:
             live: Rows on each varying axis.
-            absent: Optional slots that it comes without.
+            absent: Optional slots that the batch lacks.
             decision: Why it has no graph.
             counts: Counts its steps.
 
@@ -72,14 +74,14 @@ class Eagerly(Generic[V]):
         return route
 
     def fill(self, batch: Any, live: Live, side: Side) -> tuple[EagerRoute[V], V]:
-        """Fill from a batch of these live sizes, for a tool; its route, and the view. Raises as a fill."""
+        """Fill from a batch of these live sizes, for a tool, and return its route and view. Raises as a fill does."""
         call = ReadBatch(batch, side, self._table.gather(batch, side), None, live, self.stage.absent(batch, side))
         route = self._make(self._large_enough(live), call.absent, Counts())
         route.filling.fill(call, whole=True)
         return route, route.viewer(batch, live)
 
     def _make(self, filler: Filler[V], absent: Absent, counts: Counts) -> EagerRoute[V]:
-        """Make the route of batches without some optional slots."""
+        """Make the route of batches that lack some optional slots."""
         filling = filler.make(filler.buffers.capacity, absent, exact=True, computes=True)
         if self.no_copy:
             handing = HandOver(filler, filling.bucket)
@@ -87,12 +89,12 @@ class Eagerly(Generic[V]):
         return EagerRoute(filling, self.stage.viewer(filling.bucket), counts)
 
     def restore(self, filler: Filler[V] | None) -> None:
-        """Go back to memory of before, where a batch was refused that it had grown for."""
+        """Go back to the earlier memory, after a batch was refused that it had grown for."""
         if filler is not self.filler:
             self._use(filler)
 
     def _use(self, filler: Filler[V] | None) -> None:
-        """Fill other memory from now on, and forget what is bound to memory of before."""
+        """Fill other memory from now on, and forget what is bound to the earlier memory."""
         self._table.forget()
         self._routes = {}
         capacity = {} if filler is None else filler.buffers.capacity
@@ -100,7 +102,7 @@ class Eagerly(Generic[V]):
         self.filler = filler
 
     def _large_enough(self, live: Live) -> Filler[V]:
-        """Fill buffers that hold these live sizes. BatchError where they are bound and cannot grow."""
+        """Return a filler whose buffers hold these live sizes. Raise BatchError if bound buffers would have to grow."""
         stage, filler, declaration = self.stage, self.filler, self.stage.declaration
         if filler is not None and all(map(operator.le, live, self._capacity)):
             return filler
@@ -122,23 +124,23 @@ class Eagerly(Generic[V]):
         return filler
 
     def _over(self, buffers: Buffers) -> Filler[V]:
-        """Fill buffers by copies: no kernel knows live rows alone."""
+        """Make a filler that copies: no fused kernel works on live rows alone."""
         able = self.stage.backend.capabilities.lowerings
         lowering = next(name for name, one in LOWERINGS.items() if name in able and not one.has_kernel)
         return Filler(self.stage, buffers, lowering, [buffers.capacity], self._table)
 
 
 class HandOver(Filling):
-    """What stands in for fills where steps run on the batch's own tensors.
+    """Replaces the fill if steps run on the batch's own tensors.
 
     Attributes:
-        handed: What the last batch gave.
+        handed: The tensors of the last batch.
     """
 
     handed: FilledBucket | None = None
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
-        """Check the batch, and compute what follows from it."""
+        """Check the batch, and compute the slots that follow from it."""
         del whole
         filler = self.filler
         if filler.buffers.turn.reading is not None:
@@ -148,7 +150,7 @@ class HandOver(Filling):
         self.handed.compute_on_device(call.batch)
 
     def viewer(self, stage: Stage[V]) -> Viewer[V]:
-        """Make what makes the views."""
+        """Return what makes the views."""
 
         def shown(_: Live) -> Views:
             return {} if self.handed is None else self.handed.views

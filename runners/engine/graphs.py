@@ -1,4 +1,4 @@
-"""The graphs of one runner: how a bucket is filled, what is captured of it, and how it is replayed."""
+"""The graphs of one runner: how a bucket is filled, what of it is captured, and how it is replayed."""
 
 import collections
 import contextlib
@@ -58,9 +58,9 @@ class ReadBatch:
         batch: The batch.
         side: Its side arguments.
         sources: Its sources, by the names of the table of kinds.
-        kinds: Their kinds; None where no such ones came before.
+        kinds: Their kinds, or None if no such sources came before.
         live: Live rows on each varying axis, and last those of the leading axis.
-        absent: Optional slots that it comes without.
+        absent: Optional slots that it lacks.
     """
 
     batch: Any
@@ -78,7 +78,7 @@ class Reader:
     Attributes:
         stage: The declaration.
         table: The kinds of batches that came.
-        size: Reads live sizes in the long way, which says what is wrong.
+        size: Reads live sizes the slow way, which says what is wrong.
     """
 
     stage: Stage[Any]
@@ -86,7 +86,7 @@ class Reader:
     size: Callable[[Any, Side], Live]
 
     def read(self, batch: Any, side: Side) -> ReadBatch:
-        """Read the sources of a batch and its live sizes. BatchError where they do not tell."""
+        """Read the sources of a batch and its live sizes. Raise BatchError if the sizes cannot be read."""
         table = self.table
         if not side or self._takes(side):
             sources: Sources = ()
@@ -97,7 +97,7 @@ class Reader:
                 if live is None:
                     kinds = below_modes(table.find, sources)
                     live = None if kinds is None else below_modes(kinds.read, sources)
-            except Exception:  # noqa: BLE001 - what follows raises it, in better words
+            except Exception:  # noqa: BLE001 - the code below raises it, with a better message
                 kinds = live = None
             if kinds is not None and live is not None:
                 return ReadBatch(batch, side, sources, kinds, live, kinds.absent)
@@ -106,22 +106,22 @@ class Reader:
         return ReadBatch(batch, side, table.gather(batch, side), None, live, absent)
 
     def _takes(self, side: Side) -> bool:
-        """Say whether slots read all side arguments."""
+        """Return whether slots read all side arguments."""
         arguments = self.stage.declaration.arguments
         return arguments is None or arguments.issuperset(side)
 
 
 @attrs.define(eq=False)
 class Filling:
-    """One bucket's fills.
+    """The fills of one bucket.
 
     Attributes:
         filler: What all buckets share.
         bucket: The bucket.
-        computes: Whether a fill computes on the device, too, since no graph does.
-        table: The kernel's table, where there is a kernel.
-        kernel: Launches what reads the table.
-        alone: A graph of the kernel by itself, for what must be done before the step's graph.
+        computes: Whether a fill also computes on the device, because no graph does.
+        table: The kernel's table, if there is a kernel.
+        kernel: Launches the kernel, which reads the table.
+        alone: A graph of the kernel by itself, for fills that must be done before the step's graph.
     """
 
     filler: "Filler[Any]"
@@ -132,7 +132,7 @@ class Filling:
     alone: Graph | None = None
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
-        """Fill from a batch. Raises as a fill; nothing is written then.
+        """Fill from a batch. Raises as every fill does, and then writes nothing.
 
         Args:
             call: The batch.
@@ -141,13 +141,13 @@ class Filling:
         filler, bucket = self.filler, self.bucket
         turn, stream = filler.buffers.turn, filler.stream()
         if not stream == turn.stream == filler.clock.stream or (turn.neighbours and not turn.follows(stream)):
-            filler.order()  # before sources are read, which may lie in slots
+            filler.order()  # before sources are read, because they may be slots
         if filler.lowering.is_reference:
             self._fill_slot_by_slot(call)
             return
         found = None if FUNCTION_MODES() or call.kinds is None else bucket.take(call.kinds, call.sources, call.live)
         plan, taken = found or bucket.admit(call.sources, call.live)
-        turn.fills += 1  # before the first write: what follows may raise in the middle
+        turn.fills += 1  # before the first write, because a write may raise
         if turn.reading is not None:
             filler.hosts.wait()
         if GRADIENTS():
@@ -158,7 +158,7 @@ class Filling:
             filler.lowered["in_graph"] += 1
         elif self.kernel is None:
             filler.lowered[filler.lowering.name] += 1
-        else:  # a kernel in the graph reads sources later
+        else:  # now, because the step's graph would read sources later
             self.launch()
         if self.computes:
             run_all(bucket.functions(call.live).on_device, call.batch)
@@ -177,7 +177,7 @@ class Filling:
         filler = self.filler
         filler.lowered["fused"] += 1
         alone = self.alone
-        if alone is None:  # the first time: a graph that does it itself has no need of this before
+        if alone is None:  # not captured yet: graphs with the kernel inside seldom need it
             alone = filler.capture_alone(self)
             filler.late = time.perf_counter_ns()
         alone.replay()
@@ -195,8 +195,8 @@ class Filler(Generic[V]):
         wanted: The lowering, or "auto".
         buckets: The padded sizes of the buckets that share the packet.
         table: The kinds of batches that came.
-        error_mode: Of captures.
-        clock: Of the graphs that read the buffers.
+        error_mode: The error mode of captures.
+        clock: The clock of the graphs that read the buffers.
         late: When something was last captured in the middle of a fill, by `perf_counter_ns`.
         lowered: Fills by each lowering.
     """
@@ -226,7 +226,7 @@ class Filler(Generic[V]):
             raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() gives none")
         slots, record = self.stage.declaration, backend.capabilities
         most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
-        rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # of an edit
+        rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # for an edit's rows
         numbered = self.lowering.is_in_graph and bool(slots.rules)
         self._feed = Feed(backend.upload, most + rows * numbered, numbered=numbered)
         if self._fusion is not None:
@@ -234,17 +234,17 @@ class Filler(Generic[V]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tables, of the packet, and of the host memory that uploads start from."""
+        """The bytes of tables, of the packet, and of the host memory that uploads start from."""
         return self._tables + self._feed.nbytes
 
     def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
-        """Make a bucket with all that fills it but what must be captured.
+        """Make a bucket and all that fills it, except what must be captured.
 
         Args:
             sizes: The padded size of every axis.
             absent: Optional slots that its batches lack.
             exact: Whether steps see live rows only.
-            computes: Whether fills compute on the device, too.
+            computes: Whether fills also compute on the device.
         """
         fusion, bucket = self._fusion, self._bucket(sizes, absent, exact=exact)
         if fusion is None:
@@ -259,7 +259,7 @@ class Filler(Generic[V]):
         return Bucket(*over, absent=absent, **given)
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:
-        """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
+        """Capture the kernel by itself. If it is also a step's first node, it must not run there a second time."""
         backend, kernel = self.stage.backend, filling.kernel
         with outside_inference():
             armed = self._feed.upload.packet[:WORD].view(torch.int64)
@@ -286,7 +286,7 @@ class Filler(Generic[V]):
         filling.kernel()
 
     def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> tuple[RowBucket, Graph | None]:
-        """Make what edits rows of requests of a bucket, and its graph where the device has a kernel for that."""
+        """Make what edits rows of requests of a bucket, and its graph if the device has a kernel for that."""
         stage, fusion = self.stage, self._fusion
         own = {"table": table_for(stage.declaration, sizes), "partial": True}
         if not (by_kernel and self.lowering.is_in_graph) or fusion is None or fusion.edit is None:
@@ -295,7 +295,7 @@ class Filler(Generic[V]):
             bucket = self._bucket(sizes, absent, **own)
             table = self._table(bucket, fusion)
             edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in bucket.lanes])
-            filling = Filling(self, bucket, table=table, kernel=edit)  # its graph reads the table
+            filling = Filling(self, bucket, table=table, kernel=edit)  # keeps the table, which the graph reads
             self.rest()
             warm_up(stage.backend, edit)
             filling.alone = capture_step(stage.backend, edit, pool=stage.backend.pool(), error_mode=self.error_mode)
@@ -311,13 +311,13 @@ class Filler(Generic[V]):
         return table
 
     def rest(self) -> None:
-        """Have the kernel leave the slots alone until a batch comes."""
+        """Disarm the kernel, so that it leaves the slots alone until a batch comes."""
         self._feed.disarm()
 
     def order(self) -> None:
-        """Let a step that comes on another stream than the last one wait for it: both use the same memory.
+        """Let a step on another stream than the last one wait for it, because both use the same memory.
 
-        So do the graphs of one pool, and buffers that share memory.
+        The step also waits for graphs of the same pool, and for buffers that share memory.
         """
         turn, clock, stream = self.buffers.turn, self.clock, self.stream()
         for last in {turn.stream, clock.stream, *(other.stream for other in turn.neighbours)}:
@@ -326,16 +326,21 @@ class Filler(Generic[V]):
         turn.stream = clock.stream = stream
 
     def was_disarmed(self) -> None:
-        """Note that the device has disarmed the packet itself."""
+        """Note that the device has disarmed the packet."""
         self._feed.was_disarmed()
 
 
 @attrs.define(eq=False)
 class Captured:
-    """One bucket for one pattern of absent slots: its graph, of the call `step`.
+    """The graph of one bucket for one pattern of absent slots.
 
-    taken: storages that the first run of the step took, each by the operators that read or wrote it. verified: no
-    address had moved.
+    Attributes:
+        rows: The bucket.
+        filling: Fills it.
+        graph: The graph.
+        step: The call that was captured.
+        taken: Storages that the first run of the step used, each with the operators that read or wrote it.
+        verified: Whether a check has found that no address moved.
     """
 
     rows: int
@@ -346,33 +351,47 @@ class Captured:
     verified: bool = False
 
     def live(self, rows: int | None) -> Any:
-        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change."""
+        """Return the outputs' first rows, or all of them.
+
+        The tensors are new, because a caller might change the shape of the graph's own.
+        """
         return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
 def _as_the_user_sees_it(error: CaptureError, first: CaptureError) -> CaptureError:
-    """Give an error the lines of the user's that the first of several came through, which stays its context."""
+    """Give an error the user's lines that the first of several errors came through. The first stays its context."""
     error.__context__ = first
     return error.with_traceback(user_traceback(origin_of(first)))
 
 
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
-"""Runs a whole step for the first time, and tells its state: what it changes beside its slots, which is put back."""
+"""Runs a whole step for the first time, and returns its state: what it changes besides its slots, which is put back."""
 Around = Callable[[Callable[[], Any]], Any]
-"""Calls something where a step calls what is captured of it, with the step's own code before and after."""
+"""Calls a function in the place of the captured part of a step, with the step's own code before and after."""
 Recipe = Callable[[Filling, Look], tuple[Callable[[], Any], Around, State]]
-"""Makes the call that is captured of a bucket, and looks at its step's state before it runs the step otherwise."""
+"""Makes the call that is captured of a bucket, and looks at its step's state before it runs the step in another way."""
 
 
 @attrs.define(eq=False, slots=False)
 class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
-    sizes: of the buckets that are captured. patterns: of absent slots. runner: its name. rows_each: output rows for
-    each of a bucket's, None where outputs are whole. recipe: None for the whole step. holder: reaches the tensors that
-    graphs read beside slots. parameters: slots that each replay hands to its graph, by the operator's argument.
-    captured: the graphs that there are, a new mapping after each capture, as another thread may read it.
+    Attributes:
+        stage: The declaration, the backend and the step.
+        buffers: The memory of the slots.
+        filler: Fills the buckets.
+        config: The runner's options.
+        sizes: Padded sizes of the buckets that are captured.
+        patterns: Patterns of absent slots.
+        runner: The runner's name.
+        coordinator: Coordinates captures with other ranks.
+        rows_each: Output rows for each row of a bucket, or None if outputs are whole.
+        recipe: What is captured, or None for the whole step.
+        holder: Leads to the tensors that graphs read besides slots.
+        parameters: Slots that each replay passes to its graph, by the operator's argument.
+        report: The result of the captures, or None before the first.
+        captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
     """
 
     stage: Stage[V]
@@ -392,7 +411,7 @@ class GraphSet(Generic[V]):
     _forks: int = attrs.field(factory=lambda: FORKS.count)
 
     def __attrs_post_init__(self) -> None:
-        """Take part in the pool of all graphs of its backend."""
+        """Join the pool of all graphs of its backend."""
         self._pool = self.stage.backend.pool()
         self.clock = self.filler.clock = clock_of(self._pool)
         self.holdings = Holdings(self.holder)
@@ -401,11 +420,11 @@ class GraphSet(Generic[V]):
         self.stamps = GENERATIONS in self._modes
 
     def has(self, bucket: int | None, absent: Absent) -> bool:
-        """Whether one bucket and pattern was captured, or will be when a batch comes for it."""
+        """Return whether a bucket and pattern was captured, or will be when a batch comes for it."""
         return (bucket, absent) in self.captured or self._is_pending(bucket, absent)
 
     def get(self, bucket: int | None, absent: Absent) -> Captured | None:
-        """The graph of one bucket and pattern, captured now if that was put off; None where there is none."""
+        """Return the graph of a bucket and pattern, or None if there is none. Capture it now if that was put off."""
         if bucket is None:
             return None
         if (bucket, absent) not in self.captured and self._is_pending(bucket, absent):
@@ -414,14 +433,14 @@ class GraphSet(Generic[V]):
         return self.captured.get((bucket, absent))
 
     def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first, but not if `lazy`. CaptureError at the end if some failed."""
+        """Capture every bucket, the largest first, but none if `lazy`. Raise CaptureError at the end if some failed."""
         if self.report is not None:
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
         sizes, most = self.sizes, self.stage.backend.capabilities.graphs_hint
         wanted = len(sizes) * len(self.patterns)
-        if most is not None and wanted > most:  # which is said before minutes are spent on them
+        if most is not None and wanted > most:  # warn before minutes are spent on them
             log.warning("many_graphs", runner=self.runner, wanted=wanted, most=most)
         self.coordinator.barrier("captures begin")
         report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
@@ -434,7 +453,10 @@ class GraphSet(Generic[V]):
     def _capture_buckets(
         self, buckets: Sequence[int], *, late: bool = False
     ) -> tuple[CaptureReport, list[CaptureError]]:
-        """Capture some buckets; the report, and the errors of those that failed. late: a batch has come for them."""
+        """Capture some buckets. Return the report, and the errors of those that failed.
+
+        late: Whether a batch has come for them.
+        """
         backend, errors = self.stage.backend, list[CaptureError]()
         start, before = time.perf_counter(), backend.memory()
         known = self.report or CaptureReport((), {}, 0.0, self.memory())
@@ -460,21 +482,27 @@ class GraphSet(Generic[V]):
         return report, errors
 
     def _is_pending(self, bucket: int | None, absent: Absent) -> bool:
-        """Whether a bucket is captured once the first batch comes for it; never again where that failed."""
+        """Return whether a bucket is captured when the first batch comes for it. One that failed is not tried again."""
         report = self.report
         if report is None or not self.config.lazy or bucket in report.failed:
             return False
         return bucket in self.sizes and absent in self.patterns
 
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
-        """Initial values in the buffers, as at first, where a fill or another runner of a pool may have been since."""
+        """Return a context in which buffers have their initial values.
+
+        It does nothing unless a fill, or another runner of a pool, may have written them.
+        """
         self.filler.hosts.wait()
-        self.filler.order()  # others may have been there on another stream
+        self.filler.order()  # others may have used the memory on another stream
         wanted = always or any(buffer.pooled for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
     def _capture_bucket(self, rows: int) -> None:
-        """Capture one bucket for every pattern. CaptureError, with nothing of it kept, also of another rank."""
+        """Capture one bucket for every pattern.
+
+        Raise CaptureError, and keep nothing of it, if this rank or another fails.
+        """
         gradients, error = torch.is_grad_enabled(), None
         try:
             for absent in sorted(self.patterns, key=sorted):
@@ -496,13 +524,13 @@ class GraphSet(Generic[V]):
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
-        # the look is a warm-up where nothing can be compiled: compiled functions run as they were written under it; of
-        # several ranks all run a step equally often, whatever each has imported
+        # The look counts as a warm-up if nothing can be compiled: under it compiled functions run as they were written.
+        # With several ranks all must run a step equally often, whatever each has imported.
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
         for _ in range(self.config.warmups - looked):
             with told_as_capture_error(), state.kept():
                 warm_up(stage.backend, functools.partial(around, as_warm_up(step)))
-        views = filling.bucket.views  # of an optional slot that is absent, None
+        views = filling.bucket.views  # None for an optional slot that is absent
         named = ((argument, views[name]) for argument, name in self.parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
         with told_as_capture_error(), state.kept(), stage.backend.stream():
@@ -517,7 +545,10 @@ class GraphSet(Generic[V]):
         return Captured(rows, filling, graph, step, state.taken)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
-        """Run the whole step once; its state, which is put back. CaptureError where it writes what it may only read."""
+        """Run the whole step once, put its state back, and return it.
+
+        Raise CaptureError if it writes what it may only read.
+        """
         stage, hosts, found = self.stage, self.filler.hosts, list[State]()
         seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
 
@@ -534,7 +565,10 @@ class GraphSet(Generic[V]):
         return found[0]
 
     def _whole_step(self, filling: Filling, look: Look) -> tuple[Callable[[], Any], Around, State]:
-        """The whole step without gradients: first the fused kernel, where it is the first node, and computed slots."""
+        """Make the whole step without gradients.
+
+        It runs the fused kernel, if that is the first node, computed slots, and the step.
+        """
         stage, filler, bucket = self.stage, self.filler, filling.bucket
         view_of = stage.viewer_of_capture(bucket)
 
@@ -556,18 +590,18 @@ class GraphSet(Generic[V]):
         try:
             captured.graph.replay()
         except BaseException:
-            self.buffers.distrust()  # slots that the step would have put back
+            self.buffers.distrust()  # the step would have put some slots back
             raise
         self.clock.replays += 1
         if self.filler.hosts.notes:
             self.filler.hosts.note()
 
     def stamped(self, outputs: Any) -> Any:
-        """Outputs that tell when they are stale, where a debug mode asks for that."""
+        """Return outputs that know when they are stale, if a debug mode asks for that."""
         return map_tensors(outputs, self._stamp) if self.stamps else outputs
 
     def verify(self, captured: Captured) -> None:
-        """Raise ReplayError where memory of a graph is seen to have moved: before its first replay, or each."""
+        """Raise ReplayError if memory of a graph has moved. It is checked before the first replay, or before each."""
         if not captured.verified or ADDRESSES in self._modes:
             captured.graph.check_addresses()
             moved = ", ".join(map(repr, self.buffers.moved()))
@@ -576,7 +610,7 @@ class GraphSet(Generic[V]):
             captured.verified = True
 
     def memory(self) -> MemoryAccount:
-        """Bytes of inputs, graphs and outputs."""
+        """Return the bytes of inputs, graphs and outputs."""
         graphs = [captured.graph for captured in self.captured.values()]
         return MemoryAccount(
             inputs=self.buffers.nbytes,
@@ -587,7 +621,11 @@ class GraphSet(Generic[V]):
         )
 
     def _stamp(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In an input it lasts to the next fill, in an output slot to the next step, else to a replay in the pool."""
+        """Stamp a tensor.
+
+        The stamp of an input lasts until the next fill, of an output slot until the next step, else until a replay in
+        the pool.
+        """
         inside = next((b for b in self.buffers if b.nbytes and overlaps(tensor, [span(b.tensor)])), None)
         if inside is None or not tensor.numel():
             return Stamped.stamp(tensor, lambda: self.clock.replays)

@@ -1,4 +1,4 @@
-"""Hooks: watchers of a runner's steps, and the coordinator of these with the same runner on other ranks."""
+"""Hooks: watchers of a runner's steps, and what coordinates the steps with the same runner on other ranks."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -18,19 +18,19 @@ V = TypeVar("V", bound=Inputs)
 
 
 class Watcher:
-    """Watches each step of a runner, by these methods in this order. Whatever it raises goes to the caller."""
+    """Watches each step of a runner. The methods are called in this order. What they raise goes to the caller."""
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Look at a batch; nothing was read or written yet."""
+        """Look at a batch, before anything of it is read or written."""
 
     def filled(self, view: Inputs) -> None:
-        """Look at the view that the caller gets, of filled slots; `runner.agreed` has what ranks agreed on."""
+        """Look at the view that the caller gets, of filled slots. `runner.agreed` has what ranks agreed on."""
 
     def before_replay(self, view: Inputs) -> None:
         """Look at the view that the step is about to run on, by a graph or eagerly."""
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
-        """Look at the outputs of the step, and return what the caller gets in their place."""
+        """Look at the outputs of the step, and return what the caller gets instead."""
         del view
         return outputs
 
@@ -39,11 +39,11 @@ class Watcher:
 
 
 WATCHERS: Final[dict[str, Callable[..., Watcher]]] = {}
-"""How to make the watcher of a debug mode, in the order in which they watch; `debug` fills it."""
+"""How to make the watcher of each debug mode, in the order in which they watch. `debug` fills it."""
 
 
 def watchers_of(runner: object, modes: Collection[str], *given: object) -> list[Watcher]:
-    """Make watchers of a runner's steps, one for each of these debug modes that watches steps."""
+    """Make watchers of a runner's steps: one for each of these debug modes that watches steps."""
     return [make(runner, *given) for mode, make in WATCHERS.items() if mode in modes]
 
 
@@ -54,7 +54,7 @@ class Watch:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
-        """Add a watcher from the next step on."""
+        """Add a watcher, from the next step on."""
         self.watchers = (*self.watchers, watcher)
 
     def remove(self, watcher: Watcher) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self.watchers = tuple(one for one in self.watchers if one is not watcher)
 
     def fill(self, fill: Callable[[], V], batch: Any, side: Side) -> V:
-        """Fill, with the watchers looking on."""
+        """Fill, and call the watchers before and after."""
         with self._failures():
             for watcher in self.watchers:
                 watcher.before_fill(batch, side)
@@ -72,7 +72,7 @@ class Watch:
         return view
 
     def replay(self, replay: Callable[[], Any], view: Inputs) -> Any:
-        """Run the step, with the watchers looking on."""
+        """Run the step, and call the watchers before and after."""
         with self._failures():
             for watcher in self.watchers:
                 watcher.before_replay(view)
@@ -97,7 +97,7 @@ class Loop:
 
     Attributes:
         every: After how many steps they agree on a bucket.
-        bit: Its bit in the messages of ranks; 0 of a loop that no other rank knows.
+        bit: Its bit in the messages of ranks, or 0 if no other rank knows it.
     """
 
     every: int
@@ -114,7 +114,7 @@ class Coordinator:
     This class is for a single rank, which exchanges nothing; `Agreement` is for a process group.
 
     Attributes:
-        axes: The axes of live sizes, that of the buckets last.
+        axes: The axes of live sizes, the axis of the buckets last.
         agreed: What all ranks did in the last step that they agreed on.
         empty: An idle rank's batch, once there was one.
         alone: Whether there are no ranks. A process group of one rank has an `Agreement`, too.
@@ -137,27 +137,27 @@ class Coordinator:
         """Begin a step."""
 
     def agree(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """Return what all ranks do, where this one would do `own`. admit: raises what the fill would raise."""
+        """Return what all ranks do, if this rank alone would do `own`. admit: Raises what the fill would raise."""
         del live, admit
         return own
 
     def refuse(self, error: BaseException) -> None:
-        """Send the other ranks that this rank's fill ends in an error."""
+        """Notify the other ranks that this rank's fill ends in an error."""
 
     def run(self, step: Callable[..., T], *args: Any) -> T:
-        """Run a step that all ranks run. If it raises, the others are sent that."""
+        """Run a step that all ranks run. If it raises, notify the others."""
         return step(*args)
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose errors the caller sends to the other ranks itself."""
+        """Return a context in which the caller itself sends errors to the other ranks."""
         return contextlib.nullcontext()
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
-        """A block that looks at a batch before its step. If it raises, the others are sent that."""
+        """Return a context that looks at a batch before its step. If it raises, the others are notified."""
         return contextlib.nullcontext()
 
     def agree_ahead(self, own: Decision, live: Live) -> None:
-        """Send the other ranks now what `agree` will be called with next."""
+        """Send the other ranks now what the next `agree` will be called with."""
 
     def idle(self, own: Decision, live: Live) -> bool:
         """Return whether all ranks are idle, as this one is, so that none runs a step."""
@@ -165,39 +165,41 @@ class Coordinator:
         return True
 
     def gather(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
-        """Gather a text and a number from each rank, at a call site apart from steps."""
+        """Gather a text and a number from each rank, at a call site that is no step."""
         del what, capturing
         return [(text, number)]
 
     def barrier(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
-        """Wait until all ranks are done with a part of a capture. Return the first that failed, if any, and its error.
+        """Wait until all ranks are done with a part of a capture. Return the first that failed and its error, or None.
 
-        what: The part. error: This rank's, if it failed.
+        Args:
+            what: The part.
+            error: This rank's error, if it failed.
         """
         gathered = self.gather(what, "" if error is None else str(error), int(error is not None), capturing=True)
         return next(((rank, text) for rank, (text, failed) in enumerate(gathered) if failed), None)
 
     def warm_up(self, step: Step, backend: Backend) -> Step:
-        """Make a step for warm-ups: it raises RankError once a rank is lost."""
+        """Make a step for warm-ups. It raises RankError once a rank is lost."""
         del backend
         return step
 
     def loop(self, every: int) -> contextlib.AbstractContextManager[Loop]:
-        """A block that prepares steps which follow one another, of which ranks agree on each `every`th."""
+        """Return a context that prepares a loop of steps. Ranks agree before each `every`th step."""
         return contextlib.nullcontext(Loop(every))
 
     def looping(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
-        """A block that hands out a loop's steps. If it ends early, ranks that go on with the loop are sent that."""
+        """Return a context that hands out a loop's steps. If it ends early, ranks still in the loop are notified."""
         del loop
         return contextlib.nullcontext()
 
     def within(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
-        """A block in which a loop calls its runner: any other call of the runner ends the loop."""
+        """Return a context in which a loop calls its runner. Any other call of the runner ends the loop."""
         del loop
         return contextlib.nullcontext()
 
     def agree_in_loop(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
-        """Return what all ranks do in a step of a loop, where this one would do `own`; None where all are idle.
+        """Return what all ranks do in a step of a loop, if this rank alone would do `own`. Return None if all are idle.
 
         idle: Whether this rank has no request.
         """
@@ -205,7 +207,10 @@ class Coordinator:
             return None if idle and self.idle(own, live) else self.agree(own, live, lambda: None)
 
     def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:
-        """Wait until a device is past an event. read: the end of a step, whose outputs only this rank may read."""
+        """Wait until a device is past an event.
+
+        read: It is the end of a step, whose outputs only this rank may read.
+        """
         del device, read
         event.synchronize()
 

@@ -1,4 +1,4 @@
-"""Outputs: a graph's results as views of the live rows, stamped so that a stale one can be caught."""
+"""Outputs: a graph's results as views of the live rows, stamped so that a stale one can be found."""
 
 import copy
 import dataclasses
@@ -21,16 +21,16 @@ Generation = Callable[[], int]
 def map_tensors(
     outputs: Any, function: Callable[[torch.Tensor], Any], others: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """The same structure with each tensor replaced: tuples, lists, mappings, attrs and data classes, nested.
+    """Return the same structure with each tensor replaced: tuples, lists, mappings, attrs and data classes, nested.
 
-    Containers are new, so that the caller may change them; `others` is asked about anything else.
+    Containers are new, so that the caller may change them. `others` replaces every other value.
     """
     if isinstance(outputs, torch.Tensor):
         return function(outputs)
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         names = [field.name for field in dataclasses.fields(outputs) if field.init]
         return dataclasses.replace(outputs, **{n: map_tensors(getattr(outputs, n), function, others) for n in names})
-    if attrs.has(type(outputs)) and not isinstance(outputs, Inputs):  # of a view no second one can be made
+    if attrs.has(type(outputs)) and not isinstance(outputs, Inputs):  # a view cannot be made twice
         fields = [field for field in attrs.fields(type(outputs)) if field.init]
         return attrs.evolve(
             outputs, **{f.alias: map_tensors(getattr(outputs, f.name), function, others) for f in fields}
@@ -46,7 +46,10 @@ def map_tensors(
 
 
 def rows_each(output_rows: Axis | None, width: int) -> int | None:
-    """Output rows for each request of a width; None where they are handed out whole. ConfigError for another axis."""
+    """Return the output rows for each request of a width, or None if outputs are whole.
+
+    Raise ConfigError for an axis other than TOKENS and BATCH.
+    """
     if output_rows is None:
         return None
     if output_rows not in (TOKENS, BATCH):
@@ -55,7 +58,7 @@ def rows_each(output_rows: Axis | None, width: int) -> int | None:
 
 
 def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error: type[Exception] = CaptureError) -> Any:
-    """The live rows of outputs, each of which must have `rows` rows, one for each of `what`; else it is an error."""
+    """Return the live rows of outputs. Raise `error` if a tensor does not have `rows` rows, one for each `what`."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
@@ -70,7 +73,7 @@ def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error:
 
 
 def constant_of(leaf: Any, why: str, otherwise: str = "", error: type[Exception] = ConfigError) -> Any:
-    """Return a part of outputs that is no tensor and holds none. An error for another, which might hold some."""
+    """Return a part of outputs that is no tensor and holds none. Raise `error` for any other, which might hold some."""
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
         return leaf
     raise error(
@@ -80,14 +83,14 @@ def constant_of(leaf: Any, why: str, otherwise: str = "", error: type[Exception]
 
 
 def own_copy(outputs: Any) -> Any:
-    """Copy outputs, so that no later step overwrites them. ConfigError for what cannot be copied."""
+    """Copy outputs, so that no later step overwrites them. Raise ConfigError for what cannot be copied."""
     return map_tensors(outputs, torch.clone, lambda leaf: constant_of(leaf, "which outputs='copy' cannot copy"))
 
 
 def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:
-    """Return the parts of outputs that `read` chooses. ConfigError for anything else, and where it raises.
+    """Return the parts of outputs that `read` chooses. Raise ConfigError for anything else, and if `read` raises.
 
-    It is given stand-ins without values. What it chooses is then right for each later step of as many rows.
+    `read` gets stand-ins without values. What it chooses is then right for each later step of as many rows.
     """
     known = dict[int, tuple[torch.Tensor, torch.Tensor]]()
     constants: list[Any] = []
@@ -122,12 +125,12 @@ def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
-    """Bytes of all tensors in several structures, shared memory counted once; but: storages that are no part of it."""
+    """Return the bytes of all tensors in several structures, shared memory counted once. but: Storages to leave out."""
     return sum(size for storage, size in storages_of(outputs).items() if storage not in but)
 
 
 def storages_of(outputs: Sequence[Any]) -> dict[int, int]:
-    """The storages of all tensors in several structures, and their bytes."""
+    """Return the bytes of each storage of the tensors in several structures, by its address."""
     sizes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,14 +144,14 @@ def storages_of(outputs: Sequence[Any]) -> dict[int, int]:
 
 
 class Stamped(torch.Tensor):
-    """An output that knows which replay made it, and refuses to be read after a later one. Used in debug mode."""
+    """An output of debug mode that knows which replay made it, and refuses to be read after a later one."""
 
     _made: int
     _now: Generation
 
     @classmethod
     def stamp(cls, tensor: torch.Tensor, now: Generation) -> "Stamped":
-        """The same memory, stamped with the present generation."""
+        """Return the same memory, stamped with the present generation."""
         stamped = tensor.as_subclass(cls)
         stamped._made, stamped._now = now(), now  # noqa: SLF001 - its own fields
         return stamped
@@ -157,7 +160,10 @@ class Stamped(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Check every stamped argument, run the function on plain tensors, and stamp what still shares memory."""
+        """Check every stamped argument, and run the function on plain tensors.
+
+        Results that share memory with one are stamped.
+        """
         stamps: list[Stamped] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +185,7 @@ class Stamped(torch.Tensor):
             return map_tensors(func(*args, **(kwargs or {})), inherit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy is an ordinary tensor, which no replay overwrites."""
+        """Return an ordinary tensor, which no replay overwrites."""
         self._check()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
             return copy.deepcopy(self.as_subclass(torch.Tensor), memo)

@@ -1,4 +1,4 @@
-"""Pools: input memory that several runners share, each in its phase."""
+"""Pools: input memory that several runners share, each in its own phase."""
 
 import functools
 import itertools
@@ -28,8 +28,8 @@ class Phase:
     Attributes:
         pool: The pool.
         name: The phase's name.
-        kept: Slots of a runner whose bytes must hold from step to step.
-        member: The runner's name in the pool; empty of one that has memory of its own.
+        kept: Slots of a runner whose bytes must last from step to step.
+        member: The runner's name in the pool, or empty if it has memory of its own.
     """
 
     pool: "InputPool"
@@ -38,7 +38,7 @@ class Phase:
     member: str = ""
 
     def keeping(self, *slots: str) -> "Phase":
-        """The phase for a runner of which some slots are never shared: a producer writes only what changed in them."""
+        """Return the phase for a runner that never shares these slots: their producer writes only what changed."""
         return attrs.evolve(self, kept=self.kept.union(checked_names("keeping", slots)))
 
     @property
@@ -51,10 +51,10 @@ class Phase:
 class InputPool(Unique):
     """Memory that runners share for their inputs, as far as their phases prove that they may.
 
-    A phase begins with the first write to an input of one of its runners, by a fill or a producer, and ends when the
+    A phase begins with the first write to an input of one of its runners, by a fill or a producer. It ends when the
     step is done and its outputs have been read. Runners of one phase share nothing with one another. A runner joins by
-    `phase=pool["verify"]`. The memory is laid out when the first of them needs it. A runner that joins later has memory
-    of its own, and so has one whose backend pools no inputs, unless it is given `sharing=True`.
+    `phase=pool["verify"]`. The memory is laid out when the first runner needs it. A runner has memory of its own if it
+    joins later, or if its backend pools no inputs, unless it is given `sharing=True`.
 
     Args:
         order: Phases that come one after the other, then from the first again.
@@ -71,10 +71,10 @@ class InputPool(Unique):
         self._slots: list[PooledSlot] = []
         self._backends: dict[str, Backend] = {}  # by device
         self._allocations: dict[str, Callable[[SharedMemory], Buffers]] = {}  # by member, until the pool is sealed
-        self._buffers: dict[str, Buffers] = {}  # by member, until it takes them
+        self._buffers: dict[str, Buffers] = {}  # by member, until `take`
 
     def __getitem__(self, phase: str) -> Phase:
-        """One of its phases, to be given to a runner. ConfigError for an unknown one."""
+        """Return one of the pool's phases, for a runner. Raise ConfigError for an unknown one."""
         if phase not in self.schedule.phases:
             raise ConfigError(
                 f"this pool has no phase {phase!r}: its phases are {', '.join(map(repr, self.schedule.phases))}"
@@ -92,7 +92,7 @@ class InputPool(Unique):
         *,
         sharing: bool | None,
     ) -> Phase:
-        """Have a runner join in a phase, and return the phase with the runner's name in the pool.
+        """Let a runner join in a phase, and return the phase with the runner's name in the pool.
 
         Args:
             phase: The phase that the runner was given.
@@ -100,7 +100,7 @@ class InputPool(Unique):
             stage: Its declaration and backend.
             capacity: The largest size of each axis.
             bind: Tensors to adopt, by slot.
-            sharing: Whether it shares memory; None leaves it to the backend.
+            sharing: Whether it shares memory. None leaves it to the backend.
         """
         declaration, backend = stage.declaration, stage.backend
         capabilities, device = backend.capabilities, str(backend.device)
@@ -122,12 +122,18 @@ class InputPool(Unique):
         return attrs.evolve(phase, member=member)
 
     def take(self, member: str) -> Buffers:
-        """The buffers of a runner, each with its initial value, which asks once. A first runner seals the pool."""
+        """Return a runner's buffers, each with its initial value.
+
+        It may be called once. The first call seals the pool.
+        """
         self.seal()
         return self._buffers.pop(member)
 
     def seal(self) -> Layout:
-        """Lay out and allocate the memory of all runners that have joined so far, unless that was done before."""
+        """Lay out and allocate the memory of all runners that have joined, unless that was done before.
+
+        Return the layout.
+        """
         if self.layout is not None:
             return self.layout
         layout = lay_out(self._slots, self.schedule)

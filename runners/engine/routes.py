@@ -1,4 +1,4 @@
-"""Routes: what happens to a batch: where it is filled, what runs on that, and how outputs are cut."""
+"""Routes: where a batch is filled, what runs on it, and how its outputs are cut."""
 
 import abc
 from typing import Any, ClassVar, Generic
@@ -20,13 +20,13 @@ class Route(abc.ABC, Generic[V]):
     Attributes:
         filling: Fills the bucket.
         viewer: Makes the views of its batches.
-        counts: The steps that went this way.
-        decision: Why there is no graph; None where there is one.
+        counts: Counts the steps of this route.
+        decision: Why there is no graph, or None if there is one.
     """
 
     decision: Decision | None = None
     needs_view: ClassVar[bool] = True
-    """Whether the step is run on the view; else it is a graph that reads slots alone."""
+    """Whether the step runs on the view. If not, it is a graph that reads slots alone."""
 
     def __init__(self, filling: Filling, viewer: Viewer[V], counts: Counts) -> None:
         self.filling = filling
@@ -36,10 +36,10 @@ class Route(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def run(self, view: V | None, live: Live) -> Any:
-        """Run the step that was filled, count it, and return its outputs for live rows. view: if the route needs it."""
+        """Run the filled step, count it, and return its outputs for live rows. view: Given if the route needs it."""
 
     def count(self, live: Live) -> None:
-        """Count a step that was run."""
+        """Count a step that has run."""
         self.counts.steps += 1
         self.counts.live += live[-1] if live else 0
 
@@ -56,7 +56,7 @@ class GraphRoute(Route[V]):
     def __init__(
         self, graphs: GraphSet[V], captured: Captured, viewer: Viewer[V], counts: Counts, rows_each: int | None
     ) -> None:
-        """Take a graph. rows_each: output rows for each live row; None where outputs are whole."""
+        """Take a graph. rows_each: Output rows for each live row, or None if outputs are whole."""
         super().__init__(captured.filling, viewer, counts)
         self.captured = captured
         self._graphs = graphs
@@ -73,15 +73,15 @@ class GraphRoute(Route[V]):
         self.counts.live += live[-1]
         rows = None if self._rows_each is None else live[-1] * self._rows_each
         outputs = self.captured.graph.outputs
-        if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a container may be changed by whoever gets it
+        if type(outputs) is not torch.Tensor or self._graphs.stamps:  # the caller may change a container
             return self._graphs.stamped(self.captured.live(rows))
         if rows is None:
-            return outputs.detach()  # never the graph's own tensor
+            return outputs.detach()  # never the graph's own tensor, which the caller might change
         if outputs is self._last_outputs and rows == self._last_rows:
             if self._last_cut is None:
                 with outside_inference():
                     self._last_cut = outputs[:rows]
-            return self._last_cut.detach()  # which takes less than half as long as a slice
+            return self._last_cut.detach()  # `detach` takes less than half as long as a slice
         self._last_outputs = outputs
         self._last_rows = rows
         self._last_cut = None
@@ -97,7 +97,7 @@ class EagerRoute(Route[V]):
         hosts = filler.hosts
         step = stage.run if stage.restored else stage.step
         filler.buffers.turn.eager_runs += 1
-        if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first without these slots
+        if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first step without these slots
             outputs = hosts.look(lambda: _run(step, view), self.filling.bucket.absent)
         else:
             outputs = _run(step, view)

@@ -1,4 +1,4 @@
-"""The base of all runners: one step from the batch to the outputs, and what can be asked of any runner."""
+"""The base of all runners: one step from the batch to the outputs, and the queries that every runner answers."""
 
 import abc
 import collections
@@ -56,22 +56,22 @@ class Filled(Generic[V]):
 class Runner(Unique, abc.ABC, Generic[V]):
     """Fills a declaration's slots from a batch and runs a step on the view. Subclasses are final, or abstract.
 
-    A call is a fill and a replay, and watchers are told of both. A function under torch.compile may call it.
+    A call is a fill and a replay, and watchers see both. A function under torch.compile may call it.
 
     Attributes:
         config: Its options.
         stage: The declaration, the backend and the step.
-        coordinator: With the same runner of other ranks.
-        is_whole: Whether its graphs are of whole steps, which then compute on the device; the caller gets no view.
+        coordinator: Coordinates it with the same runner of other ranks.
+        is_whole: Whether its graphs are of whole steps. They then compute on the device, and the caller gets no view.
         cuts: Whether outputs are cut to live rows.
-        graphs: The captured buckets, and the buffers that they read; None of a runner that captures nothing.
+        graphs: The captured buckets, and the buffers that they read. None if the runner captures nothing.
         eager: Runs the batches that no graph takes.
         gate: Lets one step in at a time.
         limits: The largest values of slots' host data.
-        phase: Its phase in the pool that it was given; None without a pool.
+        phase: Its phase in the pool that it was given, or None without a pool.
         sizes: Each bucket's padded sizes, by its rows.
-        patterns: Those of absent slots that graphs are captured for.
-        size: Tells a batch's live sizes, and last those of the leading axis.
+        patterns: Patterns of absent slots that graphs are captured for.
+        size: Reads a batch's live sizes, and last those of the leading axis.
         tally: Counts steps.
     """
 
@@ -91,7 +91,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
         capacity: Sizes,
         path: Path = "graph",
     ) -> None:
-        """Keep what every runner has. capacity: the largest size of each axis. path: of a batch that fits a bucket."""
+        """Set up what every runner has.
+
+        Args:
+            config: The options.
+            stage: The declaration, the backend and the step.
+            size: Reads live sizes.
+            coordinator: Coordinates it with other ranks.
+            capacity: The largest size of each axis.
+            path: The path of a batch that fits a bucket.
+        """
         self.config = config
         self.stage = stage
         self.coordinator = coordinator
@@ -117,7 +126,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         opaque(cls)
 
     def __repr__(self) -> str:
-        """One line. It lays out no memory of a pool."""
+        """Return one line. It does not lay out the memory of a pool."""
         stage, told = self.stage, "no memory yet"
         if self.phase is None or "graphs" in vars(self):
             told, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
@@ -130,21 +139,21 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def _route(self, call: ReadBatch) -> Route[V]:
-        """Choose what happens to a batch. Raises as a call does."""
+        """Choose the route of a batch. Raises as a call does."""
 
     @abc.abstractmethod
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
-        """The path of a batch with these live sizes. ReplayError before anything is captured."""
+        """Return the path of a batch with these live sizes. Raise ReplayError before anything is captured."""
 
     def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why. Nothing is run.
+        """Return the path that a batch would take, its bucket, and why. Nothing is run.
 
         Args:
             batch: As a call takes it.
             side: Side arguments, by name.
 
         Raises:
-            BatchError: No source tells a size, or sources differ in it.
+            BatchError: No source has a size, or sources differ in it.
             ReplayError: Nothing is captured yet.
         """
         live = self.size(batch, side)
@@ -152,7 +161,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return self._decide(live, self.stage.absent(batch, side), batch)
 
     def _decide_alone(self, batch: Any, side: Side) -> tuple[Decision, Live]:
-        """What this rank would do with a batch, and its live sizes. Sources are not compared: the fill does that."""
+        """Return what this rank would do with a batch, and its live sizes.
+
+        Sources are not compared: the fill does that.
+        """
         live = self.size(batch, side)
         return self._decide(live, self.stage.absent(batch, side), batch), live
 
@@ -234,12 +246,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
             try:
                 filler.order()
                 return self._outputs(filled.route, view, filled.live)
-            except BaseException:  # what the step writes on the way may not be as it was filled
+            except BaseException:  # the step may have overwritten filled slots
                 self._filled = None
                 raise
 
     def _why_no_view(self, view: Any) -> str | None:
-        """Why something is no view of this runner, or None."""
+        """Return why something is no view of this runner, or None if it is one."""
         info = getattr(view, "_slotgraph_view", None)
         if not isinstance(info, ViewInfo):
             came = f"a batch, {kind_text(view)}" if isinstance(view, Inputs) else kind_text(view)
@@ -249,7 +261,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return f"this view was not filled last: another runner filled it, of {info.declaration.name}"
 
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> tuple[ReadBatch, Route[V]]:
-        """Fill from a batch by the route that it takes. whole: the step is run at once, and needs no view."""
+        """Fill from a batch by its route. whole: The step is run at once, and needs no view."""
         before, self._filled = self._filled, None
         start = time.perf_counter_ns() if next(self.tally.turns) else 0
         coordinator = self.coordinator
@@ -267,9 +279,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         except BaseException as error:
             if isinstance(error, BatchError):
                 self.size.explain(error, batch, side)
-                self._filled = before  # nothing was written: the view filled last still stands
+                self._filled = before  # nothing was written: the last view is still valid
             coordinator.refuse(error)
-            eager.restore(held)  # what grew for this batch goes again
+            eager.restore(held)  # undo what grew for this batch
             raise
         if start or route.decision is not None:
             late = route.filler.late
@@ -277,33 +289,33 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return call, route
 
     def check_limits(self, batch: Any, side: Side = NO_SIDE, slots: Collection[str] | None = None) -> None:
-        """BatchError where host data holds more than a slot takes. slots: those to look at, if not all."""
+        """Raise BatchError if host data has more than a slot takes. slots: The slots to check, or None for all."""
         for limit in self.limits:
             if slots is None or limit.name in slots:
                 limit.check(batch, side)
 
     def _outputs(self, route: Route[V], view: V | None, live: Live) -> Any:
-        """Run a filled step with the other ranks; outputs that are the caller's own if the option says so."""
+        """Run a filled step with the other ranks. Return outputs that are the caller's own if the option says so."""
         outputs = self.coordinator.run(route.run, view, live)
         return own_copy(outputs) if self._owned else outputs
 
     @property
     def agreed(self) -> Decision | None:
-        """What all ranks did in the last step that they agreed on, and which rank forced it; None without ranks."""
+        """What all ranks did in the last step that they agreed on, and which rank forced it, or None without ranks."""
         return self.coordinator.agreed
 
     def agree_ahead(self, batch: Any, **side: Any) -> None:
-        """Tell the other ranks the sizes of the next step's batch, while this step still runs.
+        """Send the other ranks the sizes of the next step's batch, while this step still runs.
 
-        The next call uses these sizes, so its batch must have them and must be one that a fill takes. Without other
-        ranks, or where all get the same batches, nothing is done.
+        The next call uses these sizes, so its batch must have them and must be one that a fill accepts. Nothing is done
+        without other ranks, or if all get the same batches.
 
         Args:
             batch: The next step's batch, or stand-ins of its shapes.
             side: Side arguments, by name.
 
         Raises:
-            BatchError: No source tells a size.
+            BatchError: No source has a size.
             RankError: Another rank failed.
         """
         coordinator = self.coordinator
@@ -337,7 +349,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return None if coordinator.idle(own, live) else self(empty, **given)
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:
-        """An idle rank's batch and its side arguments: what was given, or what the declaration makes, which is kept."""
+        """Return an idle rank's batch and side arguments: the given ones, or ones that are made once and kept."""
         coordinator, stage = self.coordinator, self.stage
         if batch is not None:
             rows = max(self.size(batch, side), default=0)
@@ -356,10 +368,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return coordinator.empty.batch, {**coordinator.empty.side, **side}
 
     def wait(self) -> None:
-        """Wait until the device has done all work that it was given, such as the last step.
+        """Wait until the device has done all its work, such as the last step.
 
         With ranks it waits for at most their `timeout`, because a captured collective waits for a lost rank for ever.
-        All ranks call it equally often.
+        All ranks must call it equally often.
 
         Raises:
             RankError: A rank is lost. The error names it, and the group's collectives on the device are aborted.
@@ -368,7 +380,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.coordinator.wait(backend.event(), backend.device)
 
     def stats(self) -> Statistics:
-        """Counts of steps, padding, fills, memory and captures so far, as plain data.
+        """Return counts of steps, padding, fills, memory and captures so far, as plain data.
 
         Another thread may call it while steps run.
         """

@@ -1,4 +1,4 @@
-"""Steps under way: one at a time in a runner, none traced by torch.compile, and what its eager parts see."""
+"""The step that runs: one at a time in a runner, none traced by torch.compile, and what its eager parts see."""
 
 import contextvars
 import inspect
@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Have compiled functions call a function as `torch.compiler.disable` would, at no cost a call."""
+    """Mark a function so that compiled functions call it as if by `torch.compiler.disable`, at no cost a call."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
     skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
     _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
@@ -29,7 +29,7 @@ def untraced(function: Function) -> Function:
 
 
 def opaque(kind: Kind) -> Kind:
-    """Have compiled functions call a class's public methods untraced."""
+    """Mark a class's public methods so that compiled functions call them untraced."""
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
             untraced(method)
@@ -50,9 +50,12 @@ class Unique:
 
 
 class Gate:
-    """Lets one step or capture in, and refuses every call meanwhile: another thread's, or one of the step itself.
+    """Lets one step or capture in at a time.
 
-    lock: the step holds it, after a look whether someone does. It is a lock of C: no signal leaves it taken for good.
+    Meanwhile it refuses every other call: from another thread, or from the step itself.
+
+    Attributes:
+        lock: The lock that a step takes, after a check that it is free. It is a C lock: no signal leaves it taken.
     """
 
     __slots__ = ("_runner", "lock")
@@ -62,13 +65,13 @@ class Gate:
         self.lock = threading.Lock()
 
     def open(self) -> threading.Lock:
-        """The lock, to go in by. ReplayError where somebody is in."""
+        """Return the lock, to enter by. Raise ReplayError if it is taken."""
         if self.lock.locked():
             raise self.refusal()
         return self.lock
 
     def refusal(self) -> ReplayError:
-        """The error for a caller that finds the runner busy."""
+        """Return the error for a caller that finds the runner busy."""
         return ReplayError(
             f"this {self._runner} is in the middle of a step or a capture: another thread runs it, or its own step "
             "calls it; give each thread a runner of its own, or take turns by a lock of yours"
@@ -82,30 +85,35 @@ RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextv
 )
 Phase = Literal["capture", "replay", "eager"]
 Source = Callable[["Running"], Any]
-"""Tells what a step has of its own in the place of an object that the capture was given."""
+"""Returns what a step has in place of an object that the capture was given."""
 NO_SOURCES: Final[Mapping[int, Source]] = {}
 
 
 class Interrupts(Protocol):
-    """What a break asks to be called between two graphs: a backend that captures, or the rehearsal of a capture."""
+    """What calls a break between two graphs: a backend that captures, or the rehearsal of a capture."""
 
     def interrupt(self, run: Interruption, /) -> Any:
-        """Call it, and return the places of its answer."""
+        """Call a function between two graphs, and return the places of its answer."""
 
     def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """The same memory, free for later graphs."""
+        """Return the same memory, free for later graphs."""
         ...
 
 
 @attrs.define(eq=False)
 class Running:
-    """One step under way.
+    """One step that runs.
 
-    view: what its eager parts see: token slots padded, request slots cut to the live requests, and all fields.
-    phase: what it is run for. arguments: those of the captured part, flat. sources: by identity of what the captured
-    part was given, what each step has in its place. backend: calls breaks between graphs; None if nothing is recorded.
-    shown: what graphs see in the view's place while their code runs. inside: the break that is being run.
-    operator: the operator that is being run in a graph that is looked at. calls: of the stack so far, in a replay.
+    Attributes:
+        view: What its eager parts see: token slots padded, request slots cut to the live requests, and all fields.
+        phase: What it runs for.
+        arguments: The arguments of the captured part, flat.
+        sources: What each step has in place of an object that the captured part was given, by the object's identity.
+        backend: Calls breaks between graphs, or None if nothing is recorded.
+        shown: What graphs see in place of the view while their code runs.
+        inside: The break that runs.
+        operator: The operator that runs in a graph that is looked at.
+        calls: How many calls of the stack there were so far, in a replay.
     """
 
     view: Inputs
@@ -119,7 +127,7 @@ class Running:
     calls: int = 0
 
 
-@untraced  # a trace would hold for the step that it was made in
+@untraced  # a trace would keep the step that it was made in
 def running() -> Running | None:
     """Return the step that this thread runs, or None."""
     reference = RUNNING.get()
@@ -127,7 +135,7 @@ def running() -> Running | None:
 
 
 class _Shown:
-    """Refuses assignments to a runner's view, but for those of the step: a graph goes on reading the slots' memory."""
+    """Refuses assignments to a runner's view, except by the step, because a graph keeps reading the slots' memory."""
 
     __slots__ = ()
 
@@ -136,11 +144,14 @@ class _Shown:
 
     @classmethod
     def _declared(cls) -> type:
-        """The declaration itself, of which copies are."""
+        """Return the declaration itself, which copies are instances of."""
         return cls.__bases__[1]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raise ReplayError unless a step runs. Slots that are written in place, `view.ids += 1`, come as they are."""
+        """Raise ReplayError unless a step runs.
+
+        Slots that are written in place, `view.ids += 1`, are assigned unchanged.
+        """
         values = vars(self)
         is_view = values.get("_slotgraph_view") is not None
         is_outside = is_view and not torch.compiler.is_compiling() and running() is None
@@ -156,7 +167,7 @@ _SHOWN: Final = "_slotgraph_shown"
 
 
 def shown_class(inputs: type[V]) -> type[V]:
-    """The class of a runner's views of a declaration, the same one each time. Batches are spared its checks."""
+    """Return the class of a runner's views of a declaration, the same one each time. Batches skip its checks."""
     made: Any = vars(inputs).get(_SHOWN)
     if made is None:
         body = {"__module__": inputs.__module__, "__qualname__": inputs.__qualname__, "__doc__": inputs.__doc__}
@@ -168,7 +179,7 @@ def shown_class(inputs: type[V]) -> type[V]:
 
 
 def under_way(step: Running, function: Callable[..., T], *args: Any) -> T:
-    """Call a function while a step runs. An interrupt leaves no step behind: only this call holds it."""
+    """Call a function while a step runs. An interrupt leaves no step behind, because only this call refers to it."""
     token = RUNNING.set(weakref.ref(step))
     try:
         return function(*args)

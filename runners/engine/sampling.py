@@ -1,4 +1,4 @@
-"""Sampling: random batches of a declaration, of values that its slots may hold, for checks, tests and recordings."""
+"""Sampling: random batches of a declaration, with values that its slots may have, for checks, tests and recordings."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -17,14 +17,17 @@ from ...dataflow.tails import Once, Pad
 
 CPU: Final = torch.device("cpu")
 Values = Mapping[str, Any]
-"""By slot the lowest and the highest number, or a function of shape, dtype and generator that makes a tensor; by field
-its value, or a function of the live sizes and the generator that makes it."""
+"""How to make values by name.
+
+By slot it is the lowest and the highest number, or a function of shape, dtype and generator that makes a tensor. By
+field it is the value, or a function of the live sizes and the generator that makes it.
+"""
 NO_VALUES: Final[Values] = {}
 
 
 @attrs.frozen(eq=False)
 class Sample:
-    """A batch, if drawn of mappings along the paths of its sources, and its side arguments by name."""
+    """A batch and its side arguments by name. A drawn batch consists of mappings along the paths of its sources."""
 
     batch: dict[str, Any]
     side: dict[str, Any]
@@ -40,12 +43,23 @@ def sample_batch(
     values: Values = NO_VALUES,
     device: torch.device = CPU,
 ) -> Sample:
-    """A random batch of `live` rows on each axis, fixed axes included, that a fill admits.
+    """Draw a random batch of `live` rows on each axis that a fill accepts.
 
-    Cache locations are distinct and not 0, which is reserved; sequence lengths (slots padded with SEQ_LEN_FILL) are 1,
-    or 1 to their limit; other whole numbers 0 to their limit, or 0 and 1, so that they are indices of any table; floats
-    are normal. Of the rest `values` tells. generator: on the CPU. absent: optional slots to leave out. device: where
-    tensors for slots on the device are. ConfigError where that cannot be drawn, or a name is none.
+    Cache locations are distinct and not 0, which is reserved. Sequence lengths (slots padded with SEQ_LEN_FILL) are 1,
+    or 1 to their limit. Other whole numbers are 0 to their limit, or 0 and 1, so that they are indices of any table.
+    Floats are normally distributed.
+
+    Args:
+        declaration: The slots and fields.
+        capabilities: The record of the backend.
+        live: The size of every axis, fixed ones too.
+        generator: A generator on the CPU.
+        absent: Optional slots to leave out.
+        values: How to make other values.
+        device: Where tensors for device slots are.
+
+    Raises:
+        ConfigError: A value cannot be drawn, or a name is unknown.
     """
     declaration.check_names("absent", absent, "optional")
     declaration.check_names("values", values.keys() - declaration.fields.keys(), "copied")
@@ -74,7 +88,7 @@ def sample_batch(
 
 
 def path_of(declaration: Declaration, name: str) -> Path:
-    """Where a slot's value stands in a batch. ConfigError where only a function of the batch knows."""
+    """Return the path of a slot's value in a batch. Raise ConfigError if its source is a function of the batch."""
     source = declaration.sources[name]
     if isinstance(source, Path):
         return source
@@ -87,7 +101,10 @@ def path_of(declaration: Declaration, name: str) -> Path:
 def _draw(
     name: str, slot: Slot, capabilities: Capabilities, live: Sizes, generator: torch.Generator, rule: Any
 ) -> torch.Tensor:
-    """Random data for one slot, by its rule in `values`, if it has one. ConfigError where that makes none."""
+    """Draw data for one slot, by its rule in `values`, if it has one.
+
+    Raise ConfigError if the rule makes no such data.
+    """
     missing = [axis.name for axis in sorted(slot.axes) if axis not in live]
     if missing:
         raise ConfigError(
@@ -105,14 +122,14 @@ def _draw(
     if rule is None and not is_whole:
         exact = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
-    if rule is None and is_location(slot):  # two rows that write one would race
+    if rule is None and is_location(slot):  # two rows that write one location would race
         count = math.prod(shape)
         if limit is not None and limit < count:
             raise ConfigError(f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {limit}")
         return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape).to(dtype)
     if rule is None:
         tail, highest = slot.rule(), 1 if limit is None else limit
-        is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL  # which is not 0
+        is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL  # a length is not 0
         rule = min(int(is_length), highest), highest
     match rule:
         case (int() | float() as low, int() | float() as high) if low <= high:
@@ -127,7 +144,7 @@ def _draw(
 
 
 def signed_slots(declaration: Declaration, values: Values) -> list[str]:
-    """Copied slots of which nothing says that they hold no number below 0: no limit, role, length or values."""
+    """Return copied slots that may have numbers below 0: nothing excludes them, no limit, role, length or values."""
     found = list[str]()
     for name in declaration.sources:
         slot, tail = declaration.slots[name], declaration.slots[name].rule()
@@ -139,12 +156,12 @@ def signed_slots(declaration: Declaration, values: Values) -> list[str]:
 
 
 def is_location(slot: Slot) -> bool:
-    """Whether a slot holds locations in a cache, of which no two are the same."""
+    """Return whether a slot has locations in a cache, of which no two are the same."""
     return isinstance(slot.dtype, Role) and slot.dtype.name == CACHE_LOC.name
 
 
 def put(sample: Sample, path: Path, value: Any) -> bool:
-    """Put a value where its source is looked for, in mappings along the path. False if another source is in the way."""
+    """Put a value at its source's path, in nested mappings. Return False if another source is in the way."""
     holder: Any = sample.side if path.beside else sample.batch
     *outer, last = path.parts
     for part in outer:
@@ -156,19 +173,19 @@ def put(sample: Sample, path: Path, value: Any) -> bool:
 
 
 class RecordedBatch(dict[str, Any], Answering):
-    """A batch made of what sources gave. It answers for functions of the batch, which are not called."""
+    """A batch made of recorded values of sources. It answers for functions of the batch, which are not called."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
         self.answers: dict[int, Any] = {}
 
     def answer(self, source: Source) -> Any:
-        """What the source found in the batch that this one stands for. None if it found nothing."""
+        """Return what the source found in the recorded batch, or None if it found nothing."""
         return self.answers.get(id(source))
 
 
 def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
-    """A batch and side arguments that bring given values. RecordingError if a source cannot be stood in for."""
+    """Make a batch and side arguments with given values. Raise RecordingError if a source cannot be replaced."""
     batch = RecordedBatch(fields)
     sample = Sample(batch, {})
     for name, value in slots.items():

@@ -1,6 +1,6 @@
-"""Sharing: memory of several runners, laid out by their slots' lifetimes, and proven; a pure function of both.
+"""Sharing: lays out the memory of several runners by the lifetimes of their slots, and proves the layout.
 
-A lifetime is made of the phases of a loop in which a slot's bytes must hold.
+A lifetime is the set of a loop's phases in which a slot's bytes must keep their value.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from ...dataflow.slots import BY_PRODUCER, BY_STEP, Slot
 from ...dataflow.tails import Keep, Once, Pad
 
 Key = tuple[str, str]
-"""A member's name and a slot's."""
+"""A member's name and a slot's, or two phases."""
 
 
 def _listed(value: Any, expected: str = "phases: expected names") -> tuple[Any, ...]:
-    """The items of a list; a text alone would be a list of letters."""
+    """Return the items of a list. Raise ConfigError for a bare text, which would be a list of letters."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(f"{expected} in a list or tuple, got {value!r}")
     return tuple(value)
@@ -54,7 +54,7 @@ class Schedule:
     anytime: tuple[str, ...] = attrs.field(default=(), converter=_listed)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse names that make no schedule."""
+        """Raise ConfigError for names that make no schedule."""
         phases, known = self.phases, ", ".join(map(repr, self.phases))
         faults = [
             f"phases: expected names, got {name!r}" for name in phases if not str(name).strip() or name != str(name)
@@ -72,7 +72,7 @@ class Schedule:
         return (*self.order, *self.anytime)
 
     def meet(self, first: str, second: str) -> bool:
-        """Whether two phases may be in use at once; a phase meets itself."""
+        """Return whether two phases may be in use at once. A phase meets itself."""
         free = first in self.anytime or second in self.anytime
         return first == second or free or (first, second) in self.overlaps or (second, first) in self.overlaps
 
@@ -86,7 +86,7 @@ class Schedule:
         return [*sets]
 
     def __str__(self) -> str:
-        """The round, and what may overlap."""
+        """Return the order of the phases, and which may overlap."""
         parts = [" -> ".join(self.order)] if self.order else []
         parts += [f"{first} and {second} may overlap" for first, second in self.overlaps]
         parts += [f"{name} at any time" for name in self.anytime]
@@ -101,11 +101,11 @@ class PooledSlot:
         member: The name of its runner.
         phase: The phase that the runner is used in.
         slot: The slot's name.
-        device: The device that the runner's slots lie on.
+        device: The device of the runner's slots.
         placement: Whether it lies in the memory of the device or of the host.
         shape: Its shape at full capacity.
         dtype: Its dtype.
-        always: Whether its bytes must hold in all phases and between them, not in its own phase alone.
+        always: Whether its bytes must last through all phases and between them, not in its own phase alone.
         why: The reason for that.
         arenas: Whether its backend lays several slots in one allocation.
         block: The index of its block in the layout.
@@ -127,29 +127,29 @@ class PooledSlot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, aligned."""
+        """Its bytes, aligned."""
         return aligned(self.shape, self.dtype)
 
     @property
     def stop(self) -> int:
-        """One past its last byte."""
+        """The offset one past its last byte."""
         return self.offset + self.nbytes
 
     @property
     def needed(self) -> str:
-        """When its bytes must hold, in words."""
+        """When its bytes must last, in words."""
         return "always" if self.always else f"in {self.phase}"
 
     def touches(self, other: "PooledSlot") -> bool:
-        """Whether two slots have a byte in common."""
+        """Return whether two slots have a byte in common."""
         return self.block == other.block and self.offset < other.stop and other.offset < self.stop
 
     def meets(self, other: "PooledSlot", schedule: Schedule) -> bool:
-        """Whether the bytes of both may have to hold at once."""
+        """Return whether the bytes of both may have to last at the same time."""
         return self.always or other.always or schedule.meet(self.phase, other.phase)
 
     def __str__(self) -> str:
-        """The slot as one writes it: draft.hidden."""
+        """Return the slot's name with its member's, such as draft.hidden."""
         return f"{self.member}.{self.slot}"
 
 
@@ -164,7 +164,7 @@ def pooled_slots(
     bound: Collection[str] = (),
     kept: Collection[str] = (),
 ) -> list[PooledSlot]:
-    """The slots of a runner that shares memory, which have no place yet.
+    """Return the slots of a runner that shares memory, before they have a place.
 
     Args:
         declaration: The runner's slots, under its settings.
@@ -172,9 +172,9 @@ def pooled_slots(
         capabilities: The record of the runner's backend.
         member: The runner's name among those that share.
         phase: The phase that the runner is used in.
-        device: The device that its device slots lie on.
+        device: The device of its device slots.
         bound: Slots whose memory was handed in. They are left out.
-        kept: Slots whose bytes must hold from step to step: their producer writes only what changed.
+        kept: Slots whose bytes must last from step to step: their producer writes only what changed.
     """
     found = list[PooledSlot]()
     for name, slot in declaration.slots.items():
@@ -198,7 +198,10 @@ def pooled_slots(
 
 
 def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
-    """Return why a slot's bytes must hold beyond its runner's phase, or None. They must if its kind says too little."""
+    """Return why a slot's bytes must last beyond its runner's phase, or None.
+
+    They must if the slot's kind does not say that they need not.
+    """
     rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes()
     written = slot.rewritten or slot.restored or read or computed
     ruled = isinstance(rule, Pad) or not slot.varying
@@ -226,13 +229,13 @@ class Block:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Where every slot of every member lies.
+    """The place of every slot of every member.
 
     Args:
         schedule: The phases, and which of them may overlap.
         blocks: The allocations.
         places: A place for each slot, in the order of members and of their declarations.
-        peak: The most bytes that ever have to hold at once. No layout is smaller.
+        peak: The most bytes that ever have to last at once. No layout is smaller.
     """
 
     schedule: Schedule
@@ -242,21 +245,21 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """The bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
     def apart(self) -> int:
-        """Bytes that slots take where none shares."""
+        """The bytes of all slots if none shared memory."""
         return sum(place.nbytes for place in self.places)
 
     @property
     def saved(self) -> int:
-        """Bytes saved by sharing."""
+        """The bytes that sharing saves."""
         return self.apart - self.nbytes
 
     def place(self, member: str, slot: str) -> PooledSlot:
-        """Where a slot lies. ConfigError where it has no place here."""
+        """Return a slot's place. Raise ConfigError if it has none in this layout."""
         for place in self.places:
             if (place.member, place.slot) == (member, slot):
                 return place
@@ -265,17 +268,17 @@ class Layout:
         )
 
     def shared_with(self, member: str, slot: str) -> tuple[PooledSlot, ...]:
-        """The places that have a byte in common with a slot's."""
+        """Return the places that have a byte in common with a slot's."""
         mine = self.place(member, slot)
         return tuple(place for place in self.places if place is not mine and place.touches(mine))
 
     def why(self, member: str, slot: str) -> str:
-        """Why a slot lies where it does: what makes its lifetime, and who shares its memory."""
+        """Return why a slot has its place: what makes its lifetime, and which slots share its memory."""
         mine, shared = self.place(member, slot), self.shared_with(member, slot)
         return f"{mine.why}; shares with {', '.join(map(str, shared)) or 'none'}"
 
     def __str__(self) -> str:
-        """Each block with the slots in it, a line each, and why they lie there."""
+        """Return a line for each slot, block by block, with the reason for its place."""
         lines = [f"phases: {self.schedule}"]
         for one in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
             where, why = f"block {one.block}, byte {one.offset:,}", self.why(one.member, one.slot)
@@ -285,10 +288,10 @@ class Layout:
 
 
 def lay_out(slots: Sequence[PooledSlot], schedule: Schedule) -> Layout:
-    """Lay out the slots of all members, so that no two share a byte that both may need at once, and prove it.
+    """Lay out the slots of all members, and prove that no two share a byte that both may need at once.
 
     Args:
-        slots: Those of all members, as `pooled_slots` gives them.
+        slots: The slots of all members, as `pooled_slots` returns them.
         schedule: The phases that the members are used in.
 
     Raises:
@@ -320,10 +323,10 @@ def lay_out(slots: Sequence[PooledSlot], schedule: Schedule) -> Layout:
 def _first_fit(slots: Sequence[PooledSlot], schedule: Schedule, block: int) -> list[PooledSlot]:
     """Give each slot the lowest place that is free while it is needed, the largest first.
 
-    With arenas one block holds all slots, at any offset. Else all slots of a block begin where it does.
+    With arenas one block has all slots, at any offset. Without, every slot begins at the start of its block.
 
     Args:
-        slots: Those of one kind of memory.
+        slots: The slots of one kind of memory.
         schedule: The phases.
         block: The index of the first block.
     """
@@ -343,9 +346,10 @@ def _first_fit(slots: Sequence[PooledSlot], schedule: Schedule, block: int) -> l
 
 
 def check_layout(layout: Layout) -> None:
-    """Prove that each place lies in a block of its kind, and that no two share a byte that both may need at once.
+    """Raise LayoutError unless all places are safe.
 
-    LayoutError names all places for which that does not hold.
+    Each must lie in a block of its kind, and no two may share a byte that both may need at once. The error names all
+    places that fail.
     """
     faults = list[str]()
     for place in layout.places:

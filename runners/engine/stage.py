@@ -1,4 +1,4 @@
-"""What every runner stands on: a declaration under its settings, a backend, the step, and its sizes."""
+"""What every runner is built on: a declaration under its settings, a backend, the step, and its sizes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, TypeVar
@@ -26,7 +26,7 @@ NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 
 
 def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
-    """Sizes, and of those that a runner knows the ones that a declaration asks for. ConfigError where they differ."""
+    """Return sizes, with those known to a runner that the declaration asks for. Raise ConfigError if they differ."""
     axes, sizes = declaration_of(inputs).axes, checked_sizes(sizes)
     for axis, size in known.items():
         if sizes.get(axis, size) != size:
@@ -39,9 +39,16 @@ def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
 class Stage(Generic[V]):
     """A declaration class made ready to run: what its settings enable, where it runs, and what runs on its views.
 
-    inputs: what was declared. views: the class of views of it. sizes: of the fixed axes, and capacities of further
-    varying ones. relations: axes that follow from others.
-    restored: slots that are put back after a step. state: tensors beside them, after runs for the library, or None.
+    Attributes:
+        inputs: The declared class.
+        views: The class of its views.
+        declaration: What the settings enable of it.
+        backend: The device.
+        step: What runs on the views.
+        sizes: Sizes of the fixed axes, and capacities of further varying ones.
+        relations: Axes that follow from others.
+        restored: Slots that are put back after a step.
+        state: Tensors besides the slots that are put back after runs for the library, or None.
     """
 
     inputs: type[V]
@@ -68,7 +75,10 @@ class Stage(Generic[V]):
         state: Any = None,
         **_: Any,
     ) -> "Stage[V]":
-        """Check what a runner is given. DeclarationError, ConfigError or BackendUnavailableError where it is wrong."""
+        """Check a runner's arguments.
+
+        Raise DeclarationError, ConfigError or BackendUnavailableError if one is wrong.
+        """
         whole, sizes, follow = declaration_of(inputs), checked_sizes(sizes), checked_relations(relations)
         check_step("step", step)
         declaration = whole.under(settings, ranks).related(follow)
@@ -88,19 +98,22 @@ class Stage(Generic[V]):
         return cls(inputs, shown_class(inputs), declaration, choose(backend), step, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
-        """Buffers of a given capacity on the backend, with what else `buffers.allocate` takes."""
+        """Allocate buffers of a capacity on the backend. Further arguments are those of `buffers.allocate`."""
         backend = self.backend
         return allocate(self.declaration, capacity, backend.capabilities, backend.empty, *given, **options)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:
-        """Padded sizes of a bucket, with those of BATCH and TOKENS, which the options `said` decide, not sizes=."""
+        """Return the padded sizes of a bucket.
+
+        Raise ConfigError if `sizes=` has BATCH or TOKENS, which the options `said` decide.
+        """
         if BATCH in self.sizes or TOKENS in self.sizes:
             raise ConfigError(f"sizes of BATCH and TOKENS follow from {said}: give those")
         padded = {**counts, **self.sizes}
         return padded | self.complete(padded)
 
     def complete(self, sizes: Sizes) -> dict[Axis, int]:
-        """The size of every axis. ConfigError where that of one is missing."""
+        """Return the size of every axis. Raise ConfigError if one is missing."""
         name, axes = self.declaration.name, self.declaration.axes
         missing = ", ".join(axis.name for axis in axes if axis not in sizes)
         if missing:
@@ -108,15 +121,15 @@ class Stage(Generic[V]):
         return {axis: sizes[axis] for axis in axes}
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
-        """Optional slots that a batch comes without."""
+        """Return the optional slots that a batch lacks."""
         return frozenset([name for name, source in self.declaration.optional if source.read(batch, side) is None])
 
     def absent_in(self, view: V) -> frozenset[str]:
-        """Optional slots that a view has not."""
+        """Return the optional slots that a view lacks."""
         return frozenset(name for name, _ in self.declaration.optional if view.__dict__[name] is None)
 
     def viewer(self, bucket: Bucket) -> Viewer[V]:
-        """Make what makes the views of a bucket's batches."""
+        """Return what makes the views of a bucket's batches."""
 
         def info_of(live: Live) -> ViewInfo:
             return ViewInfo(bucket.step(live), self.relations, self.declaration, exact=bucket.exact)
@@ -124,9 +137,10 @@ class Stage(Generic[V]):
         return Viewer(self.views, lambda live: bucket.at(live).shown(), self.declaration.fields, info_of)
 
     def viewer_of_capture(self, bucket: Bucket) -> Viewer[V]:
-        """Make what makes the views of a capture, whose tensors nobody else has, who might change their shapes.
+        """Return what makes the views of a capture.
 
-        No micro-batch of such a view has what the host computes, nor a part of what replays hand over.
+        Their tensors are new, because whoever gets a tensor may change its shape. A micro-batch of such a view has
+        nothing that the host computes, and no part of what replays pass to the graph.
         """
         whole = self.whole_slots
         info = ViewInfo(bucket.step(bucket.padded), self.relations, self.declaration, whole, captured=True)
@@ -134,10 +148,11 @@ class Stage(Generic[V]):
         return Viewer(self.views, lambda _: shown(), self.declaration.fields, lambda _: info)
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
-        """Run the step, or another in its place.
+        """Run the step, or another one, on a view.
 
-        Slots that it writes on the way are put back; what it returns of these, as far as `map_tensors` finds it, is a
-        copy. If the step raises they stay as they are: a caller that runs it on a padded view distrusts the buffers.
+        Slots that it writes on the way are put back. What it returns of these, as far as `map_tensors` finds it, is a
+        copy. If the step raises, the slots stay as they are: a caller that runs it on a padded view distrusts the
+        buffers.
         """
         step = self.step if step is None else step
         slots = view.__dict__
@@ -158,6 +173,6 @@ class Stage(Generic[V]):
 
     @property
     def whole_slots(self) -> frozenset[str]:
-        """Slots that a captured step must not cut, since operators take all of each."""
+        """The slots that a captured step must not cut, since operators take each whole."""
         handed = self.backend.capabilities.host_parameters
         return frozenset(self.declaration.parameters.values() if handed else ())

@@ -1,8 +1,8 @@
-"""State: what a step changes outside of its slots, such as a KV cache, and the tensors that it holds, such as weights.
+"""State: what a step changes outside of its slots, such as a KV cache, and the tensors that it uses, such as weights.
 
 Warm-ups, captures, checks and debug modes run a step that the user did not ask for, and put its state back. The state
-is found by running the step once and looking at what its operators write. A kernel that is launched without torch's
-dispatcher, and objects of Python, are not seen: give `state=` for those.
+is found by running the step once and recording what its operators write. Python objects are not found, nor is what a
+kernel writes that is launched outside torch's dispatcher: give `state=` for those.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from .running import running
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
-SHARE: Final = 0.5  # of a device's free memory that copies of a state may take
-WORD: Final = 16  # bytes of the largest element, a complex number's
-DEPTH: Final = 12  # how far from the step tensors are looked for
-MOST: Final = 200_000  # objects that are looked at
+SHARE: Final = 0.5  # the share of a device's free memory that copies of a state may take
+WORD: Final = 16  # bytes of the largest element, a complex number
+DEPTH: Final = 12  # the most calls that lead from the step to a tensor
+MOST: Final = 200_000  # the most objects that are searched
 CLOSED: Final = (
     type,
     types.ModuleType,
@@ -50,13 +50,13 @@ CLOSED: Final = (
     torch.dtype,
     Inputs,
 )
-"""What is not looked into."""
+"""Types whose objects are not searched."""
 _LOST: Final = (AttributeError, LookupError, TypeError, ValueError)
-"""What is raised where a way leads nowhere any more."""
+"""What is raised if a path to a tensor no longer exists."""
 _MODULE: Final = ("_parameters", "_buffers", "_modules")
 Spans = Sequence[tuple[int, int]]
 Copies = Sequence[torch.Tensor]
-"""Copies of a state's pieces, or which of their words differ."""
+"""Copies of a state's pieces, or masks of the words in which they differ."""
 Taken = Mapping[int, AbstractSet[str]]
 Index = tuple[Any, ...]
 Leads = tuple[Callable[[Any], Any], ...]
@@ -64,12 +64,12 @@ Leads = tuple[Callable[[Any], Any], ...]
 
 @attrs.frozen(eq=False, slots=False)
 class Piece:
-    """Memory that a step changes or holds.
+    """Memory that a step changes or uses.
 
     Attributes:
         memory: The tensor.
-        label: What messages call it.
-        index: The elements that the step changes; all, if it is empty.
+        label: Its name in messages.
+        index: The elements that the step changes, or all if it is empty.
         given: Whether the caller named it.
         kind: "parameter" or "buffer" of a module, or "tensor".
     """
@@ -82,21 +82,21 @@ class Piece:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of one copy."""
+        """The bytes of one copy."""
         return self.memory[self.index].nbytes
 
     def copy(self) -> torch.Tensor:
-        """Return what it holds now."""
+        """Return a copy of its present contents."""
         self._check_size()
         return self.memory[self.index].clone()
 
     def restore(self, before: torch.Tensor) -> None:
-        """Write what it held."""
+        """Write earlier contents back."""
         self._check_size()
         self.memory[self.index] = before
 
     def _check_size(self) -> None:
-        """CheckError if someone has made its memory smaller."""
+        """Raise CheckError if its memory has become smaller."""
         end = self.memory.storage_offset() * self.memory.itemsize + span(self.memory)[1] - self.memory.data_ptr()
         if self.memory.untyped_storage().nbytes() < end:
             raise CheckError(
@@ -110,14 +110,14 @@ def _free_on(backend: Backend, device: torch.device) -> int:
 
 @attrs.frozen(eq=False)
 class State:
-    """The memory outside of its slots that a step changes. Random numbers go with it.
+    """The memory outside of its slots that a step changes, together with the state of random generators.
 
     Attributes:
         backend: The device of the step.
-        pieces: What it changes.
-        taken: Storages that the run took by which it was found, each with the operators that read or wrote it.
+        pieces: The memory that it changes.
+        taken: Storages that the run used by which the state was found, each with the operators that read or wrote it.
         free: Reads how much memory of a device is free.
-        holder: Reaches the pieces, for names in errors.
+        holder: Leads to the pieces, for names in errors.
     """
 
     backend: Backend
@@ -128,7 +128,7 @@ class State:
 
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
-        """Make a state that is known: these tensors, or parts of them, whatever else a step may change."""
+        """Make a state of these tensors, or parts of them, whatever else a step may change."""
         pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}", given=True) for one in tensors if one.numel())
         return cls(backend, tuple(pieces))
 
@@ -143,10 +143,18 @@ class State:
         holder: Callable[..., Any] | None = None,
         inside: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> "State":
-        """Run a step once, note what it changes, and put that back. CheckError if copies would take too much memory.
+        """Run a step once, record what it changes, and put that back.
 
-        slots: no state. exact: keep the elements that this run writes, not whole storages. holder: for names in errors.
-        inside: called before an operator writes a part of a slot.
+        Args:
+            backend: The device of the step.
+            slots: Memory that is no state.
+            run: Runs the step.
+            exact: Whether to keep only the elements that this run writes, not whole storages.
+            holder: Leads to the pieces, for names in errors.
+            inside: Called before an operator writes a part of a slot.
+
+        Raises:
+            CheckError: Copies would take too much memory.
         """
         pieces, copies, known, refused = list[Piece](), list[torch.Tensor](), set[Hashable](), list[CheckError]()
         free = functools.cache(_free_on)
@@ -169,7 +177,7 @@ class State:
                     piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
                     try:
                         cls(backend, (*pieces, piece), {}, free, holder).check_room()
-                    except CheckError as error:  # which the step may catch
+                    except CheckError as error:  # the step may catch it
                         refused.append(error)
                         raise
                     pieces.append(piece)
@@ -179,21 +187,21 @@ class State:
         with _random_kept(backend):
             try:
                 run_seen(traffic, run)
-            finally:  # the last one first: what was noted before it may lie in it, too
+            finally:  # the last one first: an earlier piece may overlap it
                 cls(backend, tuple(pieces[::-1])).restore(copies[::-1])
         if refused:
             raise refused[0]
         return cls(backend, tuple(pieces), traffic.found)
 
     def joined(self, other: "State") -> "State":
-        """Both states."""
+        """Return both states as one."""
         known = {span(piece.memory) for piece in self.pieces}
         pieces = (*self.pieces, *(one for one in other.pieces if span(one.memory) not in known))
         taken = {key: {*self.taken.get(key, ()), *other.taken.get(key, ())} for key in {**self.taken, **other.taken}}
         return State(self.backend, pieces, taken)
 
     def check_room(self, copies: int = 1) -> None:
-        """Raise CheckError if so many copies at once would take more than a share of the memory that is free."""
+        """Raise CheckError if so many copies at once would take more than a share of the free memory."""
         for device in {piece.memory.device for piece in self.pieces}:
             nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
             room = (self.free or _free_on)(self.backend, device)
@@ -213,12 +221,12 @@ class State:
                 )
 
     def copy(self) -> Copies:
-        """Return what it is now. Raises CheckError if someone has made its memory smaller."""
+        """Return copies of the present contents. Raise CheckError if some memory has become smaller."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             return [piece.copy() for piece in self.pieces]
 
     def restore(self, copies: Copies) -> None:
-        """Make it what it was. An interrupt comes once all is."""
+        """Write earlier contents back. An interrupt takes effect after all are written."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             pairs = list(zip(self.pieces, copies, strict=True))
             try:
@@ -230,7 +238,10 @@ class State:
                 raise
 
     def apart(self, copies: Copies) -> Copies:
-        """In which words, as long as any element, each piece is not what it was: some hundredths of a copy's memory."""
+        """Return masks of the words in which each piece differs from its copy.
+
+        A word is as long as the largest element. The masks take some hundredths of a copy's memory.
+        """
         found = list[torch.Tensor]()
         for piece, was in zip(self.pieces, copies, strict=True):
             unlike = (bits(piece.memory) != bits(was)).reshape(-1)
@@ -239,13 +250,13 @@ class State:
         return found
 
     def labels(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
-        """Return what messages call the pieces with such words. Words in `besides` do not count."""
+        """Return the names of the pieces that differ in some word. Words in `besides` do not count."""
         found = zip(self.pieces, apart, *besides, strict=True)
         return [piece.label for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Run a block, and put the state back. Raises CheckError if a copy would take too much memory."""
+        """Run a block, and put the state back. Raise CheckError if a copy would take too much memory."""
         self.check_room()
         before = self.copy()
         with _random_kept(self.backend):
@@ -256,16 +267,16 @@ class State:
 
 
 def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers: Buffers) -> None:
-    """Run a step once. CaptureError if it writes a slot that it should only read, whose tail would keep that.
+    """Run a step once. Raise CaptureError if it writes a slot that it should only read, whose tail would keep that.
 
-    step: it is given what to call before an operator writes a part of a slot, which finds the line for the error.
+    step: It gets a function to call before an operator writes a part of a slot, which finds the line for the error.
     """
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or one.slot.writers == BY_STEP)]
     before = {buffer.name: buffer.tensor.clone() for buffer in read}
     places = dict[str, str]()
 
     def note(tensor: torch.Tensor) -> None:
-        for buffer in read if running() is not None else ():  # a fill in the graph writes slots, too
+        for buffer in read if running() is not None else ():  # a fill in the graph also writes slots
             if buffer.nbytes and overlaps(tensor, [span(buffer.tensor)]):
                 places.setdefault(buffer.name, place_now())
 
@@ -282,7 +293,10 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
 
 
 def _written_index(operator: str, args: Sequence[Any]) -> Index:
-    """Return the index of the elements that an operator writes. Empty if it may write all of its tensor."""
+    """Return the index of the elements that an operator writes.
+
+    It is empty if the operator may write all of its tensor.
+    """
     if operator in {"aten::index_put_", "aten::_index_put_impl_"}:
         return tuple(slice(None) if one is None else one.clone() for one in args[1])
     if (
@@ -294,7 +308,7 @@ def _written_index(operator: str, args: Sequence[Any]) -> Index:
 
 
 def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
-    """Return a tensor's whole storage as bytes, without the parts that slots lie in."""
+    """Return a tensor's whole storage as bytes, without the parts that are slots."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     begin, pieces = whole.data_ptr(), []
     at, end = begin, begin + whole.numel()
@@ -308,7 +322,7 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _random_kept(backend: Backend) -> Iterator[None]:
-    """Run a block after which random numbers go on where they were: torch's, Python's and NumPy's."""
+    """Run a block, and put the random generators of torch, Python and NumPy back."""
     device = backend.device
     python = random.getstate()
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - a step may draw by these
@@ -321,7 +335,7 @@ def _random_kept(backend: Backend) -> Iterator[None]:
 
 
 def draw_on(backend: Backend) -> None:
-    """Draw a few random numbers, so that whoever draws next gets others."""
+    """Draw a few random numbers, so that the next draw gives others."""
     random.random()  # noqa: S311 - a step may draw by it
     np.random.rand()  # noqa: NPY002 - as above
     for device in {torch.device("cpu"), backend.device}:
@@ -337,9 +351,12 @@ class Holding:
     """One tensor that a step reaches without its view, and the storage that it had, which is not kept alive.
 
     Attributes:
-        name: What the step's author calls it.
+        name: The tensor's name in the code of the step's author.
         leads: The calls that lead to it.
         same: Its identity and address.
+        storage: Its storage, as a weak reference.
+        place: The address and bytes of the storage.
+        text: Its dtype and shape in words.
     """
 
     name: str
@@ -351,11 +368,11 @@ class Holding:
 
     @property
     def is_freed(self) -> bool:
-        """Whether everyone has let go of its memory."""
+        """Whether nothing refers to its memory any more."""
         return bool(self.storage.expired())  # type: ignore[no-untyped-call] # torch's own
 
     def moved(self, step: Callable[..., Any] | None) -> torch.Tensor | None:
-        """Return the tensor that the step reaches in its place now, if that is elsewhere; None if it reaches none."""
+        """Return the tensor that the step now reaches in its place, if it has other memory. Else return None."""
         try:
             now = functools.reduce(lambda one, lead: lead(one), self.leads, step)
         except _LOST:
@@ -368,18 +385,18 @@ class Holding:
 
 
 Change = tuple[Holding, torch.Tensor]
-"""A tensor that is not where it was, and the one that the step reaches in its place."""
+"""A tensor whose memory has moved, and the one that the step now reaches in its place."""
 
 
 class Holdings:
-    """All tensors that a step reaches without its view (closures, globals, attributes), by name, as they were once."""
+    """All tensors that a step reached once without its view (closures, globals, attributes), by name."""
 
     def __init__(self, step: Callable[..., Any] | None) -> None:
         self._step = step
         self.found: dict[str, Holding] = {}
 
     def look(self) -> None:
-        """Add what the step reaches now in ways in which it reached nothing before."""
+        """Add the tensors that the step reaches now by paths that reached none before."""
         for name, leads, tensor in reached(self._step):
             if address := _address(tensor):
                 storage = tensor.untyped_storage()
@@ -388,7 +405,7 @@ class Holdings:
                 self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 
     def changed(self) -> list[Change]:
-        """Find tensors that are not where they were, of those that the step still reaches in the same way."""
+        """Return the tensors whose memory has moved, of those that the step still reaches by the same path."""
         pairs = ((one, one.moved(self._step)) for one in self.found.values())
         return [(one, now) for one, now in pairs if now is not None]
 
@@ -398,7 +415,7 @@ def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor lies; 0 for one without an address."""
+    """Return a tensor's address, or 0 if it has none."""
     plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     return tensor.data_ptr() if plain and tensor.numel() else 0
 
@@ -406,7 +423,7 @@ def _address(tensor: torch.Tensor) -> int:
 def reached(
     holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = DEPTH
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
-    """Find the tensors that an object leads to, with names and ways, but not beyond `closed` and `depth`."""
+    """Find the tensors that an object leads to, with their names and paths, but not beyond `closed` and `depth`."""
     seen, todo = set[int](), [(holder, "", Leads())]
     while todo and len(seen) < MOST:
         one, name, leads = todo.pop()
@@ -417,13 +434,13 @@ def reached(
             yield name.removeprefix("."), leads, one
         elif len(leads) < depth:
             for part, lead in _leads(one):
-                with contextlib.suppress(*_LOST):  # such as a closure's variable that is not bound yet
+                with contextlib.suppress(*_LOST):  # such as an unbound variable of a closure
                     if not isinstance(inner := lead(one), closed):
                         todo.append((inner, name + part, (*leads, lead)))
 
 
 def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Return what an object leads to: what its author calls that, and how it is reached."""
+    """Yield what an object leads to: its name in the author's code, and the call that reaches it."""
     if isinstance(one, types.FunctionType):
         for place, name in enumerate(one.__code__.co_freevars):
             yield f".{name}", functools.partial(lambda at, one: one.__closure__[at].cell_contents, place)

@@ -1,4 +1,4 @@
-"""Decisions and statistics: which path a batch takes and why, what captures came to, and what fills took."""
+"""Statistics: which path each batch took and why, the results of captures, and how long fills took."""
 
 import collections
 import itertools
@@ -11,16 +11,16 @@ import attrs
 from ...dataflow import log
 
 EVERY: Final = 61
-"""One fill in so many is timed. A prime, so that buckets which take turns are all timed sooner or later."""
+"""One fill of so many is timed. It is a prime, so that buckets which alternate are all timed sooner or later."""
 FIRST: Final = 2
-"""Which of them: not a runner's first, which makes what the next ones find."""
+"""Which fill of those is timed. It is not a runner's first, which creates what the next ones find."""
 
 
 _NUMBER: Final = re.compile(r"\d+")
 
 
 class FillTimesData(TypedDict):
-    """How many fills were timed, and what they took in microseconds of the host: together, and in the mean, if any."""
+    """How many fills were timed, and their microseconds on the host: in total, and the mean, or None without any."""
 
     count: int
     total: float
@@ -33,9 +33,14 @@ Why = Literal["fits", "too_large", "waste", "not_captured", "absent", "field_dif
 
 @attrs.frozen
 class Decision:
-    """The path of one batch: one with its bucket, or `eager`, with the reason in one word and in one sentence.
+    """The path of one batch.
 
-    rank: the one that forced it, where ranks agreed on it.
+    Attributes:
+        path: A path with a bucket, or `eager`.
+        bucket: The bucket, or None.
+        why: The reason in one word.
+        reason: The reason in one sentence.
+        rank: The rank that forced it, if ranks agreed on it.
     """
 
     path: Path
@@ -46,7 +51,10 @@ class Decision:
 
 
 class BucketData(TypedDict):
-    """Steps that one bucket's graph did, of how many live and padded rows; waste: the padding's share of the latter."""
+    """Steps that one bucket's graph ran, and their live and padded rows.
+
+    waste: The padding's share of the padded rows.
+    """
 
     path: str
     steps: int
@@ -56,14 +64,14 @@ class BucketData(TypedDict):
 
 
 class EagerData(TypedDict):
-    """Steps that were run eagerly for one reason, of how many live rows."""
+    """Steps that ran eagerly for one reason, and their live rows."""
 
     steps: int
     live: int
 
 
 class FillsData(TypedDict):
-    """What fills took, one in `every` of them: those of each bucket, and of eager steps by reason."""
+    """The times of one fill in `every`: of each bucket, and of eager steps by reason."""
 
     every: int
     buckets: dict[int, FillTimesData]
@@ -71,9 +79,10 @@ class FillsData(TypedDict):
 
 
 class TallyData(TypedDict):
-    """What a tally counts: steps by path, by bucket, and, of those without a graph, by reason; and what fills took.
+    """The counts of a tally: steps by path, by bucket, and by reason if they had no graph, and the times of fills.
 
-    ahead: steps of `steps()` that were launched ahead of the host, and those that were held, by reason.
+    Attributes:
+        ahead: Steps of `steps()` that were launched ahead of the host, and those that waited for it, by reason.
     """
 
     steps: dict[str, int]
@@ -85,7 +94,7 @@ class TallyData(TypedDict):
 
 @attrs.define(eq=False)
 class Counts:
-    """Steps and their live rows; how many of their fills were timed, and what these took, in nanoseconds."""
+    """Steps and their live rows, how many of their fills were timed, and the nanoseconds that these took."""
 
     steps: int = 0
     live: int = 0
@@ -93,24 +102,24 @@ class Counts:
     took: int = 0
 
     def time(self, nanoseconds: int) -> None:
-        """One fill more that was timed."""
+        """Count one more timed fill."""
         self.timed += 1
         self.took += nanoseconds
 
     def times(self) -> FillTimesData:
-        """What fills took, as plain data."""
+        """Return the times of fills as plain data."""
         count, total = self.timed, self.took / 1000
         return {"count": count, "total": total, "mean": total / count if count else None}
 
 
 class Tally:
-    """Counts steps once they are done. Any thread may read it, and no step waits for that.
+    """Counts steps when they are done. Any thread may read it, and no step waits for that.
 
     Attributes:
         buckets: Steps by bucket.
         reasons: Eager steps by reason.
-        ahead: Steps of `steps()`, ahead of the host or by why not.
-        turns: For each fill that begins, whether it is to be timed.
+        ahead: Steps of `steps()`: those ahead of the host, and the others by the reason why not.
+        turns: For each fill that begins, whether to time it.
     """
 
     def __init__(self, path: Path = "graph") -> None:
@@ -122,12 +131,14 @@ class Tally:
         self._warned: set[tuple[Why, int | None]] = set()
 
     def filled(self, counts: Counts, decision: Decision | None, start: int, runner: str) -> None:
-        """A fill is done. The first without a graph for a reason, and for a rank that forces it, sends one event.
+        """Note that a fill is done.
+
+        The first one without a graph for a reason, and for a rank that forces it, logs one event.
 
         Args:
-            counts: Of the route.
-            decision: Why there is no graph; None where there is one.
-            start: Of a fill that is timed, by `perf_counter_ns`; 0 for others.
+            counts: The route's counts.
+            decision: Why there is no graph, or None if there is one.
+            start: The start of a timed fill, by `perf_counter_ns`, or 0 for others.
             runner: The runner's name.
         """
         if start:
@@ -140,7 +151,7 @@ class Tally:
             log.warning("fallback", runner=runner, why=decision.why, reason=decision.reason, **ranks)
 
     def as_data(self) -> TallyData:
-        """Plain data: the keys of `buckets` and `eager` are those of which there were steps."""
+        """Return plain data. `buckets` and `eager` have only the keys that had steps."""
         reasons = sorted(self.reasons.copy().items())
         found = {size: (one.steps, one.live) for size, one in self.buckets.copy().items()}
         buckets: dict[int, BucketData] = {
@@ -171,9 +182,14 @@ class Tally:
 
 @attrs.frozen
 class MemoryAccount:
-    """Bytes that a runner holds: buffers, graphs beside them, other outputs, and uploads, which feed the fused kernel.
+    """The bytes of a runner's memory.
 
-    shared: of its slots in a pool's memory, which is not a runner's own.
+    Attributes:
+        inputs: Bytes of buffers.
+        graphs: Bytes of graphs, without the buffers.
+        outputs: Bytes of other outputs.
+        uploads: Bytes of what feeds the fused kernel.
+        shared: Bytes of its slots in a pool's memory, which is not the runner's own.
     """
 
     inputs: int
@@ -184,15 +200,20 @@ class MemoryAccount:
 
     @property
     def total(self) -> int:
-        """All that is its own."""
+        """The bytes of all memory that is the runner's own."""
         return self.inputs + self.graphs + self.outputs + self.uploads
 
 
 @attrs.frozen
 class CaptureReport:
-    """What a capture came to: buckets captured, those that failed with the reason, seconds, and bytes.
+    """The result of a capture.
 
-    driver: bytes of the device that torch's allocator did not take: the driver's own for graphs, and of all else there.
+    Attributes:
+        captured: The captured buckets.
+        failed: The reason for each bucket that failed.
+        seconds: How long it took.
+        memory: The runner's bytes.
+        driver: Bytes of the device that torch's allocator did not take: the driver's for graphs, and of all else there.
     """
 
     captured: tuple[int, ...]
@@ -205,7 +226,7 @@ class CaptureReport:
     def reasons(self) -> tuple[str, ...]:
         """Each reason for a failure once, with the buckets that failed for it.
 
-        Of reasons that differ in numbers alone it is that of the largest bucket.
+        If reasons differ in numbers alone, it is that of the largest bucket.
         """
         alike = dict[str, dict[str, list[str]]]()
         for rows, reason in sorted(self.failed.items()):
@@ -218,7 +239,7 @@ class CaptureReport:
         return tuple(found)
 
     def log(self, runner: str) -> None:
-        """One event for the whole capture, and one for each reason for which buckets failed."""
+        """Log one event for the whole capture, and one for each reason for which buckets failed."""
         for reason in self.reasons:
             log.warning("capture_failed", runner=runner, reason=reason)
         done, seconds, memory = list(self.captured), round(self.seconds, 3), attrs.asdict(self.memory)
@@ -226,7 +247,7 @@ class CaptureReport:
 
 
 def human_bytes(count: float) -> str:
-    """A byte count with a binary unit: `1.5 MiB`."""
+    """Return a byte count with a binary unit: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:  # noqa: PLR2004 - the step from one binary unit to the next
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -235,10 +256,15 @@ def human_bytes(count: float) -> str:
 
 
 class RanksData(TypedDict):
-    """Which rank this is, of how many; quiet: whether nothing is exchanged before a step.
+    """The statistics of ranks.
 
-    over: what carries exchanges, None for one rank. exchanges: how many there were. forced: steps by the rank that
-    forced them and the reason.
+    Attributes:
+        rank: Which rank this is.
+        size: How many ranks there are.
+        quiet: Whether nothing is exchanged before a step.
+        over: What carries exchanges, or None for one rank.
+        exchanges: How many there were.
+        forced: Steps by the rank that forced them and the reason.
     """
 
     rank: int
@@ -250,7 +276,15 @@ class RanksData(TypedDict):
 
 
 class CaptureData(TypedDict):
-    """What captures came to so far; failed: reasons by bucket; driver: bytes that it took beside torch's allocator."""
+    """The results of captures so far.
+
+    Attributes:
+        buckets: The captured buckets.
+        failed: Reasons by bucket.
+        graphs: How many graphs there are.
+        seconds: How long captures took.
+        driver: Bytes that they took outside torch's allocator.
+    """
 
     buckets: list[int]
     failed: dict[int, str]
@@ -260,10 +294,14 @@ class CaptureData(TypedDict):
 
 
 class Statistics(TallyData):
-    """All of it. Every runner has every key; the counts never fall.
+    """All statistics. Every runner has every key, and the counts never fall.
 
-    lowerings: fills of buckets by how they were done. memory: bytes as in `MemoryAccount`; `eager`, of inputs that
-    batches larger than every bucket made; and their `total`, all that is the runner's own.
+    Attributes:
+        lowerings: Fills of buckets by lowering.
+        memory: Bytes as in `MemoryAccount`; `eager`, of inputs for batches larger than every bucket; and the `total` of
+            all memory that is the runner's own.
+        capture: The results of captures.
+        ranks: The statistics of ranks.
     """
 
     lowerings: dict[str, int]

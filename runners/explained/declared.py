@@ -1,4 +1,4 @@
-"""What a declaration says, as data, as text and as a picture."""
+"""Explains a declaration as data, as text and as a picture."""
 
 import html
 from collections.abc import Callable, Iterator, Mapping
@@ -24,14 +24,14 @@ from ...dataflow.transition import Advance
 from .pages import Row, Shown, Table, pairs
 
 Extents = Mapping[Axis, tuple[int, int]]
-"""Live and padded size of every axis."""
+"""The live and padded size of every axis."""
 
 NOT_SIZED: Final[Extents] = {}
 
 
 @attrs.frozen
 class AxisSize:
-    """One axis of the step that is explained: rows that are live, and rows that they are padded to."""
+    """One axis of the explained step: its live rows, and the rows that they are padded to."""
 
     name: str
     live: int
@@ -45,19 +45,19 @@ class SlotFacts:
 
     Attributes:
         shape: The declared sizes.
-        dtype: On this backend; `role` is its declared name where the backend decides.
-        tail: The rule, as one writes it.
-        source: Where a copy comes from, as one writes it.
-        value: What a constant holds.
-        limit: The largest value that host data may hold.
+        dtype: The dtype on this backend. `role` is its declared name if the backend decides.
+        tail: The rule, as written in a declaration.
+        source: The source of a copy, as written in a declaration.
+        value: The value of a constant.
+        limit: The largest value of host data.
         parameter: The operator's argument that takes the value at each replay.
         function: The name of a computed slot's function.
-        needs: What it takes.
-        runs_on: Where it runs.
+        needs: What the function takes.
+        runs_on: Where the function runs.
         then: What it advances to in the next step of `steps()`.
-        padded: The size of its view; None without sizes.
-        nbytes: Its bytes; None without sizes.
-        copied: Bytes that the live rows' copy moves; None without sizes.
+        padded: The size of its view, or None without sizes.
+        nbytes: Its bytes, or None without sizes.
+        copied: Bytes that the copy of live rows moves, or None without sizes.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Explanation(Shown):
     copied: int | None
 
     def tables(self) -> Iterator[Table]:
-        """Bytes, slots and plan."""
+        """Yield bytes, slots and plan."""
         size, copied = self.nbytes or 0, self.copied or 0
         sized = f"{size:,} bytes: at padded sizes" if self.plan else "not known: Give the size of every axis"
         found = {"slots": f"{len(self.slots)}: declared", "buffers": sized}
@@ -117,7 +117,7 @@ class Explanation(Shown):
             yield Table(f"plan for {', '.join(axes)}", text=text)
 
     def slot_table(self) -> Table:
-        """Return all slots, what else there is, and what is not known."""
+        """Return all slots, the other names, and what is not known."""
         remarks = {
             "carried from the batch as they are": self.fields,
             "switched off by the settings": self.disabled,
@@ -164,10 +164,10 @@ def explain_declaration(
     pattern: Pattern = PLAIN,
     lowering: LoweringName | None = None,
 ) -> Explanation:
-    """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
+    """Explain a declaration on one backend. With `extents`, also explain the plan and bytes of a step of these sizes.
 
-    pattern: which slots the step comes without, has written in place, or is given host data for. lowering: how the plan
-    is run; None for the device's preferred way. ConfigError where sizes do not fit together or miss an axis, or where a
+    pattern: The slots that the step lacks, has written in place, or gets host data for. lowering: How the plan is run,
+    or None for the device's preferred way. Raises ConfigError if sizes do not fit together or miss an axis, or if a
     named slot is not optional, or not copied.
     """
     how = chosen_lowering(capabilities, lowering)
@@ -218,7 +218,10 @@ def explain_declaration(
 
 
 def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, Sizes]:
-    """Live and padded sizes by axis, in order of their names. ConfigError where they do not fit the declaration."""
+    """Return live and padded sizes by axis, in order of their names.
+
+    Raise ConfigError if they do not fit the declaration.
+    """
     missing = [axis.name for axis in declaration.axes if axis not in extents]
     if extents and missing:
         raise ConfigError(
@@ -233,14 +236,14 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
 
 
 def _named(value: object | Callable[..., object]) -> str:
-    """Return a function's name, a role's, or the value itself."""
+    """Return the name of a function or a role, or else the value as text."""
     return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or value)
 
 
 def mermaid(explanation: Explanation) -> str:
-    """Return what follows from what, as text for mermaid in a Markdown block; the same for equal explanations.
+    """Return what depends on what, as text for mermaid in a Markdown block. It is the same for equal explanations.
 
-    One arrow leads from all of the view into the step, since a declaration does not say which slots the step reads.
+    One arrow leads from the whole view into the step, since a declaration does not say which slots the step reads.
     """
     names, lines, view = (
         {slot.name for slot in explanation.slots},
@@ -248,7 +251,7 @@ def mermaid(explanation: Explanation) -> str:
         ['subgraph view["the view, of which the step reads some or all"]'],
     )
     for slot in explanation.slots:
-        node = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
+        node = f"slot_{slot.name}"  # with a prefix, since mermaid fails on slots called `end` or `graph`
         kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
         text = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", kind)
         lines.append(f"{node}[{text}]")
@@ -269,6 +272,6 @@ def mermaid(explanation: Explanation) -> str:
 
 
 def _quoted(*lines: str) -> str:
-    """Quote lines of text for mermaid, whose entities begin with a sign of its own."""
+    """Quote lines of text for mermaid, whose entities begin with its own sign."""
     safe = (html.escape(line.replace("#", "#35;"), quote=False).replace('"', "&quot;") for line in lines)
     return f'"{"<br/>".join(line.replace("&", "#") for line in safe)}"'

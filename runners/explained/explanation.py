@@ -1,4 +1,4 @@
-"""Explaining a runner: its declaration, fills, graphs, memory and decisions as data, read off the runner itself."""
+"""Explains a runner: its declaration, fills, graphs, memory and decisions as data, read from the runner itself."""
 
 import collections
 import itertools
@@ -34,11 +34,11 @@ class FillStep:
 
     Attributes:
         kind: What it does. "step" runs the step without a graph.
-        calls: Into torch, the driver or a function. 0 if it rides in another call, such as the graph's.
-        nbytes: Of the slots that it moves if every row is live. None if that depends on the batch.
+        calls: Calls into torch, the driver or a function, or 0 if it is part of another call, such as the graph's.
+        nbytes: Bytes of the slots that it moves if every row is live, or None if that depends on the batch.
         inside: Whether the graph does it.
         maybe: Whether most steps leave it out.
-        slots: What it writes, or takes up.
+        slots: What it writes, or uploads.
     """
 
     kind: Kind
@@ -52,14 +52,14 @@ class FillStep:
 
 @attrs.frozen
 class Fill:
-    """How the slots are filled: the plan, and what a step does in which order."""
+    """How the slots are filled: the plan, and what a step does in order."""
 
     plan: FillPlan
     steps: tuple[FillStep, ...]
 
     @property
     def calls(self) -> Mapping[str, int]:
-        """The calls of each kind of step."""
+        """The number of calls by kind."""
         found = collections.Counter[str]()
         for step in self.steps:
             found[step.kind] += step.calls
@@ -71,8 +71,8 @@ class GraphFacts:
     """The graph of a bucket for one pattern of absent slots.
 
     Attributes:
-        why: Why there is none. Empty if there is one.
-        parts: Graphs that it is launched as.
+        why: Why there is no graph, or empty if there is one.
+        parts: How many graphs are launched for it.
         nbytes: Bytes of the graph.
         outputs: Bytes of its outputs.
     """
@@ -95,7 +95,7 @@ class BucketFacts:
 
 @attrs.frozen
 class Allocation:
-    """One piece of memory that slots lie in, and its bytes.
+    """One allocation that has slots, and its bytes.
 
     Attributes:
         adopted: Whether it was handed in by `bind=`.
@@ -108,13 +108,13 @@ class Allocation:
 
 @attrs.frozen(kw_only=True)
 class SlotPlace:
-    """Where a slot lies: its allocation, the offset there, and its bytes.
+    """The place of a slot: its allocation, the offset in it, and its bytes.
 
     Attributes:
-        shape: At full capacity.
-        since: The first phase of a step in which its value counts.
+        shape: Its shape at full capacity.
+        since: The first phase of a step in which its value matters.
         until: The last one.
-        lasting: Why its bytes must hold between steps, too. None if they need not.
+        lasting: Why its bytes must last between steps, too, or None if they need not.
         shares: Slots of other runners that have some of its bytes, as "runner.slot".
     """
 
@@ -143,7 +143,7 @@ class RankFacts(RanksRecord):
     """The ranks that run each step together.
 
     Attributes:
-        on: Where they exchange before a step, "host" or a device's kind. None if they do not.
+        on: Where they exchange before a step, "host" or a device's kind, or None if they do not.
         agreed: What all did in the last step.
     """
 
@@ -157,15 +157,15 @@ class RunnerExplanation(Shown):
 
     Attributes:
         kind: Its class.
-        path: What batches that fit take.
+        path: The path of batches that fit.
         lowering: How its fills are run.
-        configuration: What `RunnerConfig.of` reads back.
-        declaration: Explained for the largest bucket, or the present capacity.
-        eager: How steps without a graph are filled. None before the first.
+        configuration: Options that `RunnerConfig.of` reads back.
+        declaration: The declaration for the largest bucket, or the present capacity.
+        eager: How steps without a graph are filled, or None before the first.
         statistics: The runner's `stats()`, with text for keys.
         member: Its name among the runners that share memory with it, if any do.
         pool: The layout of that memory.
-        ranks: None if there are none.
+        ranks: Its ranks, or None.
     """
 
     kind: str
@@ -185,7 +185,7 @@ class RunnerExplanation(Shown):
 
     @property
     def fills(self) -> Iterator[tuple[str, Fill]]:
-        """Each way in which steps are filled, for buckets next to one another that do the same; the eager one last."""
+        """Each way in which steps are filled, one for adjacent buckets that do the same. The eager one comes last."""
         for _, alike in itertools.groupby(
             self.buckets, lambda one: [attrs.evolve(s, nbytes=None) for s in one.fill.steps]
         ):
@@ -196,7 +196,7 @@ class RunnerExplanation(Shown):
             yield "eager, not padded", self.eager
 
     def tables(self) -> Iterator[Table]:
-        """Figures, slots, steps, buckets, graphs, memory and counts."""
+        """Yield figures, slots, steps, buckets, graphs, memory and counts."""
         on = f"{self.kind} of {self.declaration.declaration} on {self.backend} ({self.device})"
         text = f"path {self.path}, lowering {self.lowering}\n{cell(self.configuration)}"
         yield Table(on, pairs(_on_top(self.statistics)), text)
@@ -231,7 +231,7 @@ class RunnerExplanation(Shown):
         yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
 
     def pictures(self) -> str:
-        """Return what a step does, and where slots lie over its phases."""
+        """Return pictures of what a step does, and of slots' places over its phases."""
         early = "<p>Nothing is drawn before the first batch.</p>"
         return f"""<h2>What a step does</h2>
 <p>A box for each step, in the plan's order, as wide as it has calls. A pale one has none of its own in most steps. \
@@ -243,7 +243,7 @@ its bytes are only held.</p>{drawn_memory(self) or early}
 
 
 def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
-    """Sum up the steps so far, the memory and the capture, each with what it is of, or why it is not known."""
+    """Summarize the steps so far, the memory and the capture, each with what it counts, or why it is not known."""
     memory, capture, paths = counts["memory"], counts["capture"], counts["steps"]
     live, padded = (sum(one[rows] for one in counts["buckets"].values()) for rows in ("live", "padded"))
     steps, reasons = sum(paths.values()), {why: one["steps"] for why, one in counts["eager"].items()}
@@ -262,7 +262,7 @@ def _on_top(counts: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def drawn_fills(one: RunnerExplanation) -> str:
-    """Draw a row for all buckets that do the same, with a box for each step, as wide as its calls."""
+    """Draw a row for all buckets that do the same, with a box for each step, as wide as its number of calls."""
     shown = list[str]()
     for name, fill in one.fills:
         calls = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
@@ -278,7 +278,10 @@ def drawn_fills(one: RunnerExplanation) -> str:
 
 
 def drawn_memory(one: RunnerExplanation) -> str:
-    """Draw offsets downwards, phases to the right: a slot is coloured while its value counts, and pale otherwise."""
+    """Draw offsets downwards and phases to the right.
+
+    A slot is coloured while its value matters, and pale otherwise.
+    """
     phases, shown = one.memory.phases, list[str]()
     kinds = {slot.name: safe(slot.kind) for slot in one.declaration.slots}
     number, held = '<td class="number">', '<td class="held"></td>'
@@ -301,10 +304,10 @@ def drawn_memory(one: RunnerExplanation) -> str:
 
 
 def explain(runner: Runner[Any]) -> RunnerExplanation:
-    """Explain what a runner declares, plans, captured, holds in memory and has decided, as data, tables and pictures.
+    """Explain what a runner declares, plans, captured, keeps in memory and has decided, as data, tables and pictures.
 
-    Nothing is run or captured. The memory of a pool that is not laid out yet is laid out now.
-    `runner.decide(batch)` says what it would do with a batch.
+    Nothing is run or captured. The memory of a pool is laid out now, if it is not yet. `runner.decide(batch)` says what
+    the runner would do with a batch.
 
     Args:
         runner: Any runner, captured or not.
@@ -366,11 +369,14 @@ def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
 
 
 def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill:  # noqa: C901 - one kind of step after the other
-    """List a plan's steps in order. parts: graphs of the step. whole: whether they compute what the device does."""
+    """List a plan's steps in order.
+
+    parts: How many graphs the step has. whole: Whether they run the functions of slots on the device.
+    """
     named, steps, declaration = dict(plan.sizes), list[FillStep](), stage.declaration
     sizes = {axis: named[axis.name] for axis in declaration.axes}
     lowering = LOWERINGS[plan.lowering]
-    is_first = lowering.is_in_graph  # of the graph's nodes the kernel
+    is_first = lowering.is_in_graph  # the kernel is the graph's first node
 
     def add(
         kind: Kind, label: str, slots: Iterable[str], calls: int, moved: Iterable[str] | None = None, **more: bool
@@ -387,10 +393,10 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
                 rides = inside or one.packed
                 add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
 
-    def copy(*, late: bool) -> None:  # behind an upload, or the others; one call takes all that are mixed
+    def copy(*, late: bool) -> None:  # those after an upload, or the others; one call takes all mixed dtypes
         together = list[str]()
         for group in plan.copies:
-            calls = {"direct": 0, "foreach": 1, "single": len(group.slots)}.get(group.how)  # into torch
+            calls = {"direct": 0, "foreach": 1, "single": len(group.slots)}.get(group.how)  # calls into torch
             if calls is None or late != (group.placement != HOST and bool(plan.packed)):
                 continue
             if group.how == "foreach" and plan.mixed:
@@ -403,7 +409,7 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
 
     for label, always in (("reset tails", True), ("reset dirty tails", False)):
         tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
-        is_plain, is_direct = lowering.is_reference, lowering.copies == "direct"  # without torch, by address
+        is_plain, is_direct = lowering.is_reference, lowering.copies == "direct"  # "direct": by address, without torch
         sliced = [one for one in tails if is_plain or not (is_direct or declaration.slots[one.slot].placement == HOST)]
         zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in sliced if not is_plain)
         if tails:  # zeros are set in one call
@@ -425,7 +431,7 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
 
 
 def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
-    """Return where slots lie. plan: of a bucket, which tells when they are written."""
+    """Return the places of slots. plan: The plan of a bucket, which decides when they are written."""
     phase, buffers = runner.phase, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     kept, shares = frozenset[str](), dict[str, tuple[str, ...]]()
     if phase is not None and phase.layout is not None:
@@ -438,7 +444,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
         phases = ("fill", "replay", "outputs")
     found: dict[tuple[int, str], list[Buffer]] = {}
     for buffer in sorted(buffers or (), key=lambda one: (one.adopted, one.slot.placement != DEVICE)):
-        storage = buffer.tensor.untyped_storage()  # storages without bytes are each by itself
+        storage = buffer.tensor.untyped_storage()  # each storage without bytes counts by itself
         found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
     names, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
     for first, *others in found.values():
@@ -467,7 +473,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
 
 
 def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
-    """Return the first and the last phase in which the value of a slot counts that need not last between steps."""
+    """Return the first and the last phase in which a slot's value matters. It need not last between steps."""
     slot, name = buffer.slot, buffer.name
     if slot.writers == BY_STEP:
         return "replay", "outputs"

@@ -1,4 +1,4 @@
-"""How explanations are shown: tables in text, and the same with pictures as HTML, for a page or a notebook."""
+"""Shows explanations: as tables in text, and with pictures as HTML, for a page or a notebook."""
 
 import abc
 import functools
@@ -12,14 +12,14 @@ from typing import Any, Final
 import attrs
 
 WIDE: Final = 200
-"""Columns in a pipe or file, where nothing needs to fit a screen and a folded name could not be searched for."""
+"""Columns in a pipe or file, where nothing must fit a screen, and a folded name could not be searched for."""
 _SCREEN, _SENTENCE, _GAP = 80, 24, 2
-"""Columns of what `str` makes, those that a sentence in a cell gets at least, and those between cells."""
+"""The columns of `str`, the fewest columns of a sentence in a cell, and the columns between cells."""
 _LARGE: Final = 1000
 _BARS: Final = "The second longest bar of each group has the full width, and the longest is cut."
 _fold: Final = functools.partial(textwrap.wrap, break_on_hyphens=False)
 Row = Mapping[str, Any]
-"""Cells by their column. A number is shown as one, None as a dash."""
+"""Cells by their column. Numbers are shown as numbers, None as a dash."""
 STYLE: Final = """<style>
 .slotgraph{font:15px/1.45 system-ui,sans-serif;padding:0 8px;overflow-wrap:anywhere}
 .slotgraph dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:10px;margin:0 0 1em}
@@ -88,8 +88,8 @@ class Table:
     """Rows of the same columns under a title, and text below them, such as a plan.
 
     Attributes:
-        why: The text where there are no rows.
-        drawn: Whether a page draws bars for the numbers of each row, too.
+        why: The text if there are no rows.
+        drawn: Whether a page also draws bars for the numbers of each row.
     """
 
     title: str
@@ -106,13 +106,14 @@ class Table:
 
     @property
     def below(self) -> str:
-        """The text below, or why there is nothing."""
+        """The text below, or why there are no rows."""
         return printable(f"{self.text or ('' if self.rows else self.why)}")
 
     def lines(self, width: int, style: Callable[[str], str] = str) -> str:
-        """Write the table as text. It folds sentences, not words. What is too wide comes below, by the first column.
+        """Return the table as text.
 
-        style: of the title.
+        Sentences are folded, words are not. Columns that do not fit come below, after the first one. style: Styles the
+        title.
         """
         shown, columns = [*map(style, _fold(printable(self.title), width))], list[list[str]]()
         for column in self.columns:
@@ -126,7 +127,7 @@ class Table:
         return "\n".join(shown).rstrip() + "\n"
 
     def html(self, heading: str = "h3") -> str:
-        """Write the table for a page. Where that is narrow, rows of many columns are lists of names and values."""
+        """Return the table for a page. On a narrow page, rows of many columns become lists of names and values."""
         columns = self.columns
         kinds = [f'{"number" if _is_number(one) else "text"} data-of="{escape(one[0])}"' for one in columns]
         rows = "".join(
@@ -151,18 +152,18 @@ class Table:
 
 
 def _is_number(column: Sequence[str]) -> bool:
-    """Return whether a column has numbers, and nothing but these."""
+    """Return whether a column has only numbers."""
     return bool(re.fullmatch(r"[-\d,.]*\d[-\d,.]*", "".join(column[1:])))
 
 
 def _width(columns: Sequence[Sequence[str]], most: int) -> int:
-    """Measure columns side by side, if sentences are folded to so many columns of a terminal, and no word is."""
+    """Return the width of columns side by side, if sentences, but no words, are folded to so many terminal columns."""
     each = (max(*map(len, " ".join(cells).split()), min(most, max(map(len, cells)))) for cells in columns)
     return sum(wide + _GAP for wide in each) - _GAP
 
 
 def _side_by_side(columns: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """Yield lines of columns, of which the longest sentences are folded until all fit."""
+    """Yield lines of columns, with the longest sentences folded until all fit."""
     most = next((most for most in range(width, _SENTENCE, -1) if _width(columns, most) <= width), _SENTENCE)
     widths = [min(_width([one], most), width) for one in columns]
     sides = [">" if _is_number(one) else "<" for one in columns]
@@ -181,10 +182,13 @@ class Shown(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> Iterator[Table]:
-        """Yield all tables. The first tops a page: each value is a figure, and behind a colon what it is of."""
+        """Yield all tables.
+
+        The first is on top of a page: each value is a figure, followed by a colon and what it counts.
+        """
 
     def pictures(self) -> str:
-        """Pictures in HTML."""
+        """Return pictures in HTML."""
         return ""
 
     def __repr__(self) -> str:
@@ -198,7 +202,7 @@ class Shown(abc.ABC):
         return "\n".join(table.lines(_SCREEN) for table in self.tables())
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML that a notebook shows."""
         top, *others = self.tables()
         figures = "".join(
             f"<div><dt>{row['what']}</dt><dd><b>{safe(row['value']).replace(':', '</b>', 1)}</dd></div>"
@@ -215,7 +219,7 @@ class Shown(abc.ABC):
 
 @attrs.frozen
 class Page(Shown):
-    """What a command found: tables, the first of which comes on top."""
+    """The result of a command: tables, the first of which comes on top."""
 
     found: Sequence[Table]
 
@@ -225,17 +229,17 @@ class Page(Shown):
 
 
 def rows_of(records: Sequence[Any], **first: Any) -> list[Row]:
-    """Make a row for each record, with a column for each field. first: columns before them."""
+    """Make a row for each record, with a column for each field. first: Columns before them."""
     return [{**first, **attrs.asdict(one, recurse=False)} for one in records]
 
 
 def printable(text: str) -> str:
-    """Escape what would command a terminal, or is not allowed in a page."""
+    """Escape characters that would control a terminal, or that a page does not allow."""
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
 def cell(value: Any) -> str:
-    """Return the text of a cell: text, numbers, names, or names with values."""
+    """Return the text of a cell, for text, numbers, names, or names with values."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
@@ -254,12 +258,15 @@ def pairs(found: Row) -> list[Row]:
 
 
 def safe(text: object) -> str:
-    """Return what is printable of a text, for a page."""
+    """Return a text's printable form, escaped for a page."""
     return escape(printable(f"{text}"))
 
 
 def html(explanation: Shown) -> str:
-    """Return the page, light or dark as its reader prefers. It loads nothing, and opens offline."""
+    """Return an explanation as a page, light or dark as its reader prefers.
+
+    It loads nothing, so that it opens offline.
+    """
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -1,4 +1,4 @@
-"""Agreement: one path and one bucket for all ranks, and why, from what each of them would have done alone."""
+"""Agreement: chooses one path and one bucket for all ranks, with the reason, from what each would have done alone."""
 
 import collections
 import contextlib
@@ -19,23 +19,23 @@ from ..engine.statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FAILED, FITS, LEFT, REFUSED, STOPPED, CallSite, Exchange, Message, Ranks
 
 _BEGUN, _SENT, _JOINED, _FAILED = range(4)
-"""How far a step is: other ranks know nothing of it, they know of it, they run it, or this rank has failed in it."""
+"""The progress of a step: other ranks do not know of it, they know of it, they run it, or this rank has failed."""
 _WHYS: Final[tuple[Why, ...]] = get_args(Why)
-"""Reasons, by the numbers that messages have for them."""
+"""The reasons, whose indices messages have."""
 
 
 class Agreement(Coordinator):
-    """Has one runner's steps agree with those of the same runner on other ranks.
+    """Makes one runner's steps agree with those of the same runner on other ranks.
 
     Attributes:
         ranks: The ranks.
-        forced: Steps that the ranks agreed on, by the rank that decided them, and why.
+        forced: Steps that the ranks agreed on, by the rank that decided them, and the reason.
     """
 
     alone = False
 
     def __init__(self, ranks: Ranks, name: str, parts: Mapping[str, str], axes: Sequence[Axis]) -> None:
-        """Number the runner. parts: what must be the same on all ranks."""
+        """Number the runner. parts: What must be the same on all ranks."""
         if len(axes) > AXES:
             raise ConfigError(
                 f"ranks tell each other the sizes of {AXES} axes at most, and batches vary on {len(axes)}"
@@ -45,33 +45,35 @@ class Agreement(Coordinator):
         self.rank, self.size, self.quiet, self.timeout = ranks.rank, ranks.size, ranks.quiet, ranks.timeout
         self.axes = tuple(axes)
         self.forced: dict[int, collections.Counter[Why]] = collections.defaultdict(collections.Counter)
-        self._ahead: tuple[Decision, Live, Exchange] | None = None  # what was sent of the next step
+        self._ahead: tuple[Decision, Live, Exchange] | None = None  # what this rank sent for the next step
         self._progress = _BEGUN
         self._name, self._parts = f"runner {ranks.runners} ({name})", parts
         self._call_site = self._loop_site = self._step_site(0)
-        self._loop: Loop | None = None  # the one that is open
-        self._within: Loop | None = None  # the one that calls the runner now
+        self._loop: Loop | None = None  # the open loop
+        self._within: Loop | None = None  # the loop that calls the runner now
         self._is_reporting = False
 
     def begin(self) -> None:
-        """Begin a step. It ends an open loop that it is no part of."""
+        """Begin a step. This ends an open loop that the step does not belong to."""
         self._progress = _BEGUN
         self._end_loop()
 
     def _end_loop(self) -> None:
-        """Leave the open loop, if what begins is no part of it."""
+        """Leave the open loop, unless what begins belongs to it."""
         if self._loop is not None and self._within is None:
             self._leave(self._loop, ": a call of the runner ended it")
 
     def agree(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """Return what all ranks do, by one exchange, or none if quiet.
-
-        RankError if a rank refused its batch, is elsewhere, or does not come, or if sizes of a shared batch differ.
+        """Return what all ranks do, after one exchange, or none if quiet.
 
         Args:
             own: What this rank would do alone.
             live: Its live sizes.
             admit: Raises what the fill would raise. It is not called for a batch that was agreed on ahead.
+
+        Raises:
+            RankError: A rank refused its batch, is at another call site, or does not come, or sizes of a shared batch
+                differ.
         """
         site = self._site()
         if self.quiet:
@@ -87,17 +89,17 @@ class Agreement(Coordinator):
         return self._agreed(own, exchange())
 
     def agree_ahead(self, own: Decision, live: Live) -> None:
-        """Send the other ranks now what `agree` will be called with next; it then only waits for their messages."""
+        """Send the other ranks now what the next `agree` will be called with. It then only waits for their messages."""
         if self.quiet:
             return
         try:
             exchange = self._send(own, live)
-        except RankError as error:  # which the step raises, as on the other ranks
+        except RankError as error:  # the step raises it, as on the other ranks
             exchange = functools.partial(_raise, error)
         self._ahead = own, live, exchange
 
     def idle(self, own: Decision, live: Live) -> bool:
-        """Return whether all ranks are idle, so that none runs a step; else `agree` is called for it next."""
+        """Return whether all ranks are idle, so that none runs a step. If not, `agree` is called for it next."""
         if self.quiet:
             return True
         messages = self._send(own, live, idle=True)()
@@ -108,14 +110,14 @@ class Agreement(Coordinator):
         return False
 
     def _site(self) -> CallSite:
-        """Return where this rank is: in a call, or in a step of a loop. RankError if the loop has ended."""
+        """Return this rank's call site: a call, or a step of a loop. Raise RankError if the loop has ended."""
         if self._within is None:
             return self._call_site
         self.ranks.check_loop(self._loop_site, self._within.bit)
         return self._loop_site
 
     def _step_site(self, loop: int) -> CallSite:
-        """Make the call site of steps of the loop with this bit, or of calls for 0."""
+        """Make the call site of steps of the loop with this bit, or of calls if it is 0."""
         return CallSite(f"a step of {'steps() of ' * bool(loop)}{self._name}", {**self._parts, "loop": str(loop)})
 
     def _send(self, own: Decision, live: Live, *, idle: bool = False) -> Exchange:
@@ -126,7 +128,7 @@ class Agreement(Coordinator):
         return self.ranks.begin(message, site, self.timeout, loop)
 
     def _sent_ahead(self, own: Decision, live: Live) -> Exchange | None:
-        """Return the exchange that was begun ahead, if one was. RankError if it was of another batch."""
+        """Return the exchange that was begun ahead, if any. Raise RankError if it was about another batch."""
         if self._ahead is None:
             return None
         (agreed, sizes, exchange), self._ahead = self._ahead, None
@@ -139,7 +141,7 @@ class Agreement(Coordinator):
         return exchange
 
     def _agreed(self, own: Decision, messages: Sequence[Message]) -> Decision:
-        """Return what all ranks do, from their messages, and keep it. RankError if a rank refused its batch."""
+        """Return what all ranks do, from their messages, and keep it. Raise RankError if a rank refused its batch."""
         rank = _decisive(messages)
         if messages[rank].answer == REFUSED:
             raise RankError(f"rank {rank} refused its batch, so that no rank runs the step: {messages[rank].text}")
@@ -152,7 +154,7 @@ class Agreement(Coordinator):
         return self.agreed
 
     def _check_shared(self, messages: Sequence[Message]) -> None:
-        """RankError, on all ranks alike, if ranks that share a batch have different sizes of it."""
+        """Raise RankError, on all ranks alike, if ranks that share a batch have different sizes of it."""
         shards = self.ranks.shards
         if shards == 1 or not self.ranks.batches:
             return
@@ -167,9 +169,12 @@ class Agreement(Coordinator):
             raise RankError(f"{each}: {'; '.join(different)}")
 
     def refuse(self, error: BaseException) -> None:
-        """Send the others, who wait for this rank's step or run it, that it ends in an error. Raises as `agree`."""
+        """Notify the other ranks, which wait for this rank's step or run it, of its error.
+
+        Raises as `agree` does.
+        """
         if self._progress == _SENT and isinstance(error, Exception):
-            return  # it follows from what the ranks sent each other
+            return  # the other ranks raise it, too: it follows from the exchanged messages
         if self._progress == _BEGUN and self._ahead is not None:  # the others run the step: this rank agreed to it
             (*_, exchange), self._ahead, self._progress = self._ahead, None, _SENT
             exchange()
@@ -183,7 +188,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """A block whose errors the caller sends to the other ranks itself."""
+        """Run a block whose errors the caller itself sends to the other ranks."""
         self._is_reporting = True
         try:
             yield
@@ -191,7 +196,7 @@ class Agreement(Coordinator):
             self._is_reporting = False
 
     def _failed(self, error: BaseException) -> None:
-        """Send the others, once, that a step failed, and note in the error if another rank failed before."""
+        """Notify the others, once, that a step failed, and note in the error if another rank failed before."""
         before, self._progress = self._progress, _FAILED
         if before == _FAILED or (self._is_reporting and isinstance(error, Exception)):
             return
@@ -202,7 +207,10 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """A block that looks at a batch before its step. Its error is sent. RankError if another step is ahead."""
+        """Run a block that looks at a batch before its step, and send its error to the others.
+
+        Raise RankError if a step was agreed on ahead.
+        """
         if self._ahead is not None:
             raise RankError("the step that was agreed on ahead has not been run: one at a time")
         self.begin()
@@ -213,7 +221,7 @@ class Agreement(Coordinator):
             raise
 
     def run(self, step: Callable[..., T], *args: Any) -> T:
-        """Run a step that all ranks run. If it raises, the others are sent that."""
+        """Run a step that all ranks run. If it raises, notify the others."""
         try:
             return step(*args)
         except BaseException as error:
@@ -222,7 +230,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def loop(self, every: int) -> Iterator[Loop]:
-        """A block that prepares a loop of steps. RankError, at its end, if one rank refuses them.
+        """Run a block that prepares a loop of steps. Raise RankError, at its end, if one rank refuses them.
 
         every: Ranks agree on each step whose number divides by it, so all must have the same.
         """
@@ -245,7 +253,7 @@ class Agreement(Coordinator):
         self._loop, self._loop_site = loop, self._step_site(loop.bit)
 
     def _check_loops(self, gathered: Sequence[tuple[str, int]]) -> None:
-        """RankError, on all ranks alike, if one refused its first batch or agrees after another number of steps."""
+        """Raise RankError, on all ranks alike, if one refused its first batch, or if their intervals differ."""
         for rank, (text, number) in enumerate(gathered):
             if not number:
                 raise RankError(f"rank {rank} refused its batch, so that no rank begins: {text}")
@@ -258,7 +266,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def looping(self, loop: Loop) -> Iterator[None]:
-        """A block that hands out a loop's steps. If it ends early, ranks that go on with the loop are sent that."""
+        """Run a block that hands out a loop's steps. If it ends early, notify the ranks still in the loop."""
         try:
             yield
         except BaseException as error:
@@ -268,7 +276,7 @@ class Agreement(Coordinator):
         self._leave(loop, "")
 
     def _leave(self, loop: Loop, why: str) -> None:
-        """Leave a loop, and send the other ranks that this one has, unless they know."""
+        """Leave a loop, and notify the other ranks, unless they know."""
         if self._loop is loop:
             self._loop = None
         if loop.bit & self.ranks.open_loops:
@@ -276,7 +284,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def within(self, loop: Loop) -> Iterator[None]:
-        """A block in which a loop calls its runner."""
+        """Run a block in which a loop calls its runner."""
         self._within = loop
         try:
             yield
@@ -284,7 +292,7 @@ class Agreement(Coordinator):
             self._within = None
 
     def gather(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
-        """Gather a text and a number from each rank, at a call site apart from steps."""
+        """Gather a text and a number from each rank, at a call site that is no step."""
         ranks = self.ranks
         if self.size == 1 or ranks.alone:
             return [(text, number)]
@@ -295,7 +303,7 @@ class Agreement(Coordinator):
         return [(one.text, one.bucket) for one in exchange()]
 
     def warm_up(self, step: Step, backend: Backend) -> Step:
-        """Make a step for warm-ups: it waits for the device, and raises RankError once a rank is lost."""
+        """Make a step for warm-ups. It waits for the device, and raises RankError once a rank is lost."""
 
         def run() -> Any:
             outputs = step()
@@ -321,7 +329,7 @@ def _decisive(messages: Sequence[Message]) -> int:
 
 
 def agree(own: Decision, messages: Sequence[Message], leading: int) -> Decision:
-    """Return what all ranks do, and which of them forced it. leading: the place of the buckets' axis in live sizes."""
+    """Return what all ranks do, and which of them forced it. leading: The index of the buckets' axis in live sizes."""
     rank = _decisive(messages)
     one = messages[rank]
     if one.answer == EAGER:
@@ -331,12 +339,12 @@ def agree(own: Decision, messages: Sequence[Message], leading: int) -> Decision:
 
 
 def _failure(what: str, error: BaseException) -> str:
-    """Say in what a rank failed, and why."""
+    """Return as text what a rank failed in, and why."""
     return f"failed in {what}: {type(error).__name__}: {error}"
 
 
 def _raise(error: RankError) -> NoReturn:
-    """Stand for an exchange that failed when it was begun."""
+    """Raise an error in place of an exchange that failed when it was begun."""
     raise error
 
 
@@ -348,10 +356,18 @@ def coordinator_of(
     patterns: Iterable[Collection[str]],
     *leading: Axis,
 ) -> Coordinator:
-    """What coordinates a runner's steps with those of its declaration's other ranks, if it has any: ConfigError.
+    """Return what coordinates a runner's steps with the other ranks of its declaration, if it has any.
 
-    sizes: each bucket's padded sizes. patterns: those of absent slots that it captures. leading: the axis that buckets
-    are chosen by, where there are any.
+    Args:
+        declaration: The slots, and the ranks.
+        runner: The runner's name.
+        config: Its options.
+        sizes: Each bucket's padded sizes.
+        patterns: Patterns of absent slots that it captures.
+        leading: The axis that buckets are chosen by, if there are any.
+
+    Raises:
+        ConfigError: The ranks do not fit the buckets or options.
     """
     if declaration.ranks is None:
         return Coordinator()

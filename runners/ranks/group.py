@@ -1,4 +1,4 @@
-"""Ranks: the processes that run each step together, the messages that they exchange, and what carries these."""
+"""Ranks: the processes that run each step together, the messages that they exchange, and what carries the messages."""
 
 import contextlib
 import datetime as dt
@@ -27,34 +27,38 @@ from ..engine.running import Unique
 from .shared import RankMemory
 
 Exchange = Callable[[], "list[Message]"]
-"""An exchange under way: called, it waits for every rank's message and returns them."""
+"""An exchange that has begun: when called, it waits for every rank's message and returns them."""
 HOST: Final = "host"
 _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
 _STOPPED: Final = "stopped before exchange"
 _PATIENCE: Final = 0.2
-"""Seconds after which a rank that waits says so in the store, and looks there for a rank that broke off."""
+"""Seconds after which a rank that waits writes so to the store, and looks there for a rank that broke off."""
 GRACE: Final = 2.0
 """Seconds that other ranks have to write to the store, once one rank knows that something is wrong."""
 _POLL: Final = 0.02
 CHECK_INTERVAL: Final = 0.5
 """Seconds between two looks into the store by ranks that exchange nothing."""
 _ABORT_SECONDS: Final = 20.0
-"""Seconds in which collectives end that were aborted."""
+"""Seconds that aborted collectives have to end."""
 FITS, EAGER, REFUSED, FAILED, STOPPED, LEFT = range(6)
-"""The kinds of messages: a bucket takes the rank's batch, none does, or the rank refuses it. The highest decides.
+"""The kinds of answers. The highest of the ranks' answers decides.
 
-Or, in place of these: the rank failed in the step before, which the others ran; it was interrupted before it could send
-a message of this one; it left a loop of steps.
+FITS: a bucket takes the rank's batch. EAGER: none does. REFUSED: the rank refuses its batch. FAILED: the rank failed in
+the step before, which the others ran. STOPPED: it was interrupted before it could send a message of this step. LEFT: it
+left a loop of steps.
 """
 AXES: Final = 8
-"""The most varying axes whose live sizes one message holds."""
+"""The most varying axes whose live sizes fit in one message."""
 _TEXT: Final = 256
 _LAYOUT: Final = struct.Struct(f"<{5 + AXES}q{_TEXT}s")
 _SPIN: Final = 0.001
-"""Seconds that a rank polls without a pause; then each pause is 1 % of what it has waited. An idle rank waits often."""
+"""Seconds that a rank polls without a pause.
+
+After that each pause is 1 % of its wait so far. An idle rank waits often.
+"""
 _LOOPS: Final = 62
-"""The most loops of steps that may be open at once: each has a bit of a message's number."""
+"""The most loops of steps that may be open at once: each has a bit of a number in messages."""
 
 
 @attrs.frozen
@@ -76,7 +80,7 @@ class CallSite:
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number for it, the same on all ranks."""
+        """A number for the call site, the same on all ranks."""
         return int.from_bytes(hashlib.blake2b(self.text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -87,10 +91,11 @@ class Message:
     Attributes:
         place: The digest of the rank's call site.
         answer: One of `FITS` to `LEFT`.
-        bucket: The bucket of its batch, 0 for none. `gather` sends other numbers in it; one who stops, loops as bits.
-        why: The index of the reason among those that are known.
+        bucket: The bucket of its batch, 0 for none. `gather` sends other numbers in it; a rank that stops, loops as
+            bits.
+        why: The index of the reason in the list of reasons.
         idle: Whether the rank has no request.
-        live: Live sizes by axis; zeros follow them in a message that was received.
+        live: Live sizes by axis. In a message that was received, zeros follow them.
         text: The reason, of which the first 256 bytes are sent.
     """
 
@@ -136,8 +141,8 @@ class HostWire:
         self._work = _all_gather(self._all, self._own, self._group)
 
     def arrives(self, seconds: float) -> bool:
-        """Wait for the messages, for so many seconds at most. RuntimeError if a connection is lost."""
-        with contextlib.suppress(RuntimeError):  # the time is over; the work may end between that and the next line
+        """Wait for the messages, at most so many seconds. Raise RuntimeError if a connection is lost."""
+        with contextlib.suppress(RuntimeError):  # the time is over, but the work may end before the next line
             self._work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
         if not self._work.is_completed():
             return False
@@ -145,12 +150,12 @@ class HostWire:
         return True
 
     def messages(self) -> list[Message]:
-        """Return every rank's message, once they have arrived."""
+        """Return every rank's message. They must have arrived."""
         return _unpacked(self._all.numpy())
 
 
 class DeviceWire(HostWire):
-    """Carries exchanges over the device's group: an upload, an all-gather and a download on a stream of its own."""
+    """Carries exchanges over the device's group: an upload, an all-gather and a download on its own stream."""
 
     def __init__(self, group: "dist.ProcessGroup", size: int, device: torch.device) -> None:
         super().__init__(group, size, pinned=True)
@@ -160,7 +165,7 @@ class DeviceWire(HostWire):
         self._stream, self._event = self._module.Stream(device), self._module.Event()
 
     def arrives(self, seconds: float) -> bool:
-        """Wait for the messages, for so many seconds at most."""
+        """Wait for the messages, at most so many seconds."""
         return _poll(self._event.query, seconds)
 
     def send(self, message: Message) -> None:
@@ -186,11 +191,11 @@ class SharedWire:
         self._number = self._memory.send(data)
 
     def arrives(self, seconds: float) -> bool:
-        """Wait for the messages, for so many seconds at most. RuntimeError if a process has ended."""
+        """Wait for the messages, at most so many seconds. Raise RuntimeError if a process has ended."""
         return _poll(functools.partial(self._memory.has_arrived, self._number), seconds)
 
     def messages(self) -> list[Message]:
-        """Return every rank's message, once they have arrived."""
+        """Return every rank's message. They must have arrived."""
         return _unpacked(self._memory.take(self._number))
 
 
@@ -198,7 +203,7 @@ Wire = HostWire | SharedWire
 
 
 def _poll(query: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a query is true, for so many seconds at most; return whether it is."""
+    """Wait until a query is true, at most so many seconds. Return whether it is."""
     begin = time.monotonic()
     while not query():
         waited = time.monotonic() - begin
@@ -212,7 +217,7 @@ def _poll(query: Callable[[], bool], seconds: float) -> bool:
 
 
 def _all_gather(out: torch.Tensor, own: torch.Tensor, group: "dist.ProcessGroup") -> Any:
-    """Begin to gather every rank's tensor, under the name that this torch has for it."""
+    """Begin to gather every rank's tensor, by the name of the function in this version of torch."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, own, group=group, async_op=True)
 
@@ -223,16 +228,16 @@ class Ranks(Unique):
     All ranks make it at once, with the same arguments. Runners on the same ranks share one.
 
     Args:
-        group: The process group that the ranks form; the default group if None.
-        on: Where sizes are exchanged: in "host" memory, which all ranks share if they are on one host, else over a
-            group of gloo; or by the name of a device's kind, such as "cuda", over a group of that kind's own backend,
-            on the current device.
+        group: The process group that the ranks form, or None for the default group.
+        on: Where sizes are exchanged. "host" is memory that all ranks share if they are on one host, else a group of
+            gloo. The name of a device's kind, such as "cuda", is a group of that kind's own backend, on the current
+            device.
         equal: Whether all ranks get the same batches, as those of tensor parallelism do. Nothing is exchanged then.
-        shards: Over how many ranks a bucket's tokens are spread: every bucket must divide by it. If the group divides,
+        shards: Over how many ranks a bucket's tokens are spread. Every bucket must divide by it. If the group divides,
             too, each `shards` ranks in a row share a batch, and its sizes must be the same on all of them.
         timeout: Seconds that a rank waits for the others before a step.
         capture_timeout: The same for each bucket of a capture. Stay below the ten minutes after which NCCL, by default,
-            ends a process without a word of who was missing.
+            ends a process without saying who was missing.
 
     Raises:
         ConfigError: There is no such group, or an argument makes no sense.
@@ -240,11 +245,11 @@ class Ranks(Unique):
     """
 
     over: str | None = None
-    """What carries exchanges: "shared memory" if all ranks are on one host, else the backend; None for one rank."""
+    """What carries exchanges: "shared memory" if all ranks are on one host, else the backend, or None for one rank."""
     alone = False
     """Whether this is the only process, and the messages of other ranks come from a recording."""
     messages: tuple[Message, ...] = ()
-    """Every rank's message about the last step that was agreed on."""
+    """Every rank's message about the last step that they agreed on."""
     live_sizes: Mapping[Axis, tuple[int, ...]] = types.MappingProxyType({})
     """Live rows of each rank in the present step, by axis."""
     runners = 0
@@ -286,18 +291,18 @@ class Ranks(Unique):
         self.timeout, self.capture_timeout = timeout, capture_timeout
         self.exchanges = self._waits = 0
         self.broken: str | None = None
-        self._stops: list[Message] = []  # what this rank broke off, and has not sent yet
+        self._stops: list[Message] = []  # what this rank broke off and has not sent yet
         self._under_way: dict[int, Wire] = {}
-        self._late = set[int]()  # of these, the exchanges that this rank stopped waiting for
-        self._knows_stop = False  # that a rank broke off, before the end of the exchange that it ended
+        self._late = set[int]()  # exchanges of these that this rank stopped waiting for
+        self._knows_stop = False  # whether a rank is known to have broken off an exchange that has not ended
         self._free: list[Wire] = []
         if self.size > 1:
             self._next_check = 0.0
             self._connect()
 
     def _connect(self) -> None:
-        """Make the group that sizes are exchanged in, and a store that all ranks reach and nothing else uses."""
-        from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store  # noqa: PLC0415 - some builds of torch have none of it
+        """Make the group that exchanges sizes, and a store that all ranks reach and nothing else uses."""
+        from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store  # noqa: PLC0415 - some builds of torch lack it
 
         whole = _get_process_group_store(self.group)
         count = functools.partial(whole.add, f"slotgraph ranks of {self.rank}")
@@ -317,7 +322,7 @@ class Ranks(Unique):
         if different := _differences(sites):
             raise RankError(f"Ranks were made otherwise on each rank: {different}; give all the same arguments")
         members = dist.get_process_group_ranks(self.group)
-        limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
+        limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # so that both end first
         self.over = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
         try:
             connection: Any = dist.new_group(
@@ -331,10 +336,10 @@ class Ranks(Unique):
         else:
             device = torch.device(self.on, torch.get_device_module(self.on).current_device())
             self._new_wire = functools.partial(DeviceWire, connection, self.size, device)
-            self._free.append(self._new_wire())  # it takes time to make, which no step should wait for
+            self._free.append(self._new_wire())  # made now, so that no step waits for it
 
     def _share(self, connection: "dist.ProcessGroup") -> None:
-        """Exchange through shared memory from now on, if all ranks can open that of rank 0."""
+        """Exchange through shared memory from now on, if all ranks can open the memory of rank 0."""
         memory = RankMemory(self.rank, self.size, _LAYOUT.size)
         site, path = CallSite("the choice of what carries exchanges"), "" if self.rank else memory.open(connection)
         first, *_ = self.begin(Message(0, text=path), site, self.capture_timeout)()
@@ -344,7 +349,7 @@ class Ranks(Unique):
 
     @property
     def batches(self) -> int:
-        """The number of batches where each `shards` ranks in a row share one; 0 where ranks do not divide so."""
+        """The number of batches, if each `shards` ranks in a row share one, or 0 if the ranks do not divide so."""
         return 0 if self.size % self.shards else self.size // self.shards
 
     @property
@@ -353,9 +358,9 @@ class Ranks(Unique):
         return self.size == 1 or self.equal
 
     def live(self, axis: Axis) -> tuple[int, ...]:
-        """Live rows of each rank on an axis, in the order of ranks; zeros before the first step.
+        """Return the live rows of each rank on an axis, in the order of ranks. They are zeros before the first step.
 
-        ConfigError of an axis that batches do not vary on, whose rows are not exchanged.
+        Raise ConfigError for an axis that batches do not vary on, whose rows are not exchanged.
         """
         if self.live_sizes and axis not in self.live_sizes:
             raise ConfigError(
@@ -364,7 +369,7 @@ class Ranks(Unique):
         return self.live_sizes.get(axis, (0,) * self.size)
 
     def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
-        """Send in the next exchange that this rank broke off, and say so in the store to ranks that wait for it.
+        """Send in the next exchange that this rank broke off, and write so to the store for ranks that wait for it.
 
         Args:
             answer: FAILED, STOPPED or LEFT.
@@ -386,19 +391,22 @@ class Ranks(Unique):
         self._stops.append(Message(0, answer, loop, text=text))
         number = self.exchanges + len(self._stops)
         _, other = self._stop_at(number)
-        if not self._knows_stop:  # else the others know that the loop ended, and this need not be sent
+        if not self._knows_stop:  # else the others already know that the loop ended
             self._announce_stop(number, text)
         return other
 
     def quiet_step(self, site: CallSite, timeout: float) -> None:
-        """Count one more step of ranks that exchange nothing. RankError, soon, if one broke off a step before it."""
+        """Count one more step of ranks that exchange nothing.
+
+        Raise RankError, soon, if one broke off an earlier step.
+        """
         self.quiet_steps += 1
         if self._next_check < time.monotonic():
             self._next_check = time.monotonic() + CHECK_INTERVAL
             self._end_stopped(site.name, timeout)
             step, why = self._stop_at(self.exchanges + 1)
             if why and step < self.quiet_steps:
-                self.begin(Message(0), site, timeout)()  # which raises
+                self.begin(Message(0), site, timeout)()  # this raises
 
     def begin_loop(self) -> int:
         """Open a loop of steps, as all ranks do now, and return its bit."""
@@ -408,15 +416,23 @@ class Ranks(Unique):
         return bit
 
     def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
-        """Wait until a device is past an event. what: what ends there. together: whether all ranks wait for it.
+        """Wait until a device is past an event.
 
-        RankError after so many seconds. The group's collectives are aborted then.
+        Args:
+            event: The event.
+            device: The device.
+            what: What ends there.
+            seconds: How long to wait.
+            together: Whether all ranks wait for it.
+
+        Raises:
+            RankError: The time is over. The group's collectives are aborted then.
         """
         if self.size == 1:
             event.synchronize()
             return
         self._waits += together
-        # a wait of this rank alone counts as the next exchange, where the other ranks may be
+        # a wait of this rank alone counts as the next exchange, which the other ranks may have begun
         at = (_WAIT, self._waits) if together else (_EXCHANGE, self.exchanges + 1)
         if not self._arrives(functools.partial(_poll, event.query), at, seconds, self.exchanges + 1, GRACE):
             lost = self._lose(at, what, f"within {seconds:g} s")
@@ -432,7 +448,7 @@ class Ranks(Unique):
             arrives: Waits for so many seconds.
             at: The kind and number of the wait, for the store.
             timeout: Seconds to wait.
-            stops: Wait only `grace` seconds longer once a rank broke off before this exchange; 0 for any case.
+            stops: Wait only `grace` more seconds once a rank broke off before this exchange, or 0 to ignore that.
             grace: Those seconds.
         """
         deadline, is_noted, is_stopped = time.monotonic() + timeout, False, not stops
@@ -447,26 +463,29 @@ class Ranks(Unique):
         return True
 
     def _abort(self, event: Event, device: torch.device) -> None:
-        """End the group's collectives on a device, which would wait for ever; on a CPU the group's time-out does."""
+        """End the group's collectives on a device, which would wait for ever.
+
+        On a CPU the group's time-out ends them.
+        """
         if device.type == "cpu":
             return
-        with contextlib.suppress(RuntimeError):  # which is how a group says that it has none on the device
-            abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no other name for it
-            threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
+        with contextlib.suppress(RuntimeError):  # a group without a backend on the device raises it
+            abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no public name for it
+            threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it may take long to return
             _poll(event.query, _ABORT_SECONDS)
 
     def begin(self, message: Message, site: CallSite, timeout: float, loop: int = 0) -> Exchange:
-        """Send all ranks a message, after what is left of exchanges before it has ended.
+        """Send all ranks a message, after what is left of earlier exchanges has ended.
 
         Args:
-            message: This rank's.
+            message: This rank's message.
             site: The call site, for errors.
             timeout: Seconds to wait for the messages, and for the end of earlier exchanges.
             loop: The bit of the loop of steps that the message belongs to.
 
         Raises:
-            RankError: An exchange before failed, this rank broke off a step before, or another one left the loop. The
-                exchange raises it if ranks are lost, broke off, or are at other call sites.
+            RankError: An earlier exchange failed, this rank broke off an earlier step, or another one left the loop.
+                The exchange raises it if ranks are lost, broke off, or are at other call sites.
         """
         self._end_stopped(site.name, timeout)
         self.check_loop(site, loop)
@@ -481,14 +500,15 @@ class Ranks(Unique):
         return exchange
 
     def check_loop(self, site: CallSite, loop: int) -> None:
-        """RankError if a rank has left the loop with this bit."""
+        """Raise RankError if a rank has left the loop with this bit."""
         if loop & ~self.open_loops:
             raise RankError(f"{site.name}: {self.last_stop}: begin again with all live requests")
 
     def _end_stopped(self, site: str, timeout: float) -> None:
-        """End the exchanges that were broken off, so that all ranks begin the next one together. site: the next one's.
+        """End the exchanges that were broken off, so that all ranks begin the next one together. site: The next one's.
 
-        RankError if an exchange before failed, or if the others come with the step after one that failed here.
+        Raise RankError if an earlier exchange failed, or if the others are at the step after one that failed on this
+        rank.
         """
         if self.broken:
             raise RankError(f"{site}: these ranks are lost to each other: {self.broken}")
@@ -498,7 +518,7 @@ class Ranks(Unique):
         while self._stops:
             stop = self._stops.pop(0)
             loops = stop.bucket & self.open_loops
-            if stop.bucket and not loops:  # all ranks know that they ended
+            if stop.bucket and not loops:  # all ranks know that the loops ended
                 continue
             messages = self._receive(self._send(attrs.evolve(stop, bucket=loops)), site, timeout, is_late=True)
             if stop.answer == FAILED and any(one.answer not in (FAILED, LEFT) for one in messages):
@@ -513,10 +533,17 @@ class Ranks(Unique):
         return self.exchanges
 
     def _receive(self, number: int, site: str, timeout: float, *, is_late: bool = False) -> list[Message]:
-        """Return every rank's message. RankError names the ranks that did not come, and ends all exchanges.
+        """Return every rank's message.
 
-        Another RankError is raised at once if a rank broke off before, and the exchange is ended later: with `is_late`,
-        when this is not raised any more.
+        Args:
+            number: The number of the exchange.
+            site: The call site in words.
+            timeout: Seconds to wait.
+            is_late: Whether the exchange was broken off before, and is only to be ended.
+
+        Raises:
+            RankError: Some ranks did not come. The error names them, and all exchanges end. Or a rank broke off before:
+                without `is_late` this is raised at once, and the exchange is ended later.
         """
         at, wire, stops = (_EXCHANGE, number), self._under_way[number], 0 if is_late else number
         try:
@@ -547,12 +574,12 @@ class Ranks(Unique):
         return messages
 
     def _end_later(self, number: int) -> None:
-        """Leave the end of an exchange to the next one's begin."""
+        """Leave the end of an exchange to the begin of the next one."""
         self._next_check = 0.0
         self._late.add(number)
 
     def _mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
-        """Make the error of ranks at different call sites: where each is, or what differs there."""
+        """Make the error of ranks at different call sites. It says where each is, or what differs there."""
         digests = [one.place for one in messages]
         try:
             sites = self._share_sites("place", own.digest, own, digests, GRACE)
@@ -564,7 +591,10 @@ class Ranks(Unique):
         return RankError(f"ranks do not run the same steps: {where}")
 
     def _share_sites(self, what: str, key: int, own: CallSite, keys: Sequence[int], seconds: float) -> list[CallSite]:
-        """Write a call site to the store, and read those of other keys. RuntimeError if they do not come in time."""
+        """Write a call site to the store, and read those of other keys.
+
+        Raise RuntimeError if they do not come in time.
+        """
         self._store.set(f"{what} {key}", own.text)
         self._store.wait([f"{what} {key}" for key in keys], dt.timedelta(seconds=seconds))
         return [CallSite(*json.loads(self._store.get(f"{what} {key}"))) for key in keys]
@@ -598,7 +628,7 @@ class Ranks(Unique):
         return RankError(self.broken)
 
     def _stop_before(self, number: int) -> str:
-        """Return which rank broke off before an exchange, or before one under way, and why; empty if none did."""
+        """Return which rank broke off before an exchange, or before an open one, and why; empty if none did."""
         return next(filter(None, (self._stop_at(one)[1] for one in {*self._under_way, number})), "")
 
     def _announce_stop(self, number: int, text: str) -> None:
@@ -619,12 +649,12 @@ class Ranks(Unique):
             self._store.set(key, str(value))
 
     def _get(self, key: str) -> str:
-        """Read what ranks have written to the store; empty if nothing."""
+        """Return what ranks have written to the store under a key; empty if nothing."""
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
 
 def _differences(sites: Sequence[CallSite]) -> str:
-    """Say what is not the same on all ranks, and which of them have which."""
+    """Return as text what is not the same on all ranks, and which ranks have which value."""
     found = list[str]()
     for part in dict.fromkeys(name for one in sites for name in one.parts):
         ranks = dict[str, list[str]]()
@@ -637,7 +667,7 @@ def _differences(sites: Sequence[CallSite]) -> str:
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":
-    """Return the group, or the default one. ConfigError where this process is not in it."""
+    """Return the group, or the default one. Raise ConfigError if this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
             "ranks need a process group: call torch.distributed.init_process_group first, as under torchrun"

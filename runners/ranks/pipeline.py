@@ -1,4 +1,4 @@
-"""Pipelines: each stage runs a part of the model's layers on a rank of its own, and sends on what it computed."""
+"""Pipelines: each stage runs a part of the model's layers on its own rank, and sends its results to the next."""
 
 import contextlib
 import datetime as dt
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Proxies = Mapping[str, torch.Tensor]
 _NBYTES: Final = 6144
-"""Bytes of a stage's message, which its reader must know."""
+"""Bytes of a stage's message. Its reader must know them."""
 _TEXT: Final = 1000
 """The most characters of an error that are sent."""
 _HEADSTART: Final = 1.0
-"""Seconds that a rank which learns of a loss from others waits longer than they: their errors name who is lost."""
+"""Extra seconds that a rank waits which learns of a loss from others: their errors name the lost rank."""
 
 
 @attrs.define(eq=False)
@@ -43,7 +43,7 @@ class Neighbour:
         me: This rank in words.
         other: The neighbour in words.
         timeout: Seconds to wait.
-        broken: Why nothing can be sent or received any more.
+        broken: Why nothing can be sent or received any more, or None.
     """
 
     host: "dist.ProcessGroup"
@@ -57,14 +57,14 @@ class Neighbour:
     _sent: "list[tuple[Work, torch.Tensor]]" = attrs.field(factory=list)
 
     def receive(self) -> tuple[int, str, Proxies]:
-        """Return a step's number, the error of the stage before if it had one, and its tensors.
+        """Return a step's number, the error of the stage before or an empty text, and its tensors.
 
-        RankError if it is lost.
+        Raise RankError if the stage is lost.
         """
         with self._exchange(), outside_inference():
             raw = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu")
             self._wait(*self._post(dist.irecv, raw))
-            step, error, specs = pickle.loads(raw.numpy().tobytes())  # noqa: S301 - of another rank, as all of torch's
+            step, error, specs = pickle.loads(raw.numpy().tobytes())  # noqa: S301 - from another rank, as torch does
             found = {
                 key: torch.empty(shape, dtype=dtype, device="cpu" if on_host else self.device)
                 for key, (shape, dtype, on_host) in specs.items()
@@ -74,9 +74,9 @@ class Neighbour:
         return step, error, found
 
     def send(self, step: int, tensors: Proxies, error: str = "") -> None:
-        """Begin to send what the stage after receives; the caller may overwrite the tensors, in stream order.
+        """Begin to send what the stage after receives. The caller may overwrite the tensors, in stream order.
 
-        RankError if the other is gone, ConfigError if the message does not hold the keys.
+        Raise RankError if the other is gone, or ConfigError if the keys do not fit in the message.
         """
         specs = {key: (tuple(one.shape), one.dtype, one.is_cpu) for key, one in tensors.items()}
         raw = pickle.dumps((step, error[:_TEXT], specs))
@@ -93,7 +93,7 @@ class Neighbour:
                     work.wait()
 
     def flush(self) -> None:
-        """Wait until the stage after has taken what was sent last. RankError if it is late or gone."""
+        """Wait until the stage after has received what was sent last. Raise RankError if it is late or gone."""
         with self._exchange():
             sent, self._sent = self._sent, []
             for post in sent:
@@ -104,7 +104,7 @@ class Neighbour:
         return call(tensor, self.rank, self.host if tensor.is_cpu else self.group), tensor
 
     def _wait(self, work: "Work", tensor: torch.Tensor) -> None:
-        """Wait for a tensor: in stream order, or on the host, where TimeoutError says that it is late."""
+        """Wait for a tensor: in stream order, or on the host. Raise TimeoutError if it is late on the host."""
         if not tensor.is_cpu:
             work.wait()
             return
@@ -120,7 +120,10 @@ class Neighbour:
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
-        """A block that sends or receives. If it is broken off, messages are left unread: RankError from then on."""
+        """Run a block that sends or receives.
+
+        If it ends early, messages remain unread: raise RankError from then on.
+        """
         if self.broken is not None:
             raise RankError(self.broken)
         try:
@@ -145,20 +148,21 @@ class PipelineStage(Unique):
     The step of a stage that is not the last returns proxies: a mapping of tensors by key, such as hidden_states and
     residual, of the batch's live rows (`output_rows=TOKENS`). The next stage's runner reads them from the side argument
     that `proxies` names: `copied(..., source=side("pp_proxy_tensors.hidden_states"))`, as in
-    `standard.PipelineProxies`. Optional ones may be there or not: a message before each step says which are.
+    `standard.PipelineProxies`. Optional proxies may be absent: a message before each step says which are there.
 
     A runner with `ranks=` has the ranks that share the layers of its stage. Each of them has a pipeline of its own. If
-    a step of one ends before its runner agrees with the others, all of the stage raise. Stages then wait as long as
-    `Ranks` do, if that is longer, and four seconds more a stage, and their ranks for each other a second longer than
-    for another stage: the first to raise is the one that waits for the lost rank.
+    a step of one ends before its runner agrees with the others, all ranks of the stage raise. Stages then wait as long
+    as `Ranks` do, if that is longer, and four more seconds a stage, and their ranks wait for each other a second longer
+    than for another stage. So the first to raise is the one that waits for the lost rank.
 
     Args:
         runner: What runs the stage's step.
-        group: The stages' group. The default group if None, or a pipeline of one stage if there is none. It moves
-            tensors of the runner's device, by NCCL for instance. Tensors in host memory go through groups of gloo, one
-            for each two neighbours, which all ranks make here at once, in the same order as other stages of theirs.
+        group: The stages' group. None is the default group, or a pipeline of one stage if there is no such group. It
+            must move tensors of the runner's device, by NCCL for instance. Tensors in host memory go through groups of
+            gloo, one for each two neighbours. All ranks make these now, at once, in the same order as other stages of
+            theirs.
         proxies: The side argument that slots read proxies from.
-        timeout: Seconds that a stage waits for its neighbours, and one second more for each stage before it. With
+        timeout: Seconds that a stage waits for its neighbours, and one more second for each stage before it. With
             `lazy`, captures take their part of that.
 
     Raises:
@@ -195,7 +199,7 @@ class PipelineStage(Unique):
 
     @property
     def first(self) -> bool:
-        """Whether it begins with tokens."""
+        """Whether the stage begins with tokens."""
         return self.rank == 0
 
     @property
@@ -204,13 +208,13 @@ class PipelineStage(Unique):
         return self.rank == self.size - 1
 
     def __call__(self, batch: Any, **side: Any) -> Any:
-        """Run one step: receive proxies, run the runner, and hand its outputs on; the last stage returns them.
+        """Run one step: receive proxies, run the runner, and send its outputs on. The last stage returns them.
 
-        It returns as soon as they are under way. The runner may then replay again: what is sent stays as it is.
-        Raises what the runner raises, also of proxies that its slots refuse, and RankError, which names the rank: if
-        another stage failed in this step, sent what no slot reads, is lost, or does not come. All later stages raise
-        then, too. The next step is run as if nothing had been, unless a rank is lost, or one alone of those that share
-        a stage failed in its step: then all of that stage raise in the next one.
+        It returns as soon as the sends have begun. The runner may then replay again: what is sent stays as it is. It
+        raises what the runner raises, also for proxies that its slots refuse. It raises RankError, which names the
+        rank, if another stage failed in this step, sent what no slot reads, is lost, or does not come. All later stages
+        raise then, too. The next step runs normally, unless a rank is lost, or only one of those that share a stage
+        failed in its step: then all of that stage raise in the next one.
         """
         self._steps += 1
         self._coordinator.begin()
@@ -226,15 +230,19 @@ class PipelineStage(Unique):
         return outputs if self.last else None
 
     def flush(self) -> None:
-        """Wait until the next stage has received the last step's proxies: before this process ends, for one.
+        """Wait until the next stage has received the last step's proxies, for instance before this process ends.
 
-        Each step does so with those of the step before. Raises RankError if it does not come, on this rank alone.
+        Each step does so with the proxies of the step before. Raise RankError, on this rank alone, if the stage does
+        not come.
         """
         if self._after is not None:
             self._after.flush()
 
     def _received(self, side: Side) -> dict[str, Any]:
-        """Return all side arguments. Proxies are received whatever is wrong with the step: the next ones come after."""
+        """Return all side arguments.
+
+        Proxies are received even if the step is wrong, since the next ones come after them.
+        """
         given, before = dict(side), self._before
         if before is not None:
             step, error, proxies = before.receive()
@@ -262,14 +270,14 @@ class PipelineStage(Unique):
                 after.flush()
 
     def _connect(self, group: "dist.ProcessGroup", timeout: float) -> None:
-        """Make a group for each neighbour, since gloo gives up all of a group where one message is late.
+        """Make a group for each neighbour, since gloo gives up a whole group if one message is late.
 
-        First those of stages 0 and 1, 2 and 3, ..., then of 1 and 2, ...; a stage without a partner makes one for
-        itself, because torch.distributed names groups by how many a rank has.
+        Stages 0 and 1, 2 and 3, ... make one first, then 1 and 2, ... A stage without a partner makes one for itself,
+        because torch.distributed names groups by how many a rank has.
         """
         device, ranks = self.runner.stage.backend.device, self._coordinator
         backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
-        if device.type != "cpu" and backends.get(device.type, "gloo") == "gloo":  # which sends from host memory alone
+        if device.type != "cpu" and backends.get(device.type, "gloo") == "gloo":  # gloo sends from host memory alone
             raise ConfigError(
                 f"the group moves tensors by {backends}, not those on {device.type} between two ranks: make one that "
                 "does"
@@ -296,7 +304,7 @@ class PipelineStage(Unique):
 
 @contextlib.contextmanager
 def _noting(error: BaseException) -> Iterator[None]:
-    """A block whose RankError is added as a note to an earlier error."""
+    """Run a block, and add its RankError as a note to an earlier error."""
     try:
         yield
     except RankError as other:
@@ -304,7 +312,10 @@ def _noting(error: BaseException) -> Iterator[None]:
 
 
 def proxies_in(outputs: Any) -> Proxies:
-    """Return the tensors that a step returned by key, without what is None. ReplayError for anything else."""
+    """Return the tensors that a step returned by key, without those that are None.
+
+    Raise ReplayError for anything else.
+    """
     odd = [type(outputs).__name__]
     if isinstance(outputs, Mapping):
         found = {key: one for key, one in outputs.items() if one is not None}

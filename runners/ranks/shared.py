@@ -1,4 +1,4 @@
-"""Shared memory: how the ranks of one host exchange bytes without a thread that must wake."""
+"""Shared memory: how the ranks of one host exchange bytes without a thread that must wake up."""
 
 import mmap
 import os
@@ -11,21 +11,21 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, lockf
 from typing import Final, final
 
 _CELLS: Final = 64
-"""Cells of a ring: up to half as many exchanges may be under way at once.
+"""Cells of a ring: half as many exchanges may run at once.
 
-Of 32 exchanges in a row a rank has ended one before it begins the next: all ranks had begun that one, each after it had
-read one of the 32 before, and with it all earlier ones. So a cell is read everywhere before it is written again.
+Of 32 exchanges in a row, a rank has ended one before it begins the next. So all ranks had begun that one, each after it
+had read one of the 32 before, and with it all earlier ones. A cell is therefore read everywhere before it is rewritten.
 """
 _TAG: Final = struct.Struct("<QI")
 
 
 @final
 class RankMemory:
-    """Memory that all ranks of one host have open: for each rank a ring of cells, which this rank alone writes.
+    """Memory that all ranks of one host have open. Each rank has a ring of cells, which it alone writes.
 
-    A cell has the number of an exchange, a checksum, and the rank's bytes, which are written first. A processor may
-    show others the number before the bytes: the checksum is wrong then, and they look again. The memory has no name in
-    a file system, and ends with the last process that has it open. Each rank holds a lock until its process ends.
+    A cell has the number of an exchange, a checksum, and the rank's bytes, which are written first. If a processor
+    shows others the number before the bytes, the checksum is wrong, and they look again. The memory has no name in a
+    file system, and ends with the last process that has it open. Each rank keeps a lock until its process ends.
     """
 
     def __init__(self, rank: int, size: int, nbytes: int) -> None:
@@ -33,14 +33,14 @@ class RankMemory:
         self._under_way: dict[int, list[bytes]] = {}
 
     def open(self, group: object, place: str = "") -> str:
-        """Make the memory, or open what another rank has made.
+        """Make the memory, or open the memory that another rank has made.
 
         Args:
-            group: The process group that it ends with, as connections do.
-            place: Where another rank has made it.
+            group: The process group. The memory ends with it, as connections do.
+            place: Where another rank has made the memory.
 
         Returns:
-            Where it is; empty if this process cannot open it.
+            Where it is, or empty if this process cannot open it.
         """
         whole = self._size * _CELLS * self._stride
         try:
@@ -51,9 +51,9 @@ class RankMemory:
             else:
                 self._file = os.memfd_create("slotgraph")
                 place = f"{host} /proc/{os.getpid()}/fd/{self._file} {secrets.token_hex()}"
-                os.write(self._file, place.encode())  # where the first cell will be
+                os.write(self._file, place.encode())  # in the first cell, which is unused so far
                 os.truncate(self._file, whole)
-            weakref.finalize(group, lambda: os.close(self._file))  # which keeps the memory, too
+            weakref.finalize(group, lambda: os.close(self._file))  # the memory lives until then
             self._cells = mmap.mmap(self._file, whole)
             lockf(self._file, LOCK_EX | LOCK_NB, 1, self._rank)
             return place if self._cells[:].startswith(place.encode()) else ""
@@ -70,7 +70,10 @@ class RankMemory:
         return self._number
 
     def has_arrived(self, number: int) -> bool:
-        """Return whether all ranks have sent their bytes. RuntimeError if a rank's process has ended that has not."""
+        """Return whether all ranks have sent their bytes.
+
+        Raise RuntimeError if a rank's process has ended before it sent any.
+        """
         self._read()
         received = self._under_way[number]
         ended = [rank for rank, data in enumerate(received) if not data and self._ended(rank)]
@@ -80,11 +83,11 @@ class RankMemory:
         return all(received)
 
     def take(self, number: int) -> bytes:
-        """Return every rank's bytes, which have arrived, one behind another."""
+        """Return every rank's bytes, which have arrived, in the order of ranks."""
         return b"".join(self._under_way.pop(number))
 
     def _read(self) -> None:
-        """Read what has arrived of all exchanges that are under way."""
+        """Read what has arrived for all open exchanges."""
         for number, received in self._under_way.items():
             for rank, known in enumerate(received):
                 at = self._at(rank, number)
@@ -93,7 +96,7 @@ class RankMemory:
                     received[rank] = data
 
     def _at(self, rank: int, number: int) -> int:
-        """Return where a rank's cell of an exchange begins."""
+        """Return the offset of a rank's cell of an exchange."""
         return (rank * _CELLS + number % _CELLS) * self._stride
 
     def _ended(self, rank: int) -> bool:
@@ -106,6 +109,6 @@ class RankMemory:
 
 
 def host_of() -> str:
-    """Return what processes of one host have in common that see each other. OSError where there is no such thing."""
+    """Return a text that is the same in processes that see each other on one host. Raise OSError if there is none."""
     boot, ids = pathlib.Path("/proc/sys/kernel/random/boot_id"), pathlib.Path("/proc/self/ns/pid")
     return f"{boot.read_text().strip()} {ids.readlink()}"

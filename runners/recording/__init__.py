@@ -1,1 +1,1 @@
-"""Recordings: the last steps of a runner in one file, and their replay where there is time to look."""
+"""Recordings: the last steps of a runner in one file, and their replay on another machine or at another time."""

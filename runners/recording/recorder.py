@@ -1,4 +1,4 @@
-"""Recordings: the last steps of a runner are kept as they come, and written to a file when one of them fails."""
+"""Recordings: keep the last steps of a runner, and write them to a file when one of them fails."""
 
 import collections
 import os
@@ -23,7 +23,7 @@ from ..engine.hooks import Watcher
 from ..engine.runner import Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
 
-_LONGEST: Final = 4000  # letters of an error that are kept
+_LONGEST: Final = 4000  # the most characters of an error that are kept
 
 
 def _text_of(error: Exception) -> str:
@@ -33,10 +33,10 @@ def _text_of(error: Exception) -> str:
 @final
 @attrs.define(eq=False, slots=False)
 class Recording(Watcher):
-    """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`.
+    """The recording of a runner's steps, from `record` until `close` or the end of its `with` block.
 
-    Values on the device are copied in the order of the stream, into pinned memory, without a wait. So a copy
-    is what the step found, and copies that were made before a device failed can be read after it did.
+    Values on the device are copied in the order of the stream, into pinned memory, without a wait. So a copy is what
+    the step found, and copies that were made before a device failed can be read after it did.
     """
 
     _runner: Runner[Any]
@@ -55,11 +55,11 @@ class Recording(Watcher):
 
     @property
     def _step(self) -> StepRecord | None:
-        """The step that came last, while the device makes copies."""
+        """The last step, or None if the device makes no more copies."""
         return self.steps[-1] if self.steps and not self._fault else None
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Keep what the batch brings, and the runner's decision. The step itself raises what is wrong with a batch."""
+        """Keep the batch's values and the runner's decision. The step itself raises what is wrong with a batch."""
         if self._fault:
             return
         step, runner = StepRecord(number=self._count), self._runner
@@ -68,7 +68,7 @@ class Recording(Watcher):
         self.steps.append(step)
         try:
             axes = [axis.name for axis in self._declaration.varying]
-            step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # the leading axis comes last again
+            step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # drops the leading axis
             step.decision = runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
             step.notes += (f"nothing was decided: {_text_of(error)}",)
@@ -82,7 +82,7 @@ class Recording(Watcher):
         step.slots, step.fields = self._take(slots), self._take(fields)
 
     def filled(self, view: Inputs | None) -> None:
-        """Keep what the ranks sent each other, and what they agreed on as the step's decision."""
+        """Keep the messages of the ranks, and what they agreed on as the step's decision."""
         del view
         ranks, step = self._declaration.ranks, self._step
         if ranks is not None and step is not None and not (ranks.quiet or step.messages):
@@ -91,13 +91,13 @@ class Recording(Watcher):
 
     def before_replay(self, view: Inputs) -> None:
         """Copy what producers have written."""
-        info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+        info = view._slotgraph_view  # noqa: SLF001 - a fill sets it for runners
         staged = [(name, slot) for name, slot in self._declaration.slots.items() if slot.writers == BY_PRODUCER]
         if staged and info is not None and (step := self._step) is not None:
             step.staged = self._take((name, live_part(slot, vars(view)[name], info.step)) for name, slot in staged)
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
-        """Count the run, and copy what it returned if that was asked for."""
+        """Count the run, and copy its outputs if the caller asked for that."""
         del view
         if (step := self._step) is not None:
             step.replays += 1
@@ -122,12 +122,12 @@ class Recording(Watcher):
             error.add_note(f"slotgraph: the last steps are recorded in {self.path}; `slotgraph replay` runs them again")
 
     def save(self) -> pathlib.Path:
-        """Write the steps that are kept to the file, in place of what it held, and return its path.
+        """Write the kept steps to the file, in place of its contents, and return its path.
 
         It waits for the device.
 
         Raises:
-            RecordingError: The file cannot be written, or would hold too much.
+            RecordingError: The file cannot be written, or would be too large.
         """
         waiting = [value for step in self.steps for _, value in step.values() if value.arrived is not None]
         if waiting:
@@ -136,7 +136,7 @@ class Recording(Watcher):
             except Exception as error:  # noqa: BLE001 - devices fail in many ways
                 self._fault = _text_of(error)
         for value in waiting:
-            if not value.arrived:  # copies that the device did not make before it failed
+            if not value.arrived:  # the device failed before it made the copy
                 value.lose(f"the device failed before it was copied: {self._fault}")
             value.arrived = None
         notes = (f"the device failed: {self._fault}",) if self._fault else ()
@@ -147,11 +147,11 @@ class Recording(Watcher):
         return self.path
 
     def close(self) -> None:
-        """Record no more steps. Those that are kept can still be saved."""
+        """Record no more steps. The kept ones can still be saved."""
         self._runner.watch.remove(self)
 
     def __enter__(self) -> Self:
-        """Record the steps of a block, and write them at its end."""
+        """Return the recording, whose block is recorded, and written at its end."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
@@ -165,7 +165,7 @@ class Recording(Watcher):
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
     def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
-        """Copy values, in the stream's order, and behind them a flag that shows when the device has made them."""
+        """Copy values in the stream's order, and after them a flag that shows when the device has made the copies."""
         device, flag = self._backend.device, None
         values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
         try:
@@ -193,14 +193,14 @@ class Recording(Watcher):
 def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, outputs: bool = False) -> Recording:
     """Keep the inputs of a runner's last steps from now on, and write them to a file when a step raises.
 
-    The file is also written by `save()` and at the end of `with record(runner, path):`; `close()` ends the recording.
+    The file is also written by `save()` and at the end of `with record(runner, path):`. `close()` ends the recording.
     `slotgraph replay` runs the file's steps again.
 
     Args:
         runner: Any runner.
         path: The file, `.safetensors`.
         last: How many steps are kept.
-        outputs: Keep what the steps return, too.
+        outputs: Whether to keep what the steps return, too.
 
     Raises:
         ConfigError: An argument makes no sense, or the path cannot be written.

@@ -25,12 +25,12 @@ from ..ranks.group import Message, Ranks
 from ..serial import from_data, to_data
 
 FORMAT: Final = 5
-"""The number of this format. A file of another number is refused."""
+"""The number of this format. A file with another number is refused."""
 MOST, MOST_HEADER = 1 << 22, 1 << 25
-"""The letters that one piece of plain data may have, and a file's header."""
-MOST_RANKS: Final = 1 << 20  # that a file may name
+"""The most characters of one piece of plain data, and of a file's header."""
+MOST_RANKS: Final = 1 << 20  # the most ranks of a file
 _WHY, _LONGEST = 300, 2000
-"""The letters of why a value is not kept, and of an error about a file."""
+"""The most characters of why a value was not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,7 +40,7 @@ _DTYPES: Final = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
 
 @attrs.define(kw_only=True)
 class Value:
-    """One value of a step. A tensor or an array has its elements in a tensor of the file.
+    """One value of a step. The elements of a tensor or an array are a tensor of the file.
 
     Fields without an `init` are not in the file's header.
     """
@@ -49,15 +49,15 @@ class Value:
     kind: Literal["tensor", "array", "plain", "other"]  # "other" cannot be kept
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    where: Literal["device", "host"] = "host"  # of a tensor
-    data: str = ""  # of plain data
+    where: Literal["device", "host"] = "host"  # the place of a tensor
+    data: str = ""  # the JSON of plain data
     why: str = ""  # why the file does not have the value
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
     arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
 
     @classmethod
     def of(cls, name: str, source: Any, device: torch.device) -> "Value":
-        """Return what a source is, for a recording on a device. A tensor is not copied yet. Never raises."""
+        """Describe a source, for a recording on a device. A tensor is not copied yet. Never raises."""
         try:
             if isinstance(source, torch.Tensor):
                 is_plain = source.layout == torch.strided and not source.is_meta
@@ -82,12 +82,12 @@ class Value:
         return not self.why and self.kind in ("tensor", "array")
 
     def lose(self, why: str) -> None:
-        """Keep nothing of it but what it was."""
+        """Drop the value, and keep only its description."""
         if self.kind != "other":
             self.data, self.elements, self.why = "", None, why
 
     def __str__(self) -> str:
-        """Return what it is, in a word or two."""
+        """Return its description in a few words."""
         if self.kind == "other":
             return self.why
         what = "plain data" if self.kind == "plain" else f"{self.dtype} {[*self.shape]}, {self.kind}"
@@ -106,7 +106,14 @@ class Raised:
 
 @attrs.frozen(kw_only=True)
 class RanksRecord:
-    """The ranks that ran each step together: which one this is, of how many; equal and shards as in `Ranks`."""
+    """The ranks that ran each step together.
+
+    Attributes:
+        rank: Which rank this is.
+        size: How many there are.
+        equal: As in `Ranks`.
+        shards: As in `Ranks`.
+    """
 
     rank: int
     size: int
@@ -115,7 +122,7 @@ class RanksRecord:
 
     @classmethod
     def of(cls, ranks: Ranks, **more: Any) -> Self:
-        """Those of a declaration. more: the fields of a subclass."""
+        """Record the ranks of a declaration. more: The fields of a subclass."""
         return cls(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards, **more)
 
     def __str__(self) -> str:
@@ -128,11 +135,11 @@ class RanksRecord:
 class StepRecord:
     """One step."""
 
-    number: int  # in the recording, from 0
-    decision: Decision | None = None  # of the runner, or of all ranks; None if there was none
-    live: tuple[tuple[str, int], ...] = ()  # rows by varying axis
-    slots: tuple[Value, ...] = ()  # what the batch brought for copied slots
-    absent: tuple[str, ...] = ()  # optional slots that it did not bring
+    number: int  # its number in the recording, from 0
+    decision: Decision | None = None  # the runner's, or that of all ranks; None if there was none
+    live: tuple[tuple[str, int], ...] = ()  # live rows by varying axis
+    slots: tuple[Value, ...] = ()  # the batch's values of copied slots
+    absent: tuple[str, ...] = ()  # optional slots that the batch lacked
     fields: tuple[Value, ...] = ()
     staged: tuple[Value, ...] = ()
     outputs: tuple[Value, ...] | None = None  # the tensors that it returned, if they were asked for
@@ -140,14 +147,14 @@ class StepRecord:
     raised: Raised | None = None
     notes: tuple[str, ...] = ()  # what is missing from the file, and why
     messages: tuple[Message, ...] = ()  # what each rank sent, if they agreed on the step
-    alone: str = ""  # what this rank would have done by itself then
+    alone: str = ""  # what this rank would have done alone
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """Return all values, each with the name of its elements in the file."""
         return ((f"{self.number}.{part}.{one.name}", one) for part in _PARTS for one in getattr(self, part) or ())
 
     def missing(self) -> list[str]:
-        """Return the inputs that the file does not have, a line each. Without them the step cannot run."""
+        """Return a line for each input that the file lacks. Without them the step cannot run."""
         return [f"slot {one.name!r}: {one.why}" for one in (*self.slots, *self.staged) if one.why]
 
 
@@ -156,8 +163,9 @@ class RunnerRecord:
     """The runner that was recorded.
 
     Attributes:
-        needed: What a runner must have alike to run its steps: sizes, copied slots and ranks, in text.
-        facts: What else is worth a note where it differs.
+        needed: What a runner must share to run its steps: sizes, copied slots and ranks, in text.
+        facts: What else to note if it differs.
+        ranks: Its ranks, or None.
     """
 
     needed: dict[str, str]
@@ -193,12 +201,12 @@ class RunnerRecord:
 
 @attrs.define(kw_only=True)
 class RecordedFile:
-    """All that a file says.
+    """The contents of a file.
 
     Attributes:
         runner: The runner that was recorded.
-        steps: Its last steps; their values have their elements.
-        versions: What the process ran on, by name.
+        steps: Its last steps, whose values have their elements.
+        versions: The versions of the process, by name.
         notes: What went wrong outside of the steps.
         name: The file's name, once it was read.
     """
@@ -212,12 +220,12 @@ class RecordedFile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "RecordedFile":
-        """Read a file and check it. RecordingError says what is wrong with it."""
+        """Read a file and check it. Raise RecordingError if it is invalid."""
         if not isinstance(path, str | os.PathLike):
             raise RecordingError(f"expected the path of a recording, got {path!r:.80}")
         file = pathlib.Path(path)
         try:
-            need(file.is_file() or not file.exists(), "it is not a file")  # to open a pipe would wait for its writer
+            need(file.is_file() or not file.exists(), "it is not a file")  # opening a pipe would wait for its writer
             with safe_open(file, framework="pt", device="cpu") as opened:
                 found = cls._of(opened)
         except Exception as error:  # each layer has its own errors for a file that it cannot read
@@ -228,7 +236,7 @@ class RecordedFile:
 
     @classmethod
     def _of(cls, opened: Any) -> "RecordedFile":
-        """Return what an open file says. ValueError, or an error of a library, says what is wrong."""
+        """Return the contents of an open file. Raise ValueError, or an error of a library, if they are invalid."""
         text = (opened.metadata() or {}).get(_KEY, "")
         need(text, "it has no steps of slotgraph")
         data = json_data(text)
@@ -257,7 +265,7 @@ class RecordedFile:
         return found
 
     def write(self, path: pathlib.Path) -> None:
-        """Write it in place of the file that was there. Only its owner may read it: it holds what users asked.
+        """Write the file in place of an earlier one. Only its owner may read it, since it has what users asked.
 
         Raises:
             RecordingError: The header is larger than one that can be read, or the file cannot be written.
@@ -279,7 +287,7 @@ class RecordedFile:
             raise RecordingError(f"{path.name} cannot be written: {why}") from error
 
     def only(self, number: int | None = None) -> tuple[StepRecord, ...]:
-        """Return all steps, or the one of a number. RecordingError if there is none."""
+        """Return all steps, or the one with a number. Raise RecordingError if there is none."""
         found = tuple(step for step in self.steps if number in (None, step.number))
         if not found:
             known = ", ".join(str(step.number) for step in self.steps) or "none"
@@ -288,13 +296,13 @@ class RecordedFile:
 
 
 def need(holds: object, fault: str) -> None:
-    """ValueError, unless something holds of a file."""
+    """Raise ValueError unless a condition on a file is true."""
     if not holds:
         raise ValueError(fault)
 
 
 def versions() -> dict[str, str]:
-    """Return what this process runs on."""
+    """Return the versions of what this process runs on."""
     try:
         own = importlib.metadata.version("slotgraph")
     except importlib.metadata.PackageNotFoundError:  # copied into another package
@@ -304,7 +312,10 @@ def versions() -> dict[str, str]:
 
 
 def plain_to_text(value: Any) -> str:
-    """Write plain data as JSON. TypeError, ValueError or RecursionError for what is none, too large or too deep."""
+    """Write plain data as JSON.
+
+    Raise TypeError, ValueError or RecursionError if it is not plain, too large or too deep.
+    """
     text = json.dumps(value, default=_number)
     need(len(text) <= MOST, f"more than {MOST:,} letters of text")
     return text
@@ -317,7 +328,7 @@ def _number(value: Any) -> Any:
 
 
 def plain_from_text(text: str) -> Any:
-    """Return what `plain_to_text` was given. RecordingError if it is not JSON."""
+    """Return the value that `plain_to_text` has written. Raise RecordingError if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Replaying: recorded steps run again, by the graph and eagerly, and the first places where their results differ."""
+"""Replaying: runs recorded steps again, by the graph and eagerly, and finds the first places where results differ."""
 
 import functools
 import math
@@ -27,15 +27,15 @@ from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value,
 
 @final
 class RecordedRanks(Ranks):
-    """The ranks of a recorded runner, to make it of at home: one process, and no process group.
+    """The ranks of a recorded runner, to make it again in one process, without a process group.
 
-    While a recorded step is replayed, the others send what they sent then. At any other time they send what this one
-    sends.
+    While a recorded step is replayed, the other ranks send what they sent then. At any other time they send what this
+    one sends.
     """
 
     alone = True
 
-    def __init__(self, record: RanksRecord) -> None:  # no group is asked, as those of the base are
+    def __init__(self, record: RanksRecord) -> None:  # unlike the base, it has no group
         self.group: Any = None
         self.rank, self.size = record.rank, record.size
         self.equal, self.shards = record.equal, record.shards
@@ -43,11 +43,14 @@ class RecordedRanks(Ranks):
         self.on = HOST
         self.exchanges = 0
         self.broken = None
-        self.others: Sequence[Message] = ()  # of all ranks, while a recorded step is replayed
+        self.others: Sequence[Message] = ()  # messages of all ranks, while a recorded step is replayed
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
-        """Those of a file's runner. RecordingError where it is none that can be read, or its runner had no ranks."""
+        """Return the ranks of a file's runner.
+
+        Raise RecordingError if the file is invalid, or its runner had no ranks.
+        """
         file = RecordedFile.read(path)
         if file.runner.ranks is None:
             raise RecordingError(f"{file.name}: its runner had no ranks")
@@ -62,12 +65,12 @@ class RecordedRanks(Ranks):
         return lambda: messages
 
     def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
-        """Wait until the device is past an event: no collective of it waits for another rank."""
+        """Wait until the device is past an event. No collective on it waits for another rank."""
         del device, what, seconds, together
         event.synchronize()
 
     def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
-        """Nobody waits for this rank."""
+        """Leave a loop. No other rank waits for this one."""
         del answer, text, is_new
         self.open_loops &= ~loop
         return ""
@@ -79,8 +82,8 @@ class Replayed:
 
     number: int
     outcome: Literal["equal", "different", "raised", "left out"]
-    decision: Decision | None = None  # of this runner, or of all ranks
-    lines: tuple[str, ...] = ()  # notes first, and what differs last
+    decision: Decision | None = None  # the decision of this runner, or of all ranks
+    lines: tuple[str, ...] = ()  # notes first, then differences
 
 
 @attrs.frozen(kw_only=True)
@@ -88,7 +91,7 @@ class ReplayReport:
     """The results of a file's steps.
 
     Attributes:
-        notes: Where the runner differs from the recorded one.
+        notes: How the runner differs from the recorded one.
     """
 
     file: str
@@ -103,7 +106,7 @@ class ReplayReport:
 
 
 def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None) -> ReplayReport:
-    """Run a file's steps one after the other, or one of them alone, as `replay_step` does. The runner is captured.
+    """Run a file's steps one after the other, or only one of them, as `replay_step` does. The runner must be captured.
 
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
@@ -120,19 +123,22 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
 
 
 def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """Return what a runner has otherwise than the recorded one, a line each."""
+    """Return a line for each difference of a runner from the recorded one."""
     names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     return [f"{one}: the file has {theirs.get(one) or 'none'}, the runner {ours.get(one) or 'none'}" for one in names]
 
 
 def batch_of(step: StepRecord, stage: Stage[Any]) -> Sample:
-    """Make a recorded step's batch, in memory of its own. RecordingError if its values cannot be made; as `rebuilt`."""
+    """Make a recorded step's batch, in memory of its own.
+
+    Raise RecordingError if its values cannot be made, as `rebuilt`.
+    """
     slots, fields = ({one.name: _value_of(one, stage) for one in part} for part in (step.slots, step.fields))
     return rebuilt(stage.declaration, slots, fields)
 
 
 def _value_of(value: Value, stage: Stage[Any]) -> Any:
-    """Return what the batch brought. A tensor that was on the device goes to the stage's."""
+    """Return the batch's value. A tensor that was on the device goes to the stage's device."""
     if value.kind == "plain":
         return plain_from_text(value.data)
     if value.elements is None:
@@ -146,9 +152,9 @@ def _value_of(value: Value, stage: Stage[Any]) -> Any:
 
 
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
-    """Hold a recorded step's graph to the step, as the check `parity` does, then run it, and compare with the file.
+    """Compare a recorded step's graph with the step, as the check `parity` does, then run it and compare with the file.
 
-    What it changes outside of its slots stays after the last run alone, for the next step.
+    What it changes outside of its slots is kept only from the last run, for the next step.
     """
     missing = step.missing()
     if missing:
@@ -181,11 +187,14 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 
 def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
-    """Find what its graph does otherwise than the step, or returns otherwise than recorded. It raises as the step."""
+    """Find what its graph does differently from the step, or returns differently from the file.
+
+    Raises as the step does.
+    """
     found, produce = list[str](), functools.partial(_produce, step)
 
     def filled() -> Any:
-        one = batch_of(step, runner.stage)  # each time anew: a step may write what it is given
+        one = batch_of(step, runner.stage)  # made anew each time: a step may write its batch
         view = runner.fill(one.batch, **one.side)
         produce(view)
         return view
@@ -227,7 +236,7 @@ def _produce(step: StepRecord, view: Inputs) -> None:
 
 
 def tables_of(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
-    """Return what a file holds and its last step, one step, or steps that were run again."""
+    """Return tables of a file and its last step, of one step, or of steps that were run again."""
     if isinstance(found, StepRecord):
         yield _shown_step(found, "" if found.raised is None else found.raised.traceback)
     elif isinstance(found, ReplayReport):
@@ -266,7 +275,7 @@ def _decided(step: StepRecord | Replayed) -> dict[str, Any]:
 
 
 def _shown_step(step: StepRecord, place: str) -> Table:
-    """Show one step: what the batch brought. place: where it raised."""
+    """Return a table of one step's batch. place: Where it raised."""
     rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
     lines = list(step.notes)
     if step.messages:

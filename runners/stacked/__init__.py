@@ -1,1 +1,1 @@
-"""Steps of which a part, the stack, is captured by tokens: breaks, the watch over them, calls, and runs."""
+"""Steps of which a part, the stack, is captured by token counts: breaks, rehearsals, captures, and replays."""

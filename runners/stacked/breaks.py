@@ -17,11 +17,11 @@ from ..engine.bits import text_of
 from ..engine.running import Running, Source, running
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
-"""What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
+"""Types that a graph keeps as values. Any other object is passed to breaks, each step's own."""
 EAGER: Final[Sequence[Any]] = []
-"""Where the answer of a break goes that runs outside of graphs: to its caller alone."""
+"""The places for the answer of a break that runs outside of graphs: only its caller gets the answer."""
 _COPIED: Final = object()
-"""In the place of a result that is a tensor with memory of its own."""
+"""Marks a result that is a tensor with memory of its own."""
 FACTS: Final = operator.attrgetter("shape", "dtype")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,13 +29,13 @@ V = TypeVar("V", bound=Inputs)
 
 
 def current_view(inputs: type[V]) -> V:
-    """Return the view of the step that runs now, for code that is not handed it: an attention operator, a break's body.
+    """Return the view of the step that runs now, for code that does not get it: an attention operator, a break's body.
 
     Slots over tokens have the bucket's rows, those over requests as many as the batch has.
 
     Raises:
         ReplayError: No step runs, or one of another declaration.
-        CaptureError: An operator asks inside a graph, which would hold for the values of its capture.
+        CaptureError: An operator asks inside a graph, which would keep the values of its capture.
     """
     step = running()
     if step is None:
@@ -53,22 +53,22 @@ def current_view(inputs: type[V]) -> V:
 
 
 def graph_break(body: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function at which a capture ends one graph, to begin the next one after it.
+    """Mark a function at which a capture ends one graph and begins the next one.
 
-    In each step it is called as it is, without gradients: it may read the host, and take any shape. Its tensor
+    Each step calls it as it is, without gradients: it may read values on the host, and take any shape. Its tensor
     arguments have the addresses of the capture and the contents of the step. What the captured part was given (the
     view, a slot over requests, metadata) is replaced by this step's. Its results must have the shapes and dtypes that
-    they had at capture; they are copied to where later graphs read them, except for an argument that it returns, or a
+    they had at capture. They are copied to where later graphs read them, except for an argument that it returns, or a
     view of one, which stays that memory. Elsewhere it is an ordinary function.
 
-    A decorator and no context manager, because a replay calls the body again, and of a `with` block there is nothing
-    to call.
+    It is a decorator and no context manager, because a replay calls the body again, and a `with` block has nothing to
+    call.
     """
     return functools.wraps(body)(broken(str(getattr(body, "__qualname__", body)), body))
 
 
 def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
-    """Return the same under a name of its own."""
+    """Mark a function as `graph_break` does, under a name of its own."""
 
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         step = running()
@@ -86,11 +86,11 @@ def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
 
 @attrs.frozen
 class Alias:
-    """A result that lies in the memory of an argument.
+    """A result in the memory of an argument.
 
     Attributes:
-        argument: Which one.
-        part: Which part of it; None for all of it.
+        argument: The index of the argument.
+        part: The part of it, or None for all of it.
     """
 
     argument: int
@@ -98,7 +98,7 @@ class Alias:
 
     @classmethod
     def of(cls, result: torch.Tensor, arguments: Sequence[Any]) -> "Alias | None":
-        """Find the argument whose memory a result lies in; None if it has memory of its own."""
+        """Return the argument whose memory a result is in, or None if the result has memory of its own."""
         tensors = {place: one for place, one in enumerate(arguments) if isinstance(one, torch.Tensor)}
         shared = [place for place, one in tensors.items() if share_storage(one, result)]
         if not shared:
@@ -108,7 +108,7 @@ class Alias:
         return cls(nearest, None if part == whole else part)
 
     def is_kept(self, result: Any, argument: torch.Tensor) -> bool:
-        """Return whether a later result lies in the same part of the argument."""
+        """Return whether a later result is in the same part of the argument."""
         part = self.part or _part_of(argument, argument)
         return isinstance(result, torch.Tensor) and _part_of(result, argument) == part
 
@@ -128,10 +128,10 @@ class Break:
     """One call of a function between two graphs, which each replay repeats.
 
     Attributes:
-        name: What errors call it.
+        name: Its name in errors.
         leaves: Its arguments at capture, flat.
-        sources: Of arguments that are each step's own, by place.
-        aliases: Results that lie in arguments, until `result` has handed them out.
+        sources: Sources of the arguments that differ by step, by index.
+        aliases: Results in the memory of arguments, until `result` has returned them.
     """
 
     name: str
@@ -139,26 +139,29 @@ class Break:
     _fixed: Any  # the arguments of the capture
     _given: Mapping[int, Source]
     aliases: list[torch.Tensor] = attrs.field(factory=list)
-    _results: list[Any] = attrs.field(factory=list)  # of each a value, an `Alias`, or `_COPIED`
+    _results: list[Any] = attrs.field(factory=list)  # each is a value, an `Alias`, or `_COPIED`
     _structure: Any = None
     _is_one_tensor: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Find the arguments that are each step's own."""
+        """Find the arguments that differ by step."""
         self.leaves, self._arguments = pytree.tree_flatten(self._fixed)
         own = {place: self._given.get(id(leaf)) for place, leaf in enumerate(self.leaves)}
         self.sources = {place: source for place, source in own.items() if source is not None}
 
     def replace(self, leaves: list[Any]) -> None:
-        """Take other tensors in the same memory for the arguments of the capture."""
+        """Replace the arguments of the capture by other tensors in the same memory."""
         self.leaves = leaves
         self._fixed = pytree.tree_unflatten(leaves, self._arguments)
 
     def __call__(self, places: Sequence[torch.Tensor] | None) -> Any:
-        """Call it in the step that runs, and write the answer to the places which later graphs read.
+        """Call the function in the step that runs, and write the answer to the places that later graphs read.
 
-        places: None at capture, where they are not known yet, and `EAGER` outside of graphs. Returns the tensors that
-        need a place at capture, and the answer elsewhere.
+        Args:
+            places: Those places. None at capture, when they are not known yet, and `EAGER` outside of graphs.
+
+        Returns:
+            At capture, the tensors that need a place. Else the answer.
         """
         step = running()
         if step is None:
@@ -195,9 +198,9 @@ class Break:
         return answer
 
     def _keep(self, answer: Any, leaves: Sequence[Any], step: Running) -> list[torch.Tensor]:
-        """Note what the answer is made of; returns the tensors in it that need a place.
+        """Note what the answer consists of, and return the tensors in it that need a place.
 
-        Arguments are held from now on only as memory, which later graphs may use again.
+        Arguments are kept from now on only as memory, which later graphs may use again.
         """
         found, self._structure = pytree.tree_flatten(answer)
         copied = list[torch.Tensor]()
@@ -234,7 +237,7 @@ class Break:
         return pytree.tree_unflatten(found, self._structure)
 
     def _move(self, answer: Any, leaves: Sequence[Any], places: Sequence[torch.Tensor]) -> None:
-        """Copy tensors to where later graphs read them; anything else must be what it was."""
+        """Copy tensors to where later graphs read them. Raise ReplayError if anything else is not what it was."""
         found, structure = pytree.tree_flatten(answer)
         if structure != self._structure:
             raise ReplayError(f"break {self.name!r} returned another structure than at capture")

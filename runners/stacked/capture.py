@@ -1,4 +1,4 @@
-"""Capturing the stack of a step: what of a bucket is captured, on which arguments, and where it is cut."""
+"""Capturing the stack of a step: what of a bucket is captured, with which arguments, and where it is split."""
 
 import contextvars
 import functools
@@ -40,9 +40,12 @@ _OWN: Final = str(Path(__file__).parents[1])
 
 
 def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:
-    """Fill a bucket from the declaration's placeholder, or a slot's pad value; returns its fields: ComputeError."""
+    """Fill a bucket from the declaration's placeholder, or from slots' pad values, and return the placeholder's fields.
+
+    Raise CaptureError if the placeholder names an unknown slot, and ComputeError if a value does not fit.
+    """
     declaration, capabilities = stage.declaration, stage.backend.capabilities
-    request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also where no slot is over those
+    request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also if no slot has the axis
     values = dict(stage.inputs.placeholder(request))
     for name in values.keys() - {*declaration.sources, *declaration.fields, *declaration.disabled}:
         raise CaptureError(
@@ -64,7 +67,7 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
 
 
 def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
-    """Make what makes the views of a bucket: request slots are cut to the live requests, all else is padded."""
+    """Return what makes the views of a bucket: request slots are cut to the live requests, all else is padded."""
     slots, varying = stage.declaration.slots, stage.declaration.varying
     requests = varying.index(BATCH) if BATCH in varying else None
     over_requests = [name for name, slot in slots.items() if BATCH in slot.axes and bucket.views[name] is not None]
@@ -93,7 +96,7 @@ def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
 
 def seal(view: Any, stage: Stage[Any]) -> None:
     """Mark a view as captured: narrowing it drops host-computed slots and refuses to cut host parameters."""
-    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+    info = view._slotgraph_view  # noqa: SLF001 - a fill sets it for runners
     vars(view)["_slotgraph_view"] = attrs.evolve(info, whole=stage.whole_slots, captured=True)
 
 
@@ -109,7 +112,7 @@ def capture_stack(
 ) -> tuple[StackCall, Around, State]:
     """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
 
-    splitter: what marks the breaks of the stack, if not its code. CaptureError where the step cannot be captured so.
+    splitter: Marks the breaks of the stack, if its code does not. Raise CaptureError if the step cannot be captured so.
     """
     bucket, code = filling.bucket, stack.code(stage)
     sizes = {**bucket.sizes, BATCH: 1}
@@ -120,7 +123,7 @@ def capture_stack(
         view_of = live_viewer(stage, bucket)
         view, shown = view_of(fields, live), view_of(None, live)
         seal(shown, stage)
-        for name in slots_of(shown).values():  # so that the stack's tensors are not the step's
+        for name in slots_of(shown).values():  # so that the stack's tensors differ from the step's
             vars(shown)[name] = alias(vars(shown)[name])
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +151,7 @@ def capture_stack(
             around = functools.partial(rehearsal.around, view)
             if splitter is not None:
                 parts = around(functools.partial(under_way, call.at_capture(), splitter, code, *call.arguments()))
-                call.run = lambda *_, **__: parts()  # which hold their arguments already
+                call.run = lambda *_, **__: parts()  # the parts have their arguments already
         if output_rows is not None:
             each = "request of the placeholder" if output_rows == BATCH else "padded token"
             cut_rows(outputs, sizes[output_rows], each)
@@ -157,14 +160,16 @@ def capture_stack(
 
 
 Traced = tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]
-"""What the tracer made of a step, what it was called with, and what that returned."""
+"""What the tracer made of a step, its arguments, and its result."""
 _TRACED: Final[contextvars.ContextVar[list[Traced]]] = contextvars.ContextVar("slotgraph_traced")
 
 
 class Splitter:
-    """Has a step traced whole by torch.compile, for all sizes of tokens, and makes breaks of the named operators.
+    """Has torch.compile trace a whole step, for all sizes of tokens, and makes breaks of the named operators.
 
-    operators: "namespace::operator" as in `torch.ops`, a python function's name, or either itself.
+    Args:
+        operators: "namespace::operator" as in `torch.ops`, a Python function's name, or the operator or function
+            itself.
     """
 
     def __init__(self, operators: Collection[Operator]) -> None:
@@ -175,21 +180,24 @@ class Splitter:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-        """Run it once; its parts on these arguments, as a call. CaptureError where it cannot be traced whole."""
+        """Run the step once, and return a call of its parts on these arguments.
+
+        Raise CaptureError if it cannot be traced whole.
+        """
         if self._compiled is None:
             self._compiled = self._compile(run)
         traced = list[Traced]()
         token = _TRACED.set(traced)
         try:
-            import torch._dynamo  # noqa: PLC0415 - it takes a second, which a runner without splits need not wait
+            import torch._dynamo  # noqa: PLC0415 - it takes a second, which runners without splits save
 
-            # floats stay as they are: the host would read back the tensors which the tracer makes of them
-            values = torch._dynamo.config.patch(specialize_float=True)  # noqa: SLF001 - where torch documents it
+            # keep floats: the tracer would make tensors of them, which the host would read back
+            values = torch._dynamo.config.patch(specialize_float=True)  # noqa: SLF001 - torch documents it by this name
             with warnings.catch_warnings(), values:
-                warnings.simplefilter("ignore")  # the tracer's own remarks
+                warnings.simplefilter("ignore")  # the tracer's own warnings
                 outputs = self._compiled(*args, **kwargs)
         except Exception as error:
-            inner = getattr(error, "inner_exception", error)  # what the tracer makes of a refusal by `cut`
+            inner = getattr(error, "inner_exception", error)  # the tracer wraps errors of `cut`
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the step could not be traced whole: {_reason(error)}") from error
@@ -210,7 +218,7 @@ class Splitter:
         def entry(*args: Any, **kwargs: Any) -> Any:
             return run(*args, **kwargs)
 
-        # The tracer keeps what it learned by code object, and in the globals of the function: of its own for each step.
+        # The tracer caches by code object and in the function's globals, so that each step needs its own of both.
         own = types.FunctionType(entry.__code__.replace(), dict(globals()), "entry", None, entry.__closure__)
         compiled: Callable[..., Any] = torch.compile(own, backend=_cutter(self.names), fullgraph=True, dynamic=True)
         return compiled
@@ -218,7 +226,10 @@ class Splitter:
 
 @functools.cache
 def _cutter(names: frozenset[str]) -> Callable[..., Any]:
-    """Make a backend for torch.compile, which cuts what it traced. torch keeps each for good: it holds no step."""
+    """Make a backend for torch.compile that splits what it traced.
+
+    torch keeps each for good, so it refers to no step.
+    """
 
     def cut(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         seen = set[str]()

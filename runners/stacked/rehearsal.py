@@ -1,4 +1,4 @@
-"""Rehearsing a step before its stack is captured: which of the values that its parts use does a replay have, too."""
+"""Rehearsing a step before its stack is captured, to find out which of its values a replay would lack."""
 
 import contextlib
 import functools
@@ -28,31 +28,32 @@ from .replay import Stack, StackCall, hand_out, other_object, share_memory, shar
 
 T = TypeVar("T")
 _DEPTH: Final = 5
-"""How far into an object tensors are looked for."""
+"""How deep in an object tensors are searched for."""
 _CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
-"""What is not looked into: it has the same tensors in each step."""
+"""Types whose objects are not searched: they have the same tensors in each step."""
 _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda", "is_cpu", "requires_grad"})
-"""What may be asked of a slot over requests in a graph: it is the same in each step."""
+"""What a graph may ask of a slot over requests, since it is the same in each step."""
 _SIZES: Final = _FIXED | {"shape", "size", "numel"}
-"""What may be asked in a graph of a tensor that each step makes anew: a bucket decides it."""
+"""What a graph may ask of a tensor that each step makes anew, since the bucket decides it."""
 
 
 @attrs.define(eq=False, slots=False)
 class Rehearsal:
-    """One run of a step under watch. The stack has arguments of its own, and its breaks run as between graphs.
+    """One watched run of a step. The stack has arguments of its own, and its breaks run as between graphs.
 
-    Each tensor that the step makes is known by who made it: the code around the stack (`anew`), or that of the stack
-    (`stored`, if anything else finds it). A replay runs the first and the breaks, but not the stack: a graph or a break
-    that finds a tensor past the boundary between them would have that of the capture in all later steps.
+    Each tensor that the step makes is recorded with its maker: the code around the stack (`anew`), or that of the stack
+    (`stored`, if anything else finds it). A replay runs the code around the stack and the breaks, but not the stack. So
+    if a graph or a break finds a tensor other than by passing it between the two, all later steps would use that of the
+    capture.
 
     Attributes:
-        stage: Whose step it is.
-        stack: What of it is captured.
+        stage: The stage of the step.
+        stack: The part that is captured.
         buffers: The memory of its slots.
         breaks: Operators that are breaks, by name.
         make: Makes a call of the stack's arguments.
-        read: Places of arguments whose memory graphs read.
-        written: Places of arguments whose memory graphs or breaks write.
+        read: Indices of arguments whose memory graphs read.
+        written: Indices of arguments whose memory graphs or breaks write.
     """
 
     stage: Stage[Any]
@@ -62,10 +63,10 @@ class Rehearsal:
     make: Callable[[Any], StackCall]
 
     def __attrs_post_init__(self) -> None:
-        """Nothing is known yet."""
+        """Start with nothing recorded."""
         self.read, self.written = set[int](), set[int]()
         self._calls = list[StackCall]()
-        self._origins: Sequence[Any] = ()  # what the step has handed over as arguments
+        self._origins: Sequence[Any] = ()  # the step's own arguments of the stack
         self._outputs: Any = None  # what the stack has returned
         over_requests = [one for one in self.buffers if BATCH in one.slot.axes and one.nbytes]
         self._requests = [(*span(one.tensor), one.name) for one in over_requests]
@@ -73,16 +74,16 @@ class Rehearsal:
         self._slots: Mapping[int, str] = {}
         self._arguments, self._originals = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by place
-        self._met, self._overwritten = set[int](), set[int]()  # places of arguments that are reached otherwise
+        self._met, self._overwritten = set[int](), set[int]()  # arguments also reached in another way
         self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory
-        self._alive = list[torch.Tensor]()  # so that no other tensor gets the memory of those
+        self._alive = list[torch.Tensor]()  # keeps the memory of those from other tensors
         self._functions, self._operators = _Functions(self), _Operators(self)
         self._is_paused = False
 
     def run(self, view: Any, first: Any) -> StackCall:
-        """Run the step; returns the call of its stack, ready to be captured. CaptureError if it cannot be.
+        """Run the step, and return the call of its stack, ready to be captured. Raise CaptureError if it cannot be.
 
-        first: the arguments of the stack in an earlier run.
+        first: The arguments of the stack in an earlier run.
         """
         run = functools.partial(self.stack.run, self.stage, view, self._answer)
         run_uncompiled(lambda: under_way(Running(view, "capture"), self.watched, run))
@@ -91,17 +92,17 @@ class Rehearsal:
         return call
 
     def around(self, view: Any, run: Callable[[], T]) -> T:
-        """Call something where the step calls its stack. What comes after it gets what the rehearsed stack returned.
+        """Call a function where the step calls its stack. The code after it gets what the rehearsed stack returned.
 
-        A stack runs in what its step has set up around it: casts, contexts, attributes. A step whose stack fails to be
-        captured comes to its end all the same: other ranks, which do not fail, wait for what it does there.
+        A stack runs in what its step has set up around it: casts, contexts, attributes. If the capture of the stack
+        fails, the step still runs to its end, because other ranks, which do not fail, wait for what it does there.
         """
         made, failed, is_inference = list[T](), list[CaptureError](), torch.is_inference_mode_enabled()
 
         @untraced  # the step around it may be compiled
         def answer(*args: Any, **kwargs: Any) -> Any:
             try:
-                with torch.inference_mode(is_inference):  # no tensor of a graph is of that mode because its step's are
+                with torch.inference_mode(is_inference):  # a step's own mode must not reach a graph's tensors
                     made.append(run())
             except CaptureError as error:
                 failed.append(error)
@@ -121,7 +122,7 @@ class Rehearsal:
         return made[0]
 
     def _answer(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stack in the place of its code."""
+        """Run the stack in place of its code."""
         if self._calls:
             raise CaptureError(self.stack.wrong_calls(2))
         with self._paused():
@@ -143,18 +144,18 @@ class Rehearsal:
         with self._paused():
             named = map_tensors(call.named(outputs), alias, hand)
             self._outputs = map_tensors(named, torch.clone)
-            try:  # what the code around the stack has of its outputs after a replay
+            try:  # the code around the stack gets this after a replay
                 return hand_out(named, Running(call.own, "capture", self._origins))
             except ReplayError as error:
                 raise CaptureError(str(error)) from None
 
     def watched(self, run: Callable[[], T]) -> T:
-        """Call something under watch."""
+        """Call a function under watch."""
         return run_under(self._functions, lambda: run_under(self._operators, run))
 
     @property
     def part(self) -> str | None:
-        """What runs now: the "step" around the stack, a "graph" or a "break" of it; None if nobody looks."""
+        """What runs now: the "step" around the stack, a "graph" or a "break" of it, or None if nothing is watched."""
         step = running()
         if self._is_paused or step is None:
             return None
@@ -164,7 +165,7 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Look away: the block does what no step does."""
+        """Run a block without watching it, because it does what no step does."""
         self._is_paused = True
         try:
             yield
@@ -172,7 +173,7 @@ class Rehearsal:
             self._is_paused = False
 
     def _begin(self, call: StackCall) -> Running:
-        """Learn which memory arguments have; returns the step that the code of the stack runs in."""
+        """Record which memory arguments have, and return the step that the code of the stack runs in."""
         named = {**slots_of(call.view), **slots_of(call.own)}
         requests = {name for *_, name in self._requests}
         self._slots = {key: name for key, name in named.items() if name in requests}
@@ -218,7 +219,7 @@ class Rehearsal:
         return tensor
 
     def _check_given(self, what: str, leaf: Any) -> None:
-        """Raise CaptureError for an argument of a break of which replays could not hand over their own."""
+        """Raise CaptureError for an argument of a break whose value replays could not pass."""
         for tensor in _tensors_of(leaf):
             if tensor in self._anew:
                 raise CaptureError(_made_anew(f"{what} is handed", tensor))
@@ -228,14 +229,14 @@ class Rehearsal:
                 self._handed[tensor] = True
 
     def _check_stored(self, what: str, tensors: Iterable[torch.Tensor], *, only_named: bool = False) -> None:
-        """Raise CaptureError for a tensor that the code of the stack has made, and left where something else finds it.
+        """Raise CaptureError for a tensor that the code of the stack has made, and stored where other code finds it.
 
-        only_named: if it is found from the step, the stack, or an argument of the stack.
+        only_named: Whether to raise only if it is found from the step, the stack, or an argument of the stack.
         """
         for tensor in tensors:
             if tensor not in self._stored or tensor in self._handed:
                 continue
-            holder = [self._objects, self.stack.module, self.stage.step]  # the last one is looked into first
+            holder = [self._objects, self.stack.module, self.stage.step]  # the last one is searched first
             names = [name for name, _, found in reached(holder, (*CLOSED, Rehearsal)) if found is tensor]
             if names or not only_named:
                 where = f", as {names[0].removeprefix('[2].')!r}" if names else ""
@@ -246,7 +247,7 @@ class Rehearsal:
                 )
 
     def see_function(self, name: str, given: Sequence[torch.Tensor]) -> None:
-        """Look at a function of torch before it is called. CaptureError if no replay would have its tensors."""
+        """Check a function of torch before it is called. Raise CaptureError if no replay would have its tensors."""
         step = running()
         if step is None or step.shown is None or step.inside is not None:
             what = "the step" if step is None or step.inside is None else f"break {step.inside!r}"
@@ -266,7 +267,7 @@ class Rehearsal:
                 )
 
     def note_made(self, given: Sequence[torch.Tensor], result: Any) -> None:
-        """Note who has made what a function of torch returned."""
+        """Note which code made what a function of torch returned."""
         known = {"step": self._anew, "graph": self._stored}.get(self.part or "")
         if known is None:
             return
@@ -276,7 +277,10 @@ class Rehearsal:
                 known[tensor] = True
 
     def see_operator(self, name: str, taken: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
-        """Look at an operator of a graph or a break before it runs. CaptureError if no graph may read or write that."""
+        """Check an operator of a graph or a break before it runs.
+
+        Raise CaptureError if no graph may read or write its tensors.
+        """
         self._met.update(_at(taken, self._originals))
         self._overwritten.update(_at(changed, self._originals))
         self.written.update(_at(changed, self._arguments))
@@ -291,7 +295,7 @@ class Rehearsal:
             self.read.update(_at(taken, self._arguments))
 
     def _conclude(self, call: StackCall, first: Sequence[Any]) -> None:
-        """Settle how arguments are handed over. CaptureError if a graph's copies would not do for them."""
+        """Settle how arguments are passed. Raise CaptureError if copies of them would be wrong for graphs."""
         for place in sorted(self.read):
             leaf = call.leaves[place]
             if not isinstance(leaf, torch.Tensor) and first[place] is not leaf:
@@ -316,14 +320,14 @@ class Rehearsal:
 
 
 class _Operators(OperatorWatch):
-    """Looks at every operator of the stack, and at those in operators that breaks call."""
+    """Watches every operator of the stack, and those inside operators that breaks call."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         super().__init__()
         self._rehearsal = rehearsal
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Look at one operator, and run it."""
+        """Check one operator, and run it."""
         step, part = running(), self._rehearsal.part
         if step is None or part not in {"graph", "break"}:
             return operator(*args, **kwargs)
@@ -343,7 +347,7 @@ class _Operators(OperatorWatch):
 
 
 class _Functions(TorchFunctionMode):
-    """Looks at every function of torch that a step calls, and runs those that `breaks` names as breaks."""
+    """Watches every function of torch that a step calls, and runs those that `breaks` names as breaks."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         super().__init__()
@@ -357,7 +361,7 @@ class _Functions(TorchFunctionMode):
         part = rehearsal.part
         if not part:
             return func(*args, **given)
-        # of the getter of an attribute, the attribute's name
+        # for the getter of an attribute, take the attribute's name
         name = operator_name(getattr(func, "__self__", func) if func.__name__ == "__get__" else func)
         if part == "graph" and name in rehearsal.breaks:
             return broken(name, func)(*args, **given)
@@ -369,20 +373,20 @@ class _Functions(TorchFunctionMode):
 
 
 def operator_name(target: Any) -> str:
-    """Return an operator's name, "namespace::operator"; of a function in Python its own."""
+    """Return an operator's name, "namespace::operator", or a Python function's own."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):  # noqa: SLF001 - no public names
         return "::".join(str(target).split(".")[:2])
     return str(getattr(target, "_qualname", getattr(target, "__name__", target)))  # the first of a custom operator
 
 
 def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) -> Iterator[T]:
-    """Return what lies where one of these tensors does."""
+    """Yield what is recorded for memory that overlaps one of these tensors."""
     for start, stop in [span(tensor) for tensor in tensors if tensor.numel()] if known else ():
         yield from (what for low, high, what in known if low < stop and start < high)
 
 
 def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    """Find the tensors that an object leads to, a tensor itself included."""
+    """Return the tensors that an object leads to, itself included."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [] if isinstance(value, (*VALUES, *_CLOSED)) else [one for *_, one in reached(value, _CLOSED, _DEPTH)]

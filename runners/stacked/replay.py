@@ -1,4 +1,4 @@
-"""A step whose stack is captured: the call that its graphs are of, what boundaries hand over, and its replays."""
+"""A step whose stack is captured: the call that graphs capture, what stack and step pass each other, and replays."""
 
 import functools
 import operator
@@ -26,7 +26,12 @@ from .breaks import FACTS, VALUES, share_storage
 
 @attrs.frozen(eq=False)
 class Stack:
-    """The part of a step that is captured: a module that it calls, and how that was named; all of it where none is."""
+    """The part of a step that is captured.
+
+    Attributes:
+        module: A module that the step calls, or None for the whole step.
+        name: How that was named.
+    """
 
     module: nn.Module | None = None
     name: str = ""
@@ -36,7 +41,7 @@ class Stack:
         return stage.step if self.module is None else self.module.forward
 
     def run(self, stage: Stage[Any], view: Any, answer: Callable[..., Any]) -> Any:
-        """Run a step with `answer` in the place of what is captured."""
+        """Run a step with `answer` in place of what is captured."""
         if self.module is None:
             return stage.run(view, answer) if stage.restored else answer(view)
         own = self.module.__dict__
@@ -51,22 +56,22 @@ class Stack:
                 own["forward"] = before
 
     def wrong_calls(self, times: int) -> str:
-        """Return what is wrong with a step that does not call it once."""
+        """Return the error text for a step that does not call the stack once."""
         return f"the step called the stack, {self.name}, {times} times"
 
 
 class StackCall:
-    """What is captured of one bucket: a function and its arguments; tensors that are no slots have memory of their own.
+    """What is captured of one bucket: a function and its arguments. Tensors that are no slots have memory of their own.
 
     Attributes:
         backend: What captures it.
         run: The function.
         own: The step's view.
-        view: What the captured part sees in its place.
-        hands_out: Whether outputs are each step's own.
+        view: What the captured part sees instead.
+        hands_out: Whether some outputs are each step's own.
         leaves: The arguments of the capture, flat.
-        inside: Places of those in the slots' memory.
-        sources: By identity of what the captured part was given, what each step has in its place.
+        inside: Indices of the arguments in the slots' memory.
+        sources: What each step has in place of an object that the captured part was given, by the object's identity.
         written: Arguments that graphs or breaks write, and that graphs read.
     """
 
@@ -95,7 +100,7 @@ class StackCall:
             if isinstance(leaf, torch.Tensor) and holds(leaf):
                 self.inside.add(place)
             elif isinstance(leaf, torch.Tensor):
-                with outside_inference():  # a step outside of it will write there
+                with outside_inference():  # a step outside of inference mode will write there
                     kept = leaf.detach().clone()
             self.leaves.append(kept)
         self.sources: dict[int, Source] = {}
@@ -109,9 +114,9 @@ class StackCall:
         self.settle(frozenset(), frozenset(), ())
 
     def settle(self, read: Collection[int], written: Collection[int], apart: Sequence[tuple[int, int]]) -> None:
-        """Decide how each argument is handed over, given what graphs read, and what graphs and breaks write.
+        """Decide how each argument is passed, given what graphs read, and what graphs and breaks write.
 
-        apart: pairs of arguments that may not share memory, because one of them is written.
+        apart: Pairs of arguments that may not share memory, because one of them is written.
         """
         self._apart = apart
         self._values = list[tuple[int, Any]]()
@@ -142,7 +147,7 @@ class StackCall:
         return Running(self.own, "capture", arguments, self._live, recording, self.view)
 
     def __call__(self) -> Any:
-        """Run it as it is captured, and as a backend without graphs replays it."""
+        """Run the function as it is captured, and as a backend without graphs replays it."""
         step, (args, kwargs) = running(), self.arguments()
         if step is not None and step.sources is self._live:  # a replay
             outputs = self.run(*args, **kwargs)
@@ -150,12 +155,12 @@ class StackCall:
         with torch.no_grad():
             return under_way(self.at_capture(self.backend), lambda: self.named(self.run(*args, **kwargs)))
 
-    def take(  # noqa: C901 - in one piece, for each step's sake
+    def take(  # noqa: C901 - in one function, because each step calls it
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
     ) -> None:
-        """Move a step's arguments to where graphs read them, and let breaks find them, flat."""
+        """Move a step's arguments to where graphs read them, and keep them flat for breaks."""
         leaves, view = [*args, *kwargs.values()], step.view
-        if (*map(type, leaves), *kwargs) != self._kinds:  # what follows takes ten times as long
+        if (*map(type, leaves), *kwargs) != self._kinds:  # flattening takes ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if structure != self._structure:
                 raise ReplayError("the stack was called with other arguments than at capture")
@@ -182,7 +187,7 @@ class StackCall:
         step.sources = self._live
 
     def _check_apart(self, leaves: Sequence[Any]) -> None:
-        """Raise ReplayError for arguments that are one where the capture had two, or two where it had one."""
+        """Raise ReplayError for arguments that are one object where the capture had two, or two where it had one."""
         for one, other in self._twins:
             if leaves[one] is not leaves[other]:
                 raise ReplayError(
@@ -194,7 +199,7 @@ class StackCall:
                 raise ReplayError(shared_arguments(one, other))
 
     def named(self, outputs: Any) -> Any:
-        """Put a name in the place of outputs that are the step's own: arguments, the view, and parts of them."""
+        """Replace outputs that are the step's own by their sources: arguments, the view, and parts of them."""
         self.hands_out = False
 
         def name(leaf: Any) -> Any:
@@ -212,7 +217,7 @@ class StackCall:
         return pytree.tree_map(name_within, outputs, is_leaf=lambda one: id(one) in self.sources)
 
     def _part(self, output: torch.Tensor) -> Source | None:
-        """Return the source of an output that lies in a tensor argument's memory; None for any other output."""
+        """Return the source of an output in a tensor argument's memory, or None for any other output."""
         for place, kept in enumerate(self.leaves):
             if isinstance(kept, torch.Tensor) and place not in self.inside and share_storage(kept, output):
                 if output.dtype != kept.dtype:
@@ -225,9 +230,9 @@ class StackCall:
 
 
 class Own:
-    """Takes the place of each step's own in a graph's outputs.
+    """Replaces an output of a graph that is each step's own.
 
-    It is no attrs class, which would be a structure of outputs.
+    It is no attrs class, because outputs may be attrs classes, whose fields are replaced.
     """
 
     def __init__(self, source: Source) -> None:
@@ -235,12 +240,12 @@ class Own:
 
 
 def hand_out(outputs: Any, step: Running) -> Any:
-    """Return the outputs of a replay, with the step's own in the place of names."""
+    """Return the outputs of a replay, with the step's own in place of `Own`."""
     return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
 
 
 def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:
-    """Return the same part of each step's argument."""
+    """Return what takes the same part of each step's argument."""
     size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
 
     def part(step: Running) -> torch.Tensor:
@@ -286,7 +291,7 @@ def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
 
 
 def other_object(place: int, kept: Any) -> str:
-    """Return why a graph does not go with an argument that is made anew in each step."""
+    """Return why a graph cannot use an argument that is made anew in each step."""
     return (
         f"argument {place} of the stack, of type {type(kept).__name__}, is another one than at capture, and graphs "
         "read the memory of that: hand over its tensors as arguments of their own, or read it in a break"
@@ -294,13 +299,13 @@ def other_object(place: int, kept: Any) -> str:
 
 
 def slots_of(view: Inputs) -> dict[int, str]:
-    """Name a view's slots, by the identity of its tensors."""
+    """Return the names of a view's slots, by the identity of its tensors."""
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
 @attrs.frozen(eq=False)
 class StackReplay:
-    """Runs a step whose stack replays graphs in the place of its code."""
+    """Runs a step whose stack replays graphs instead of running its code."""
 
     _graphs: GraphSet[Any]
     _stack: Stack
@@ -310,14 +315,14 @@ class StackReplay:
         """Run a step on its view, and return outputs for live rows.
 
         Args:
-            view: What was filled.
-            rows: Rows that outputs must have; None for any number.
-            live: How many of them to return; None for all.
+            view: The filled view.
+            rows: Rows that outputs must have, or None for any number.
+            live: How many of them to return, or None for all.
         """
         if GRADIENTS():
             return without_gradients(self.run, view, rows, live)
         step = Running(view, "replay")
-        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
+        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call refers to it
         try:
             outputs = self._stack.run(self._graphs.stage, view, functools.partial(self._answer, step))
         finally:
@@ -335,13 +340,13 @@ class StackReplay:
 
     @untraced  # the step around it may be compiled
     def _answer(self, step: Running, *args: Any, **kwargs: Any) -> Any:
-        """Do what the stack does in a step: take its arguments, and replay its graphs."""
+        """Run the stack of a step: take its arguments, and replay its graphs."""
         graphs, captured = self._graphs, self._captured
-        call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
+        call: StackCall = captured.step  # type: ignore[assignment] # made by `capture_stack`
         step.calls += 1
         call.take(args, kwargs, step)
         clock = graphs.clock
-        if graphs.filler.stream() != clock.stream:  # the step has changed it
+        if graphs.filler.stream() != clock.stream:  # the step has changed the stream
             graphs.filler.order()
         before = clock.replays
         graphs.replay(captured)
@@ -354,7 +359,7 @@ class StackReplay:
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
-        for place, kept in call.written:  # to where the step has them
+        for place, kept in call.written:  # write back to the step's own tensors
             leaf = step.arguments[place]
             if leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)

@@ -1,1 +1,1 @@
-"""The field's declarations, ready to subclass; `slotgraph.standard` shows them."""
+"""The field's declarations, ready to subclass. `slotgraph.standard` exports them."""

@@ -20,28 +20,28 @@ HIDDEN: Final = Axis("HIDDEN", fixed=True)
 VOCAB: Final = Axis("VOCAB", fixed=True)
 """Tokens that the model knows: elements of one row of logits."""
 CONTEXT: Final = Axis("CONTEXT", fixed=True)
-"""The most tokens that one request may come to, prompt and answer together."""
+"""The most tokens that one request may have, prompt and answer together."""
 FILL: Final = Axis("FILL", fixed=True)
-"""Cached tokens of each request that a tree mask has room for: the backend's fill value, or up to CONTEXT."""
+"""Cached tokens of each request that fit in a tree mask: the backend's fill value, or up to CONTEXT."""
 TOPK: Final = Axis("TOPK", fixed=True)
-"""Branches of a draft tree: a draft step's tokens a request."""
+"""Branches of a draft tree: the tokens of a request in a draft step."""
 STEPS: Final = Axis("STEPS", fixed=True)
 """Draft steps in one graph."""
 FRONT: Final = Axis("FRONT", fixed=True)
-"""Tokens of a request that stand before its drafts in a multi-layer draft-extend."""
+"""Tokens of a request that come before its drafts in a multi-layer draft-extend."""
 INDEX_TOPK: Final = Axis("INDEX_TOPK", fixed=True)
 """Cached tokens that sparse attention chooses for each token."""
 DP: Final = Axis("DP", fixed=True)
-"""Data-parallel ranks whose token counts are kept apart; 1 where one count serves all."""
+"""Data-parallel ranks with token counts of their own, or 1 if one count serves all."""
 V = TypeVar("V", bound=Inputs)
 MODEL_DTYPE: Final = Role("model_dtype", torch.bfloat16)
-"""What the model computes in: bfloat16 unless `model_dtype` says otherwise."""
+"""The dtype that the model computes in: bfloat16 unless `model_dtype` says otherwise."""
 
 
 def model_dtype(dtype: torch.dtype) -> Callable[[type[V]], type[V]]:
-    """Decorate a declaration: each slot of the model's dtype has this one, inherited slots, too.
+    """Decorate a declaration so that each slot of the model's dtype, inherited ones too, has this dtype.
 
-    Raises DeclarationError where no slot has the model's dtype, or where a slot's values do not fit.
+    Raise DeclarationError if no slot has the model's dtype, or if a slot's values do not fit.
     """
 
     def settle(inputs: type[V]) -> type[V]:
@@ -66,9 +66,15 @@ def model_dtype(dtype: torch.dtype) -> Callable[[type[V]], type[V]]:
 class Sharding:
     """How a step's tokens are spread over the ranks of tensor-parallel attention.
 
-    attn_tp_size: ranks that share the attention of one batch. attn_tp_rank: which of them this one is, from 0.
-    scattered: whether each rank holds its part of the padded tokens alone, instead of all of them.
-    An object or a mapping of the user's own, with these names among others, serves as well. Raises ConfigError.
+    An object or a mapping of your own, with these names among others, serves as well.
+
+    Attributes:
+        attn_tp_size: Ranks that share the attention of one batch.
+        attn_tp_rank: Which of them this one is, from 0.
+        scattered: Whether each rank has only its part of the padded tokens, and not all of them.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     attn_tp_size: int = 1
@@ -76,13 +82,16 @@ class Sharding:
     scattered: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a rank that is none."""
+        """Raise ConfigError for a rank out of range."""
         size = checked("attn_tp_size", "a number of ranks, at least 1", self.attn_tp_size, int, 1)
         checked("attn_tp_rank", f"a rank from 0, below attn_tp_size, {size}", self.attn_tp_rank, int, 0, size - 1)
 
     @classmethod
     def of(cls, settings: object) -> "Sharding":
-        """What a runner's settings say. ConfigError where they lack a name, or where the rank is none."""
+        """Return the sharding of a runner's settings.
+
+        Raise ConfigError if they lack a name, or the rank is out of range.
+        """
         if isinstance(settings, cls):
             return settings
         found = {field.name: look_up(settings, field.name) for field in attrs.fields(cls)}
@@ -94,7 +103,10 @@ class Sharding:
 
 
 def batches_of(ranks: Ranks) -> int:
-    """How many batches ranks bring. ConfigError where they do not divide so that `shards` of them share each."""
+    """Return how many batches the ranks have.
+
+    Raise ConfigError if the ranks do not divide into groups of `shards` that share one.
+    """
     if not ranks.batches:
         raise ConfigError(
             f"{ranks.size} ranks do not divide so that each {ranks.shards} of them share a batch, as Ranks(shards=) "
@@ -105,19 +117,22 @@ def batches_of(ranks: Ranks) -> int:
 
 
 def num_token_non_padded(step: Step, settings: object) -> int:
-    """Live tokens among those that this rank holds, where the runner's settings say which: see `Sharding`."""
+    """Return the live tokens among those of this rank, by the runner's settings: see `Sharding`."""
     return _live_part(step, Sharding.of(settings))
 
 
 def own_tokens(step: Step, ranks: Ranks) -> int:
-    """Live tokens among those that this rank holds, where the runner's `Ranks(shards=)` says which."""
+    """Return the live tokens among those of this rank, by the runner's `Ranks(shards=)`."""
     batches_of(ranks)
     shards = ranks.shards
     return _live_part(step, Sharding(attn_tp_size=shards, attn_tp_rank=ranks.rank % shards, scattered=shards > 1))
 
 
 def _live_part(step: Step, sharding: Sharding) -> int:
-    """Live tokens of a rank's part: clamp(live - chunk * rank, 0, chunk), chunk = padded / ranks; or all of them."""
+    """Return the live tokens of a rank's part, or all of them if they are not scattered.
+
+    The formula is clamp(live - chunk * rank, 0, chunk) with chunk = padded / ranks.
+    """
     live, padded, size = step.live(TOKENS), step.padded(TOKENS), sharding.attn_tp_size
     if not sharding.scattered:
         return live
@@ -132,17 +147,23 @@ def _live_part(step: Step, sharding: Sharding) -> int:
 
 
 def agreed_tokens(step: Step, ranks: Ranks) -> list[int]:
-    """Live tokens of each batch that the ranks bring to this very step: ConfigError as of `_of_batches`."""
+    """Return the live tokens of each batch of the ranks in this very step. Raise ConfigError as `_of_batches` does."""
     return _of_batches(TOKENS, step, ranks)
 
 
 def agreed_requests(step: Step, ranks: Ranks) -> list[int]:
-    """Live requests of each batch that the ranks bring to this very step: ConfigError as of `_of_batches`."""
+    """Return the live requests of each batch of the ranks in this very step.
+
+    Raise ConfigError as `_of_batches` does.
+    """
     return _of_batches(BATCH, step, ranks)
 
 
 def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
-    """Live rows that the first rank of each batch told, also in a micro-batch those of the whole step: ConfigError."""
+    """Return the live rows that the first rank of each batch sent. In a micro-batch they are those of the whole step.
+
+    Raise ConfigError if DP is not the number of batches.
+    """
     batches, asked = batches_of(ranks), step.padded(DP)
     if asked != batches:
         raise ConfigError(
@@ -153,17 +174,20 @@ def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
 
 
 def padded_tokens(step: Step) -> list[int]:
-    """The padded token count for every rank: gathered ranks run the same bucket, and move its padding, too."""
+    """Return the padded token count for every rank: ranks that gather run one bucket, and move its padding, too."""
     return [step.padded(TOKENS)] * step.padded(DP)
 
 
 def padded_requests(step: Step) -> list[int]:
-    """The padded request count for every rank: one row of logits a request."""
+    """Return the padded request count for every rank: one row of logits a request."""
     return [step.padded(BATCH)] * step.padded(DP)
 
 
 def last_accepted(num_accept_tokens: torch.Tensor, extend_seq_lens: torch.Tensor) -> torch.Tensor:
-    """The row of each request's last accepted token: i * W + num_accept_tokens[i] - 1; extend_seq_lens holds W."""
+    """Return the row of each request's last accepted token: i * W + num_accept_tokens[i] - 1.
+
+    W is in extend_seq_lens.
+    """
     rows = torch.arange(num_accept_tokens.shape[0], device=num_accept_tokens.device)
     return rows * extend_seq_lens + num_accept_tokens - 1
 
@@ -171,22 +195,22 @@ def last_accepted(num_accept_tokens: torch.Tensor, extend_seq_lens: torch.Tensor
 def last_correct(
     num_correct_drafts: torch.Tensor, extend_start_loc: torch.Tensor, front_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """The row of each request's last correct draft: i * W + front + num_correct_drafts[i], i * W from extend_start_loc.
+    """Return the row of each request's last correct draft: i * W + front + num_correct_drafts[i].
 
-    A padded row, whose count is -1, stays in its own rows, also where nothing stands in front.
+    i * W is in extend_start_loc. A padded row, whose count is -1, stays in its own rows, even if front is 0.
     """
     return extend_start_loc + (front_tokens + num_correct_drafts).clamp(min=0).to(torch.int64)
 
 
 def first_tokens(extend_seq_lens: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """Where each request's tokens begin: the exclusive prefix sum of extend_seq_lens.
+    """Return the row where each request's tokens begin: the exclusive prefix sum of extend_seq_lens.
 
-    A request without tokens, as padded ones are, would begin past the last row; it begins at that row instead.
+    A request without tokens, as padded ones are, would begin past the last row. It begins at that row instead.
     """
     starts = extend_seq_lens.cumsum(0) - extend_seq_lens
-    return starts.clamp(max=max(input_ids.shape[0] - 1, 0)).to(torch.int32)  # lengths handed through may be int64
+    return starts.clamp(max=max(input_ids.shape[0] - 1, 0)).to(torch.int32)  # lengths that are not copied may be int64
 
 
 def even_starts(step: Step) -> torch.Tensor:
-    """Where each request's tokens begin if all have as many: arange * W, at full capacity."""
+    """Return the row where each request's tokens begin if all have equally many: arange * W, at full capacity."""
     return torch.arange(step.padded(BATCH), dtype=torch.int32, device="cpu") * step.padded(WIDTH)

@@ -1,4 +1,4 @@
-"""Declarations to subclass: what each phase of a step reads, and mixins for kinds of models and of parallelism.
+"""Declarations to subclass: the inputs of each phase of a step, and mixins for kinds of models and of parallelism.
 
 Mixins are plain bases, which combine in any order.
 """
@@ -48,9 +48,9 @@ class BoundedContext(Requests):
 
 
 class HostLengths(Inputs):
-    """A mixin: fused attention that takes lengths as a host argument, which an NPU's graphs are handed at each replay.
+    """A mixin: fused attention that takes lengths as a host argument, which an NPU's graphs get at each replay.
 
-    actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as those of it.
+    actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as in seq_lens.
     """
 
     actual_seq_lengths_kv: Tensor = copied(
@@ -65,9 +65,9 @@ class HostLengths(Inputs):
 
 
 class ContextLengths(Inputs):
-    """A mixin: paged attention that takes lengths as a host tensor, likewise.
+    """A mixin: paged attention that takes lengths as a host tensor, which an NPU's graphs also get at each replay.
 
-    context_lens: int32, which the operator wants; padded rows as those of seq_lens.
+    context_lens: int32, which the operator expects; padded rows as in seq_lens.
     """
 
     context_lens: Tensor = copied(
@@ -82,7 +82,7 @@ class ContextLengths(Inputs):
 
 
 class DecodeInputs(Requests):
-    """What one decode step reads, and where it writes its logits.
+    """The inputs of one decode step, and where it writes its logits.
 
     input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
     positions: a stale position indexes the rope table past its end, an illegal access after hours.
@@ -100,9 +100,9 @@ class DecodeInputs(Requests):
 
 
 class TargetVerifyInputs(DecodeInputs):
-    """What the target model reads to verify a tree of WIDTH draft tokens for each request.
+    """The inputs of the target model, which verifies a tree of WIDTH draft tokens for each request.
 
-    custom_mask: which tokens each draft token sees, written by who builds the tree; True at first and in padded rows,
+    custom_mask: which tokens each draft token sees, as the tree's builder writes it; True at first and in padded rows,
     since a softmax over nothing is NaN.
     """
 
@@ -110,17 +110,17 @@ class TargetVerifyInputs(DecodeInputs):
 
 
 class EagerInputs(DecodeInputs):
-    """What an eager step reads: the decode set, never padded.
+    """The inputs of an eager step: those of decode, never padded.
 
-    It has no counts of its own. Those that a mixin would compute, an eager batch has right already: drop them in a
+    It has no counts of its own. An eager batch already has right values of what a mixin would compute: drop those in a
     subclass, or declare them as fields there.
     """
 
 
 class PrefillInputs(Inputs):
-    """What the captured pieces of a prefill read: tokens alone, so that no piece depends on the requests.
+    """The inputs of the captured pieces of a prefill: tokens alone, so that no piece depends on the requests.
 
-    input_ids: padded rows are executed, by kernels that may sort or route by id: one and the same id each time.
+    input_ids: padded rows are executed, by kernels that may sort or route by id: the same id each time.
     positions: padded rows are executed; a stale position indexes the rope table past its end.
     out_cache_loc: padded rows are executed, and write to location 0, which is kept free for that.
     """
@@ -131,14 +131,14 @@ class PrefillInputs(Inputs):
 
 
 class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
-    """What breaks and eager parts of a prefill read beside: how its tokens belong to requests.
+    """Further inputs of the breaks and eager parts of a prefill: which tokens belong to which request.
 
     Only whole-model capture pads requests; a padded one has no tokens.
 
     extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
     extend_prefix_lens: cached tokens before the new ones; 0 in padded rows, which have no cache.
     extend_start_loc: where each request's tokens begin; a padded row stays inside the tokens.
-    orig_seq_lens: lengths before anything was chunked, for rope scaling that depends on them.
+    orig_seq_lens: lengths before chunking, for rope scaling that depends on them.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
@@ -148,7 +148,7 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
-        """One request without a prefix, which owns every token of the bucket."""
+        """Return one request without a prefix, which owns every token of the bucket."""
         whole, none = [step.padded(TOKENS)], [0]
         mine = {"seq_lens": whole, "extend_seq_lens": whole, "orig_seq_lens": whole}
         mine |= {"extend_prefix_lens": none, "req_pool_indices": none}
@@ -157,7 +157,7 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
 
 
 class DraftPrefillInputs(PrefillInputs):
-    """What the prefill of a draft model reads beside: the target's hidden states.
+    """Further inputs of the prefill of a draft model: the target's hidden states.
 
     hidden_states: one for each token of the target's prefill; padded rows are executed, on zeros.
     """
@@ -166,15 +166,15 @@ class DraftPrefillInputs(PrefillInputs):
 
 
 class DraftInputs(Requests):
-    """What drafting a tree reads: TOPK tokens a request, STEPS steps of them in one graph.
+    """The inputs for drafting a tree: TOPK tokens a request, in STEPS steps of one graph.
 
-    input_ids: no batch brings them; each step writes the ids of the branches that it goes on with, all rows of them.
-    positions: each step advances them in place; the graph puts them back, so that no one else sees that.
+    input_ids: no batch has them; each step writes the ids of the branches that it continues, all rows of them.
+    positions: each step advances them in place; the graph puts them back, so that nothing else sees that.
     out_cache_loc: a location for each branch of each step; padded rows write to location 0, which is kept free.
     extend_seq_lens: each branch grows by one token a step.
-    topk_p: the probabilities of the branches to begin with; 0 in padded rows, which win nothing.
+    topk_p: the probabilities of the first branches; 0 in padded rows, which win nothing.
     topk_index: the ids of these branches; 0 in padded rows, an id like any other.
-    hidden_states: the target's last one for each request; so large that it is copied by itself, not in a group.
+    hidden_states: the target's last one for each request; so large that it is copied alone, not in a group.
     """
 
     input_ids: Tensor = staged(TOKENS, dtype=int64, pad=keep("written before it is read, all rows"))
@@ -188,9 +188,9 @@ class DraftInputs(Requests):
 
 
 class DraftSampling(Inputs):
-    """A mixin: what drafting reads where drafts are sampled, not taken greedily.
+    """A mixin: inputs for drafting if drafts are sampled, not chosen greedily.
 
-    draft_probs: what the first branches were drawn from, to be held against the target's probabilities.
+    draft_probs: the probabilities that the first branches were drawn from, to compare with the target's.
     sampling_seed: one a request, so that a run can be repeated.
     temperatures: logits are divided by them; 1 in padded rows, since 0 would make NaN of them.
     top_ks: the whole vocabulary in padded rows, which cuts nothing off.
@@ -203,7 +203,7 @@ class DraftSampling(Inputs):
 
 
 class DraftExtendInputs(Requests):
-    """What the draft model reads after a verification: WIDTH tokens a request, as many as were drafted.
+    """The inputs of the draft model after a verification: WIDTH tokens a request, as many as were drafted.
 
     input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
     positions: a stale position indexes the rope table past its end.
@@ -231,15 +231,15 @@ class DraftExtendInputs(Requests):
 
 
 class MultiLayerDraftExtendInputs(DraftExtendInputs):
-    """What a draft of several layers reads, one step a layer: FRONT tokens and the drafts, WIDTH together a request.
+    """The inputs of a draft of several layers, one step a layer: FRONT tokens and the drafts, WIDTH a request in all.
 
     One set serves all layers.
 
     hidden_states: each layer writes them in the graph for the next one, so that no tail is known to be clean.
     num_correct_drafts: 1 while a bucket is captured, an ordinary count; -1 in padded rows: nothing was drafted.
-    num_accept_tokens: likewise.
+    num_accept_tokens: as num_correct_drafts.
     extend_start_loc: where each request's tokens begin, the same in each step.
-    front_tokens: FRONT where the device can read it, to find the drafts behind them.
+    front_tokens: FRONT in memory that the device can read, to find the drafts behind them.
     select_index: the row of each request's last correct draft, in padded rows one of their own.
     """
 
@@ -252,7 +252,7 @@ class MultiLayerDraftExtendInputs(DraftExtendInputs):
 
 
 class SlidingWindow(Inputs):
-    """A mixin: models some of whose layers see a window only, with a KV pool of its own.
+    """A mixin: models with layers that see only a window and have their own KV pool.
 
     out_cache_loc_swa: give it to the KV pool in the step, so that graphs write there without a translation.
     """
@@ -263,36 +263,36 @@ class SlidingWindow(Inputs):
 class Mrope(Inputs):
     """A mixin: multimodal models, whose positions have three parts.
 
-    mrope_positions: absent where a batch is text alone; padded columns are executed, at position 0.
+    mrope_positions: absent if a batch is text alone; padded columns are executed, at position 0.
     """
 
     mrope_positions: Tensor | None = copied(3, TOKENS, dtype=int64, pad=0, strided=True, default=None)
 
 
 class DraftMrope(Mrope):
-    """A mixin for draft: the same, where each step advances the positions.
+    """A mixin for draft: multimodal positions that each step advances.
 
-    mrope_positions: advanced in place, all three parts, and put back by the graph; absent where a batch is text alone.
+    mrope_positions: advanced in place, all three parts, and put back by the graph; absent if a batch is text alone.
     """
 
     mrope_positions: Tensor | None = copied(3, TOKENS, dtype=int64, pad=0, strided=True, default=None, restored=True)
 
 
 class InputEmbeds(Inputs):
-    """A mixin: multimodal models, which make one sequence of what images and texts are embedded to.
+    """A mixin: multimodal models, which make one sequence of the embeddings of images and texts.
 
-    input_embeds: the model writes it inside the step, where each batch differs; padded rows are executed, on zeros.
+    input_embeds: the model writes it inside the step, differently for each batch; padded rows are executed, on zeros.
     """
 
     input_embeds: Tensor = staged(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
 
 
 class Mamba(Inputs):
-    """A mixin: state-space models, which keep a state a request and snapshots of it.
+    """A mixin: state-space models, which keep a state for each request, and snapshots of it.
 
     mamba_track_indices: where snapshots go; padded rows name entry 0, which is kept free.
     mamba_track_mask: which requests take one; padded rows take none.
-    mamba_track_seqlens: how many tokens a snapshot stands for.
+    mamba_track_seqlens: how many tokens a snapshot covers.
     """
 
     mamba_track_indices: Tensor = copied(BATCH, dtype=int64, pad=0, poison=())
@@ -312,7 +312,7 @@ class EncoderDecoder(Inputs):
 class NgramEmbedding(Inputs):
     """A mixin: models that embed a token together with those before it.
 
-    ngram_column_starts: where each request's tokens stand in the table of ids.
+    ngram_column_starts: where each request's tokens begin in the table of ids.
     ngram_req_lens: how many of them; 1 at first, so that a row never written has a token.
     """
 
@@ -334,10 +334,10 @@ class NgramEmbedding(Inputs):
 
 
 class PipelineProxies(Inputs):
-    """A mixin: `runner(batch, pp_proxy_tensors=...)` brings what the stage before computed.
+    """A mixin: the results of the pipeline stage before, from `runner(batch, pp_proxy_tensors=...)`.
 
     pp_hidden_states: a stale row would enter what is computed over all rows at once, scales and routing.
-    pp_residual: likewise; absent where the model adds it before it hands on.
+    pp_residual: as pp_hidden_states; absent if the model adds it before it sends its results on.
     """
 
     pp_hidden_states: Tensor | None = copied(
@@ -349,7 +349,7 @@ class PipelineProxies(Inputs):
 
 
 class PipelineIndices(Inputs):
-    """A mixin: the tokens that sparse attention chose on the stage before, which later layers use again.
+    """A mixin: the tokens that sparse attention chose on the stage before, which later layers reuse.
 
     pp_topk_indices: padded rows attend to token 0, which is always there.
     """
@@ -369,9 +369,9 @@ class ExpertParallel(Inputs):
 
 
 class ExpertParallelSharded(Inputs):
-    """A mixin: the same, where the runner's `Ranks(shards=)` says over which ranks a bucket's tokens are spread.
+    """A mixin: as `ExpertParallel`, if the runner's `Ranks(shards=)` says how many ranks share a bucket's tokens.
 
-    num_token_non_padded: live tokens of this rank's part, all of them where there is one shard; needs no settings.
+    num_token_non_padded: live tokens of this rank's part, all of them if there is one shard; needs no settings.
     """
 
     num_token_non_padded: Tensor = computed(counts.own_tokens, shape=1, dtype=int32)
@@ -381,7 +381,7 @@ class DataParallelGathered(Inputs):
     """A mixin: data-parallel attention whose ranks gather their tokens, all of them in the same bucket.
 
     global_num_tokens: the padded count, live or not, also on an idle rank: collectives move whole buckets.
-    global_num_tokens_for_logprob: likewise, a row of logits a token.
+    global_num_tokens_for_logprob: the same count, with a row of logits a token.
     """
 
     global_num_tokens: Tensor = computed(counts.padded_tokens, shape=DP, dtype=int32)
@@ -389,7 +389,7 @@ class DataParallelGathered(Inputs):
 
 
 class DataParallelGatheredExtend(DataParallelGathered):
-    """A mixin for draft-extend: the same, with a row of logits a request.
+    """A mixin for draft-extend: as its base, with a row of logits a request.
 
     global_num_tokens_for_logprob: the padded request count, since select_index leaves one row of each request.
     """
@@ -398,10 +398,10 @@ class DataParallelGatheredExtend(DataParallelGathered):
 
 
 class DataParallelAgreed(Inputs):
-    """A mixin: data-parallel attention whose ranks do not gather, so that their counts differ and `Ranks` tells them.
+    """A mixin: data-parallel attention whose ranks do not gather, so that counts differ and `Ranks` exchanges them.
 
-    global_num_tokens: live tokens of each batch, as ranks told before this step; 0 of an idle one, padding of none.
-    global_num_tokens_for_logprob: likewise, a row of logits a token.
+    global_num_tokens: live tokens of each batch, as ranks sent before this step; 0 for an idle one, without padding.
+    global_num_tokens_for_logprob: the same count, with a row of logits a token.
     """
 
     global_num_tokens: Tensor = computed(counts.agreed_tokens, shape=DP, dtype=int32)
@@ -409,7 +409,7 @@ class DataParallelAgreed(Inputs):
 
 
 class DataParallelAgreedExtend(DataParallelAgreed):
-    """A mixin for draft-extend: the same, with a row of logits a request.
+    """A mixin for draft-extend: as its base, with a row of logits a request.
 
     global_num_tokens_for_logprob: live requests of each batch, since select_index leaves one row of each.
     """
@@ -418,10 +418,10 @@ class DataParallelAgreedExtend(DataParallelAgreed):
 
 
 class DataParallelCarried(Inputs):
-    """A mixin: data-parallel attention whose ranks do not gather, where no `Ranks` but the batch has their counts.
+    """A mixin: data-parallel attention whose ranks do not gather, and whose counts are in the batch, without `Ranks`.
 
     global_num_tokens: what the scheduler's ranks agreed on; a buffer of zeros in its place is a known bug.
-    global_num_tokens_for_logprob: likewise.
+    global_num_tokens_for_logprob: the same, for rows of logits.
     """
 
     global_num_tokens: Tensor = copied(DP, dtype=int32)

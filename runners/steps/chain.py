@@ -1,4 +1,4 @@
-"""Steps of one runner that follow one another: each begins with what the step before left in the slots."""
+"""The steps of one runner's loop: each begins with what the step before left in the slots."""
 
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,32 +20,32 @@ from ..engine.statistics import Decision
 from .host_work import HostWork
 
 SIZES: Final = 64
-"""Buckets and numbers of requests of which a loop keeps the host work. The oldest goes first."""
+"""The most pairs of a bucket and a number of requests whose host work a loop keeps. The oldest is dropped first."""
 Writes = list[tuple[RowWrite, Sequence[int]]]
 """Rows to write, and the row of each of their requests."""
 
 
 class Chain(Generic[V]):
-    """Runs steps from a first batch on, with an edit before a step where requests leave, join or change."""
+    """Runs steps from a first batch on, with an edit before a step if requests leave, join or change."""
 
     def __init__(
         self, runner: Runner[V], batch: Any, buckets: Buckets, rows_each: int | None, loop: Loop, by_calls: str
     ) -> None:
-        """Check everything; nothing is run yet.
+        """Check everything. Nothing is run yet.
 
         Args:
             runner: The runner, which captures graphs.
-            batch: The first step's.
+            batch: The first step's batch.
             buckets: The runner's buckets.
-            rows_each: Rows of outputs for each request; None where outputs are whole.
+            rows_each: Rows of outputs for each request, or None if outputs are whole.
             loop: The loop, as ranks know it.
-            by_calls: Why each step is a whole call of the runner; empty where it is not.
+            by_calls: Why each step is a whole call of the runner, or empty if it is not.
         """
         declaration = runner.stage.declaration
         slots = declaration.slots
         if not declaration.rules:
             raise ConfigError(f"no slot of {declaration.name} advances, so each step would repeat the first: say then=")
-        graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # of a runner that captures
+        graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # this runner captures
         pooled = next((buffer.name for buffer in graphs.buffers if buffer.pooled), None)
         if pooled is not None:
             raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
@@ -60,7 +60,7 @@ class Chain(Generic[V]):
         self._by_calls = by_calls
         self._absent = runner.stage.absent(batch, NO_SIDE)
         self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
-        self._number = 0  # of the step that comes next
+        self._number = 0  # the number of the next step
         self._forks = FORKS.count
         self._sizes_of_ranks: Mapping[Any, Any] = {}
         self._slot_of_ranks = next((name for name, slot in slots.items() if RANKS in slot.needs), None)
@@ -71,14 +71,14 @@ class Chain(Generic[V]):
             )
         self._keys: Keys = ()
         self._rows: dict[Hashable, int] = {}
-        self._leaving: dict[Hashable, None] = {}  # of these three the next edit is made
+        self._leaving: dict[Hashable, None] = {}  # these three make the next edit
         self._joining: dict[Hashable, None] = {}
         self._writes: list[RowWrite] = []
         self._check_room(runner.size(batch, NO_SIDE)[-1])
         sizes = runner.sizes[buckets.largest]
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
-        self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots that those that join bring
+        self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # the slots of requests that join
         read = {
             need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
         }
@@ -89,15 +89,15 @@ class Chain(Generic[V]):
         self._outputs_of_call: Any = None
 
     def why_held(self) -> str:
-        """Why the host must see each step before the next; empty where steps can be launched ahead."""
+        """Return why the host must see each step before the next, or an empty text if steps can be launched ahead."""
         return self._by_calls or (f"host slot {self._advances_host!r} advances" if self._advances_host else "")
 
     def looping(self) -> contextlib.AbstractContextManager[None]:
-        """A block that hands out the steps. Ranks that go on with the loop are told if it ends early."""
+        """Return a context that hands out the steps. If it ends early, ranks still in the loop are notified."""
         return self._ranks.looping(self._loop)
 
     def growth_of(self, slot: str) -> int:
-        """Return what a slot of one number a request grows by in each step. ConfigError for any other slot."""
+        """Return how much a slot of one number a request grows in each step. Raise ConfigError for any other slot."""
         declaration = self._runner.stage.declaration
         rule = declaration.rules.get(slot)
         source, growth = (rule and linear(rule)) or ("", 0)
@@ -109,11 +109,11 @@ class Chain(Generic[V]):
         return growth
 
     def leave(self, keys: Keys) -> None:
-        """Have requests leave before the next step."""
+        """Note that requests leave before the next step."""
         self._leaving.update(dict.fromkeys(keys))
 
     def join(self, batch: Any, keys: Keys) -> None:
-        """Have requests join before the next step. BatchError; nothing is changed then."""
+        """Note that requests join before the next step. If it raises BatchError, nothing is changed."""
         runner, edits = self._runner, self._edits
         sources = edits.gather(batch)
         write = edits.take_known(keys, sources, self._joined)
@@ -132,11 +132,11 @@ class Chain(Generic[V]):
             raise BatchError(f"all requests of steps() bring the same optional slots, and these differ in {names}")
         self._check_room(self._requests + requests)
         runner.check_limits(batch)
-        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # before those that change
+        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # before writes that change requests
         self._joining.update(dict.fromkeys(keys))
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
-        """Have slots of requests change before the next step. BatchError; nothing is changed then."""
+        """Note that slots of requests change before the next step. If it raises BatchError, nothing is changed."""
         runner, declaration = self._runner, self._runner.stage.declaration
         for name in slots:
             if name not in declaration.sources or name in self._absent:
@@ -150,11 +150,11 @@ class Chain(Generic[V]):
 
     @property
     def _requests(self) -> int:
-        """How many requests are live in the next step."""
+        """The number of live requests in the next step."""
         return len(self._rows) + len(self._joining) - len(self._leaving)
 
     def _check_room(self, requests: int) -> None:
-        """BatchError where no graph takes so many requests in the next step."""
+        """Raise BatchError if no graph takes so many requests in the next step."""
         bucket, agreed = self._buckets.fit(requests), self._agreed
         if agreed is not None and self._number % self._loop.every and requests > agreed:
             when = self._number + -self._number % self._loop.every
@@ -169,28 +169,28 @@ class Chain(Generic[V]):
 
     @property
     def _agreed(self) -> int | None:
-        """The bucket that ranks agreed on last; None where this one need not ask."""
+        """The bucket that ranks agreed on last, or None if this rank need not ask."""
         agreed = None if self._ranks.quiet or not self._number else self._runner.agreed
         return None if agreed is None else agreed.bucket
 
     def start(self, batch: Any, keys: Keys) -> Keys:
-        """Fill and run the first step as any other, with a batch of these requests. Return them."""
+        """Fill and run the first step like any call, with a batch of these requests. Return the requests."""
         self._keys, self._rows = keys, {key: row for row, key in enumerate(keys)}
         with self._ranks.within(self._loop):
             self._outputs_of_call = self._runner(batch)
         self._number = 1
-        self._graphs.buffers.distrust()  # a later fill knows nothing of tails
+        self._graphs.buffers.distrust()  # later fills cannot rely on clean tails
         self._take_graph()
         return keys
 
     def go_on(self, *, idle: bool) -> Keys | None:
-        """Run the step after the last one. ReplayError where slots hold other requests now.
+        """Run the step after the last one. Raise ReplayError if another batch was filled since.
 
         Args:
-            idle: Whether this rank has no request, and no steps of any that were not handed out.
+            idle: Whether this rank has no request, and none in a step that is not handed out yet.
 
         Returns:
-            The step's requests in the order of their rows; None where no rank has any, so that no step is run.
+            The step's requests in the order of their rows, or None if no rank has any, so that no step is run.
         """
         turn, clock, filler = self._turn, self._graphs.clock, self._graphs.filler
         if turn.fills != self._fills:
@@ -218,7 +218,7 @@ class Chain(Generic[V]):
         return self._keys
 
     def _agree(self, *, idle: bool) -> bool | None:
-        """Say whether what other ranks do changes slots of this one. Return None where all are idle."""
+        """Return whether other ranks change slots of this one, or None if all ranks are idle."""
         if not self._ranks.quiet and self._number % self._loop.every:
             return False
         requests, before = self._requests, self._sizes_of_ranks
@@ -234,7 +234,7 @@ class Chain(Generic[V]):
         return decision.bucket != self._captured.rows or before != self._sizes_of_ranks
 
     def _prepare(self, *, moved: bool) -> None:
-        """Do for the next step what its graph does not. moved: whether other ranks change slots of this one."""
+        """Do for the next step what its graph does not. moved: Whether other ranks change slots of this one."""
         edits, last, requests, wrote = self._edits, self._work, len(self._keys), self._moves_host
         is_edit = moved or bool(self._leaving or self._writes)
         if self._hosts.possible:
@@ -247,13 +247,13 @@ class Chain(Generic[V]):
             wrote = True
         resized = moved or requests != len(self._keys)
         if resized:
-            self._take_graph()  # before a packet is sent: a graph may be captured now
+            self._take_graph()  # before a packet is sent, because this may capture a graph
         work = self._work
         work.reset_tails(resized=resized)
         if self._edit_graph is not None:
             values = work.packed_values(self._fields) if writes and (resized or wrote) else {}
             before = last.counts
-            for write, rows in writes:  # most often one
+            for write, rows in writes:  # usually one
                 edits.send(work.counts, before, moves, write, rows, values)
                 self._edit_graph.replay()
                 before, moves, values = [0] * len(before), (), {}
@@ -261,7 +261,7 @@ class Chain(Generic[V]):
             work.compute(self._fields)
 
     def _rearrange(self) -> tuple[Moves, Writes]:
-        """Have requests leave and join. Return which rows move, and the rows of what is written."""
+        """Let requests leave and join. Return which rows move, and the rows of what is written."""
         leaving, joining, writes = self._leaving, self._joining, self._writes
         self._leaving, self._joining, self._writes = {}, {}, []
         moves: Moves = ()
@@ -273,7 +273,10 @@ class Chain(Generic[V]):
         return moves, [(write, [self._rows.get(key, NOWHERE) for key in write.keys]) for write in writes]
 
     def _take_graph(self) -> None:
-        """Take the graph for the live requests, and what the host does for them. ReplayError if there is none."""
+        """Choose the graph for the live requests, and the host's work for them.
+
+        Raise ReplayError if there is no graph.
+        """
         requests, edits = len(self._keys), self._edits
         rows = self._agreed or self._buckets.fit(requests)
         captured = self._graphs.get(rows, self._absent)
@@ -293,20 +296,20 @@ class Chain(Generic[V]):
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
 
     def outputs(self) -> Any:
-        """Return those of the last step, of live requests."""
+        """Return the outputs of the last step, for live requests."""
         if self._by_calls:
             return self._outputs_of_call
         each = self._rows_each
         return self._captured.live(None if each is None else each * len(self._keys))
 
     def outputs_key(self) -> tuple[int, int] | None:
-        """Tell outputs apart that are the same tensors each time. Return None where they are new ones."""
+        """Return a key of outputs that are the same tensors each time, or None if they are new ones."""
         if self._by_calls or not self._captured.graph.is_recorded:
             return None
         return self._captured.rows, len(self._keys)
 
     def _call(self, *, idle: bool) -> Keys | None:
-        """Advance and edit slot by slot, and run the step as a call with a batch of what slots hold then."""
+        """Advance and edit slot by slot, and run the step as a call with a batch of the slots' contents."""
         runner, graphs, edits = self._runner, self._graphs, self._edits
         declaration = runner.stage.declaration
         with runner.gate.open():

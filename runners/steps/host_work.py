@@ -1,4 +1,4 @@
-"""Host work of steps that follow one another: what no graph does, in steps with an edit and in those without."""
+"""Host work of the steps of a loop: what no graph does, in steps with an edit and in steps without."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,12 +19,12 @@ class HostWork:
     Attributes:
         step: The sizes.
         counts: The live counts of an edit's packet.
-        advances: Advance slots in each step.
-        rules: Advance slots before an edit, but for those that its kernel advances.
-        tails: Padded rows to reset in each step, with what they hold.
-        other_tails: Others to reset where the number of requests changed.
+        advances: Advances slots in each step.
+        rules: Advances slots before an edit, except those that its kernel advances.
+        tails: Padded rows to reset in each step, with their values.
+        other_tails: Further ones to reset if the number of requests changed.
         values: Slots that the host computes.
-        packed: Slots that it computes, whose values travel in an edit's packet.
+        packed: Slots that the host computes, whose values travel in an edit's packet.
     """
 
     step: Step
@@ -45,7 +45,7 @@ class HostWork:
         Args:
             bucket: The bucket.
             live: Live rows on each varying axis.
-            sides: Where slots lie that no graph advances.
+            sides: The placements of slots that no graph advances.
             lanes: Slots that an edit's kernel advances.
             whole: Slots whose values an edit's packet carries.
         """
@@ -70,7 +70,7 @@ class HostWork:
         return work
 
     def advance(self, *, before_edit: bool) -> None:
-        """Advance slots, before an edit also those that otherwise the step's graph advances."""
+        """Advance slots. Before an edit, also advance those that the step's graph normally advances."""
         advances = [*self.advances, *self.rules] if before_edit else self.advances
         if advances:
             with torch.no_grad():
@@ -86,12 +86,12 @@ class HostWork:
                     tail.fill_(number)
 
     def compute(self, fields: Mapping[str, Any]) -> None:
-        """Compute slots from what they read now. fields: those of the first batch."""
+        """Compute slots from the present contents of the slots that they read. fields: Those of the first batch."""
         if self.values:
             with torch.no_grad():
                 for value in self.values:
                     value.run(fields, self.step)
 
     def packed_values(self, fields: Mapping[str, Any]) -> dict[str, bytes]:
-        """Compute the values that travel in a packet, by slot. fields: as of `compute`."""
+        """Compute the values that travel in a packet, by slot. fields: Those of the first batch."""
         return {one.computation.slot: one.bytes_of(fields, self.step) for one in self.packed}

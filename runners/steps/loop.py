@@ -1,7 +1,7 @@
-"""Steps that need no host: slots advance on the device, and steps are launched ahead of what the host reads.
+"""Steps without the host: slots advance on the device, and steps are launched ahead of what the host reads.
 
 A step without an edit is one replay. Requests that leave, join or change are one edit before the next launch. Outputs
-are copied to a ring of host memory, and each step waits for its own copy alone.
+are copied to a ring of host memory, and each step waits only for its own copy.
 """
 
 import collections
@@ -27,7 +27,7 @@ Copies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
 """Outputs in host memory, the tensors to copy to and from, and whether they are copied together."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _IN_FLIGHT: Final[list[tuple[Event, Copies]]] = []
-"""Memory of loops that ended, which the device may still write: to torch it would be free."""
+"""Memory of ended loops that the device may still write. Without this list torch would take it for free."""
 
 
 class LaunchedStep:
@@ -45,12 +45,12 @@ class LaunchedStep:
         self._outputs = outputs
 
     def __repr__(self) -> str:
-        """Say its number and how many requests it has. Waits for nothing."""
+        """Return its number and its number of requests. Waits for nothing."""
         return f"<step {self.number} of {len(self.keys)} requests>"
 
     @property
     def outputs(self) -> Any:
-        """What the step returned, of live rows, in host memory. Waits for this step's copy alone.
+        """What the step returned, for live rows, in host memory. Waits only for this step's copy.
 
         The step `ahead` + 2 later overwrites it. Keep a clone, or make the runner with `outputs="copy"`.
 
@@ -65,10 +65,10 @@ class LaunchedStep:
         return self._loop.launched
 
     def tokens(self) -> list[tuple[Any, Any]]:
-        """The key and the row of each request that has not left, of a step that returns one tensor.
+        """Return the key and the row of each request that has not left, of a step that returns one tensor.
 
         Returns:
-            Pairs of a key and a number, or a list of numbers where a row has several.
+            Pairs of a key and a number, or a list of numbers if a row has several.
 
         Raises:
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
@@ -86,7 +86,7 @@ class LaunchedStep:
         return self._loop.counted(self.number, list(zip(self.keys, outputs.tolist(), strict=True)))
 
     def needs(self, slot: str) -> dict[Any, int]:
-        """What a slot holds for each request in step `lands`, which is launched next and must find room for it.
+        """Return what a slot has for each request in step `lands`, which is launched next and must find room for it.
 
         Args:
             slot: One that `needs=` of `steps` names.
@@ -97,12 +97,12 @@ class LaunchedStep:
         return self._loop.needs(slot)
 
     def leave(self, keys: SomeKeys, *, now: bool = True) -> None:
-        """End requests: in step `lands` their rows are closed up on the device.
+        """End requests: in step `lands` the device closes the gaps of their rows.
 
         Args:
-            keys: Those of the requests.
-            now: Whether `tokens` drops their rows from now on. Else the steps before `lands` still count: their end,
-                such as a length, was known ahead.
+            keys: The requests' keys.
+            now: Whether `tokens` drops their rows from now on. If not, the steps before `lands` still count, because
+                their end, such as a length, was known ahead.
 
         Raises:
             BatchError: There is no such request. Nothing is changed.
@@ -126,8 +126,8 @@ class LaunchedStep:
         """Change slots of requests that stay, in step `lands`.
 
         Args:
-            keys: Those of the requests.
-            slots: By name, a row for each of the keys; a slot without rows of requests is written whole.
+            keys: The requests' keys.
+            slots: By name, a row for each of the keys. A slot without rows of requests is written whole.
 
         Raises:
             BatchError: There is no such request or slot, or a value does not fit. Nothing is changed.
@@ -141,7 +141,7 @@ class LaunchedStep:
             why: The reason, which statistics count, such as "grammar".
 
         Raises:
-            ConfigError: The reason is no text, or an empty one.
+            ConfigError: The reason is not a text, or is empty.
         """
         self._loop.hold(why)
 
@@ -163,7 +163,7 @@ class StepLoop(Generic[V]):
         read: Callable[[Any], Any] | None,
         needs: Iterable[str],
     ) -> None:
-        """Check the keys of the first batch; nothing is run yet. The other arguments are those of `steps`."""
+        """Check the keys of the first batch. Nothing is run yet. The other arguments are those of `steps`."""
         requests = runner.size(batch, NO_SIDE)[-1]
         first = keys_in(range(requests) if keys is None else keys, "steps(batch, keys={})")
         different = len({*first})
@@ -182,10 +182,10 @@ class StepLoop(Generic[V]):
         self._ahead = 0 if self._why_held else ahead
         self._hold_next = ""
         self._has_ended = False
-        self._since = dict.fromkeys(first, 0)  # by key of each request that is not to leave, its first step
-        self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps in which their rows still count
+        self._since = dict.fromkeys(first, 0)  # the first step of each request that does not leave, by key
+        self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps that still count
         self._stamps = GENERATIONS in runner.config.modes
-        self._changed = 0  # the first step with the requests of today: all its rows count
+        self._changed = 0  # the first step with the present requests: all its rows count
         self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, Copies]] = {}
@@ -195,20 +195,23 @@ class StepLoop(Generic[V]):
             self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
 
     def _note_values(self, slot: str, keys: Iterable[Hashable], source: Any) -> None:
-        """Keep what a slot holds in the next step for some requests. A tensor may be on the device: it is read late."""
+        """Keep what a slot has in the next step for some requests.
+
+        A tensor may be on the device, so it is read only later.
+        """
         values = source.detach().clone() if isinstance(source, torch.Tensor) else [*source]
         self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
 
     def __iter__(self) -> Iterator[LaunchedStep]:
-        """Begin to hand out the steps: from now on the loop is left if it is dropped, also before its first step."""
+        """Begin to hand out the steps. From now on a loop that is dropped is left, even before its first step."""
         steps = self._steps()
         next(steps)
-        return steps  # type: ignore[return-value] # the rest are steps
+        return steps  # type: ignore[return-value] # all others are steps
 
     def _steps(self) -> Iterator[LaunchedStep | None]:
-        """Yield None, and then the steps in turn; others are launched meanwhile."""
+        """Yield None, and then the steps in order. Others are launched meanwhile."""
         waiting, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
-        others = not self._runner.coordinator.quiet  # which may have requests when this rank has none
+        others = not self._runner.coordinator.quiet  # they may have requests when this rank has none
         try:
             with self._chain.looping():
                 yield None
@@ -225,13 +228,13 @@ class StepLoop(Generic[V]):
                     if self._ended:
                         self._forget_ended()
                     yield step
-        finally:  # a kernel may still write there
+        finally:  # keep memory that a kernel may still write
             self._has_ended = True
             flights = (*_IN_FLIGHT, *self._in_flight.values())
             _IN_FLIGHT[:] = [(event, copies) for event, copies in flights if not event.query()]
 
     def _launch(self, *, idle: bool) -> LaunchedStep | None:
-        """Launch the next step, with the edit before it. Return None where no rank has a request."""
+        """Launch the next step, with the edit before it. Return None if no rank has a request."""
         chain, number = self._chain, self.launched
         keys = chain.go_on(idle=idle) if number else chain.start(self._batch, tuple(self._since))
         if keys is None:
@@ -251,7 +254,10 @@ class StepLoop(Generic[V]):
         return LaunchedStep(self, number, keys, outputs)
 
     def _copies(self, number: int) -> Copies:
-        """Return the copies of a step's outputs, to host memory of its own where there is none for such ones yet."""
+        """Return the copies of a step's outputs.
+
+        Allocate host memory for them if there is none for such outputs yet.
+        """
         key, known = self._chain.outputs_key(), self._ring[number % len(self._ring)]
         if key is not None and key in known:
             return known[key]
@@ -275,7 +281,7 @@ class StepLoop(Generic[V]):
         return copies
 
     def read(self, number: int, outputs: Any) -> Any:
-        """Wait for the copies of a step's outputs, and hand these out as the runner's options say."""
+        """Wait for the copies of a step's outputs, and return these as the runner's options say."""
         runner = self._runner
         if self._is_overwritten(number):
             raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
@@ -289,16 +295,16 @@ class StepLoop(Generic[V]):
         return outputs
 
     def _is_overwritten(self, number: int) -> bool:
-        """Say whether a later step uses the host memory of a step."""
+        """Return whether a later step uses the host memory of a step."""
         return self.launched > number + len(self._ring)
 
     def check_rows(self) -> None:
-        """Raise ConfigError where outputs have no rows of requests."""
+        """Raise ConfigError if outputs have no rows of requests."""
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
 
     def counted(self, number: int, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Choose the rows of a step that still count: of live requests, and of others until their known end."""
+        """Return the rows of a step that still count: of live requests, and of others until their known end."""
         if number >= self._changed:
             return pairs
         launched = self.launched
@@ -340,7 +346,7 @@ class StepLoop(Generic[V]):
 
     def needs(self, slot: str) -> dict[Hashable, int]:
         """See `LaunchedStep.needs`."""
-        if slot not in [*self._growths]:  # it may be anything
+        if slot not in [*self._growths]:  # a list: `slot` may be unhashable
             raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
         growth, lists, kept = self._growths[slot], dict[int, list[Any]](), dict[Hashable, tuple[int, Any, int]]()
         for key in self._since:
@@ -360,7 +366,10 @@ class StepLoop(Generic[V]):
         self._hold_next = why
 
     def _live_keys(self, keys: SomeKeys, call: str) -> Keys:
-        """Return keys of live requests. BatchError where one is none, or comes twice. call: as of `keys_in`."""
+        """Return keys of live requests.
+
+        Raise BatchError for a key of none, or one given twice. call: As for `keys_in`.
+        """
         found = keys_in(keys, call)
         different = {*found}
         if len(different) != len(found):

@@ -1,1 +1,1 @@
-"""For suites of declarations and runners: assertions, strategies and races, which the pytest plugin hands out."""
+"""Tests of declarations and runners: assertions, strategies and timers, which the pytest plugin also provides."""

@@ -30,30 +30,38 @@ from .ground import NO_RELATIONS, Ground, Relations, differences, lowered
 from .timing import Run, Spread, measure
 
 SETS: Final = 4
-"""Sets of sources that take turns, each with addresses and values of its own: a step that found what the last one left
-could spare itself the upload."""
+"""Sets of sources that take turns, each with its own addresses and values.
+
+With a single set, a step could find what the last one left, and skip the upload.
+"""
 PER_SLOT: Final = "per_slot"
 REGROUPED: Final = "regrouped"
-PADDED, LIVE = 256, 0.75  # a bucket's rows, and the part of them that is live, by default
-ATTEMPTS: Final = 3  # measurements of a ratio before it counts as too high: another program may have had the core
+PADDED, LIVE = 256, 0.75  # by default, a bucket's rows, and the share of them that is live
+ATTEMPTS: Final = 3  # measurements before a ratio counts as too high: another program may have used the core
 KEY: Final = "slotgraph"  # the name of the figures in pytest-benchmark's `extra_info`
 _UNTIMED: Final[frozenset[LoweringName]] = frozenset({"slot_by_slot", "in_graph"})
-"""Lowerings that no race of fills shows: the oracle, which is not there for speed, and the fused kernel under another
-name: what is spared by launching it in the step's graph, only whole steps show."""
+"""Lowerings that are not timed in fills.
+
+The oracle is not meant to be fast. The other is the fused kernel, launched in the step's graph: only whole steps show
+what that saves.
+"""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
 
 TakesBatch = Callable[[Any], Any]
-"""Takes a batch, or what stands for one."""
+"""Takes a batch, or a stand-in for one."""
 ByHand = Callable[..., None]
 """Fills from a batch, its live rows on each varying axis, and its side arguments."""
 Box = slice | tuple[slice, ...]
 _Plan = tuple[list[Any], list[Any]]
-"""What a step of given sizes does. Copies: name or None, source or None, buffer, live rows, tails, and what these hold.
-Computed slots: target, function, and fields of the batch."""
+"""What a step of given sizes does.
+
+Copies have a name or None, a source or None, the buffer, live rows, tails, and the tails' value. Computed slots have
+the target, the function, and fields of the batch.
+"""
 
 
-def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
+def fill_by_hand(  # noqa: C901 - one function, as in code by hand
     declaration: Declaration,
     backend: Backend,
     padded: Sizes,
@@ -61,7 +69,10 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     *,
     grouped: bool = False,
 ) -> ByHand:
-    """Make a fill as engines write it: a tail reset and a copy a slot. grouped: copies by foreach, in each step."""
+    """Make a fill as engines write it: a tail reset and a copy for each slot.
+
+    grouped: Whether each step copies by foreach.
+    """
     plans, reads_host = dict[Live, _Plan](), not backend.capabilities.packed_uploads
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
@@ -69,7 +80,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
             plans[live] = _planned(declaration, backend, declaration.step(live, padded), buffers)
         copied, computed = plans[live]
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
-        zeros, copies = list[torch.Tensor](), dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]()  # of foreach
+        zeros, copies = list[torch.Tensor](), dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]()  # for foreach
         for name, source, buffer, box, tails, pad in copied:
             value = None
             if source is not None:
@@ -87,7 +98,7 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
             if not grouped:
                 buffer[box].copy_(given, non_blocking=True)
                 continue
-            if not reads_host:  # one has to move it first
+            if not reads_host:  # move it first
                 given = given.to(buffer.device)
             targets, sources = copies.setdefault((buffer.dtype, given.dtype, buffer.is_cpu), ([], []))
             targets.append(buffer[box])
@@ -100,14 +111,14 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
             value = function(**{need: field.read(batch) for need, field in fields.items()})
             if isinstance(value, int | float):
                 target.fill_(value)
-            elif value is not None:  # else it has written its slot itself
+            elif value is not None:  # with None it has written its slot itself
                 target.copy_(value if type(value) is torch.Tensor else tensor_of(value, target.dtype))
 
     return fill
 
 
 def _planned(declaration: Declaration, backend: Backend, step: Step, buffers: Buffers) -> _Plan:
-    """Slices and functions for a step of given sizes: made once, as constants of code by hand are."""
+    """Return slices and functions for a step of given sizes. They are made once, like constants of code by hand."""
     copied, computed, known = list[Any](), list[Any](), dict[str, Any]()
     for name, slot in declaration.slots.items():
         source, buffer, rule, tails, pad = slot.reads(name), buffers[name].tensor, slot.rule(), list[Box](), None
@@ -128,13 +139,18 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, buffers: Bu
 
 
 def _box(*ranges: slice) -> Box:
-    """Make an index; a single slice stays one, since a tuple takes longer."""
+    """Make an index. A single slice stays one, since a tuple takes longer."""
     return ranges[0] if len(ranges) == 1 else ranges
 
 
 @attrs.frozen(eq=False)
 class Contestant:
-    """One way to fill, or to run a whole step: a call that takes a batch, and the memory of the slots that it fills."""
+    """One way to fill, or to run a whole step.
+
+    Attributes:
+        call: Takes a batch.
+        buffers: The memory of the slots that it fills.
+    """
 
     call: TakesBatch
     buffers: Buffers
@@ -148,10 +164,17 @@ def verify(
     others: Mapping[str, Contestant],
     batches: Iterable[tuple[Sizes, Any]],
 ) -> None:
-    """Hold what contestants leave in slots, and the tensors that they return, to what the oracle does.
+    """Raise WrongBytesError if a contestant leaves other values in slots than the oracle, or returns another tensor.
 
-    Tails that no one reads, and absent slots, may hold anything. WrongBytesError names a contestant that differs.
-    title: what they run. batches: each with its sizes.
+    Tails that nothing reads, and absent slots, may have any values.
+
+    Args:
+        title: What they run.
+        declaration: The slots.
+        backend: The device.
+        oracle: The contestant to compare with.
+        others: The other contestants, by name.
+        batches: Batches, each with its sizes.
     """
     slots = declaration.slots
     compared = [
@@ -183,7 +206,7 @@ def verify(
 
 @attrs.frozen
 class Figures:
-    """What each way took, in microseconds a step, and its ratio to the way that all are held to.
+    """The times of each way, in microseconds a step, and its ratio to the base way.
 
     Ratios are medians over the rounds of one run, so that a slow machine is slow for both.
     """
@@ -193,7 +216,7 @@ class Figures:
 
     @classmethod
     def of(cls, samples: Mapping[str, Sequence[float]], rounds: int, base: str) -> "Figures":
-        """Sum up all steps' times, as many a round; ratios are to the way named `base`."""
+        """Summarize the times of all steps, equally many a round. Ratios are to the way named `base`."""
         medians = {name: np.median(np.reshape(times, (rounds, -1)), axis=1) for name, times in samples.items()}
         ratios = {name: float(np.median(one / medians[base])) for name, one in medians.items() if name != base}
         return cls({name: Spread.of(times) for name, times in samples.items()}, ratios)
@@ -202,7 +225,7 @@ class Figures:
 def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[LoweringName]
 ) -> tuple[dict[str, TakesBatch], list[Sample]]:
-    """Return the fill of one bucket by each way, and batches that take turns. WrongBytesError for other bytes."""
+    """Return the fill of one bucket by each way, and batches that take turns. Raise WrongBytesError if bytes differ."""
     declaration, backend, padded, rows = ground.declaration, ground.backend, ground.most, ground.live(live)
     had = backend.capabilities.lowerings
     timed = lowerings or [one for one in had if one not in _UNTIMED] or had
@@ -232,7 +255,7 @@ def ways_to_fill(
 @final
 @attrs.frozen
 class Timer:
-    """Times ways to do the same in one test by pytest-benchmark's fixture, which saves their figures."""
+    """Times several ways to do the same in one test, with pytest-benchmark's fixture, which saves their figures."""
 
     benchmark: Any
 
@@ -253,19 +276,19 @@ class Timer:
         """Time the fill of one bucket by each lowering, against two by hand, all compared with the oracle first.
 
         Args:
-            backend: Where it is filled; the fixture gives it.
+            backend: Where it is filled. The fixture gives it.
             inputs: The declaration.
             padded: The bucket's sizes, by default 256 on each varying axis and 3 on each fixed one.
             live: The batch's sizes, by default three quarters of those.
-            values: As `slotgraph.testing.batches` has them.
+            values: As for `slotgraph.testing.batches`.
             settings: What `when=` of slots refers to.
             relations: Axes that follow from others.
-            absent: Optional slots that batches come without.
-            lowerings: The one that counts first. By default all that the backend has.
-            **options: As `ways` has them; the ratio is to the fill slot by slot by hand.
+            absent: Optional slots that batches lack.
+            lowerings: The lowering that is measured, and then others. By default all that the backend has.
+            **options: As for `ways`. The ratio is to the fill slot by slot by hand.
 
         Returns:
-            What each way took.
+            The times of each way.
 
         Raises:
             WrongBytesError: A way leaves other bytes than the oracle.
@@ -293,12 +316,12 @@ class Timer:
         rounds: int = 20,
         steps: int = 20,
     ) -> Figures:
-        """Time ways of one's own to do the same, in turn, such as an engine's fill and this library's.
+        """Time your own ways to do the same, in turn, such as an engine's fill and this library's.
 
-        If pytest-benchmark is disabled, each way runs once, and no ratio is held to anything.
+        If pytest-benchmark is disabled, each way runs once, and no ratio is checked.
 
         Args:
-            backend: Where it is done; the fixture gives it.
+            backend: Where it is done. The fixture gives it.
             ways: Calls that take a batch, by name. The first gives the right outputs, the second is what you measure.
             batches: Batches of one size that take turns.
             title: What is done.
@@ -307,12 +330,12 @@ class Timer:
             steps: Steps of each round.
 
         Returns:
-            What each way took.
+            The times of each way.
 
         Raises:
             RegressionError: The ratio is over `most` each time that it is measured.
         """
-        if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio is of two
+        if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio needs two
             raise ConfigError(f"ways: expected at least two, the right one first, and batches, got {list(ways)}")
         base, ours, *_ = ways
         benchmark, title = self.benchmark, f"{backend.name}: {title}"

@@ -1,4 +1,4 @@
-"""Fills against the oracle, on random steps that Hypothesis draws: its strategies, and the assertion."""
+"""Comparison of fills with the oracle, on random steps that Hypothesis draws: its strategies, and the assertion."""
 
 import functools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _SEEDS: Final = st.integers(0, (1 << 32) - 1)
 
 @attrs.frozen(eq=False, repr=False)
 class Turn:
-    """One step of a schedule: sizes, absent slots, and what the batch brings, some slots of it as lists."""
+    """One step of a schedule: its sizes, its absent slots, and its batch, some slots of it as lists."""
 
     padded: Sizes
     live: Sizes
@@ -57,9 +57,9 @@ def batches(
     relations: Relations = NO_RELATIONS,
     least: int = 1,
 ) -> st.SearchStrategy[Sample]:
-    """Draw batches of a declaration, `sample.batch` and `sample.side`, which come without any of the optional slots.
+    """Draw batches of a declaration, `sample.batch` and `sample.side`, which may lack any of the optional slots.
 
-    Sizes and absent slots are Hypothesis's, and so is the seed of the values.
+    Hypothesis draws sizes, absent slots, and the seed of the values.
 
     Args:
         inputs: The declaration.
@@ -85,13 +85,13 @@ def batches(
 
 
 def _sizes(ground: Ground, least: int, most: Sizes) -> st.SearchStrategy[Sizes]:
-    """Draw sizes of every axis, those that lead up to `most`."""
+    """Draw sizes of every axis, with leading axes up to `most`."""
     leads = {axis: st.integers(min(least, most[axis]), most[axis]) for axis in ground.leads}
     return st.fixed_dictionaries(leads).map(ground.sizes)
 
 
 def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
-    """Draw sets of optional slots that a batch comes without; slots of one source go together."""
+    """Draw sets of optional slots that a batch lacks. Slots of one source are absent together."""
     declaration = ground.declaration
     paths = {name: path_of(declaration, name) for name in declaration.sources}
     required = {path for name, path in paths.items() if not declaration.slots[name].optional}
@@ -102,7 +102,7 @@ def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
 
 @st.composite
 def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> list[Turn]:
-    """Steps over at most three buckets, so that each is filled several times; no bucket is empty."""
+    """Draw steps over at most three buckets, so that each is filled several times. No bucket is empty."""
     buckets = draw(st.lists(_sizes(ground, max(least, 1), ground.most), min_size=1, max_size=3))
     made, slots, capabilities = list[Turn](), ground.declaration.slots, ground.backend.capabilities
     for _ in range(draw(st.integers(1, 5))):
@@ -135,18 +135,18 @@ def assert_fill_equals_oracle(
     least: int = 1,
     max_examples: int | None = None,
 ) -> None:
-    """Fill a declaration by every lowering that a backend has, and slot by slot; the bytes must be the same.
+    """Fill a declaration by every lowering of a backend, and slot by slot, and check that the bytes are the same.
 
     Random steps follow one another over buffers full of random bytes: live and padded sizes, batches, absent slots,
-    tensors and lists. Hypothesis draws them, under its own settings. Slots that no computed slot reads get any numbers;
-    for the others see `values` of `slotgraph.testing.batches`.
+    tensors and lists. Hypothesis draws them, under its own settings. Slots that no computed slot reads get any numbers.
+    For the others see `values` of `slotgraph.testing.batches`.
 
     Args:
         inputs: The declaration.
         max_sizes: The largest sizes of varying axes, by default 8, and the sizes of fixed ones, by default 3.
         backend: Where it is filled, by name or as an instance.
         lowerings: By default all that the backend has.
-        values: What slots hold, see `slotgraph.testing.batches`.
+        values: The values of slots, see `slotgraph.testing.batches`.
         settings: What `when=` of slots refers to.
         relations: Axes that follow from others, as {TOKENS: BATCH * 4}.
         least: The fewest rows on an axis.
@@ -165,8 +165,8 @@ def assert_fill_equals_oracle(
         own,
         deadline=None,
         max_examples=max_examples or own.max_examples,
-        phases=[phase for phase in own.phases if phase is not hypothesis.Phase.explain],  # the message does
-        suppress_health_check={*own.suppress_health_check, hypothesis.HealthCheck.too_slow},  # a device's first calls
+        phases=[phase for phase in own.phases if phase is not hypothesis.Phase.explain],  # the message explains it
+        suppress_health_check={*own.suppress_health_check, hypothesis.HealthCheck.too_slow},  # first calls are slow
     )
     @hypothesis.given(schedule=drawn, seed=st.integers(0, 1 << 30))
     def fills(lowering: LoweringName, schedule: list[Turn], seed: int) -> None:
@@ -177,7 +177,7 @@ def assert_fill_equals_oracle(
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers over a small range, zeros as rare as any other; of a dtype without signs, none below zero."""
+    """Draw numbers over a small range, with zeros as rare as any other, and none below zero for an unsigned dtype."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, device="cpu", generator=generator).bool()
     low = -_SPREAD if dtype.is_signed else 0
@@ -185,7 +185,10 @@ def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
 
 
 def _play(ground: Ground, lowering: LoweringName, schedule: list[Turn], seed: int) -> None:
-    """Fill buffers by a lowering, others by the oracle; after each step slots that it may write hold anything."""
+    """Fill buffers by a lowering, and others by the oracle.
+
+    After each step, slots that the step may write get random bytes.
+    """
     layer, right, declaration = lowered(ground, lowering, seed), spoilt(ground, seed), ground.declaration
     bucket = functools.cache(functools.partial(BucketBuffers[Any], layer))
     for number, turn in enumerate(schedule, 1):

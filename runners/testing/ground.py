@@ -29,7 +29,7 @@ Slots = Mapping[str, torch.Tensor | None]
 
 
 def no_step(view: Any) -> NoReturn:
-    """Refuse to run: the declaration is only filled."""
+    """Raise RuntimeError: the declaration is only filled."""
     raise RuntimeError(f"nothing runs on a {type(view).__name__} here")
 
 
@@ -56,7 +56,7 @@ class Ground:
         settings: object = None,
         relations: Relations = NO_RELATIONS,
     ) -> "Ground":
-        """Check what is said of a declaration, as of `batches`. ConfigError if a size or relation does not fit."""
+        """Check the arguments of `batches`. Raise ConfigError if a size or relation does not fit."""
         declaration, leads = inputs.slotgraph.under(settings), set[Axis]()
         for axis in declaration.varying:
             lead = (size := relations.get(axis, Dim.of(axis))).reveals()
@@ -74,20 +74,20 @@ class Ground:
 
     @property
     def declaration(self) -> Declaration:
-        """Its slots, under the settings."""
+        """The declaration, under the settings."""
         return self.stage.declaration
 
     @property
     def backend(self) -> Backend:
-        """What it is filled on."""
+        """The backend that it is filled on."""
         return self.stage.backend
 
     def sizes(self, leads: Sizes) -> Sizes:
-        """Return the sizes of all axes, given those that lead."""
+        """Return the sizes of all axes, given those of the leading ones."""
         return _followed({**self.stage.sizes, **leads}, self.stage.relations)
 
     def live(self, sizes: Sizes) -> Live:
-        """Return sizes as a fill takes them: one for each varying axis."""
+        """Return sizes in the form that a fill takes: one for each varying axis."""
         return tuple(sizes[axis] for axis in self.declaration.varying)
 
     def sample(self, live: Sizes, seed: int, absent: Collection[str], values: Values) -> Sample:
@@ -96,7 +96,7 @@ class Ground:
         return sample_batch(*given, absent=absent, values=values, device=self.backend.device)
 
     def oracle(self, buffers: Buffers, batch: Any, side: Side, live: Sizes, padded: Sizes) -> Views:
-        """Fill slot by slot in the plainest code."""
+        """Fill slot by slot, in the plainest code."""
         step = self.declaration.step(self.live(live), padded)
         return fill_slot_by_slot(self.declaration, buffers, self.backend.capabilities, step, batch, side)
 
@@ -115,7 +115,10 @@ def spoilt(ground: Ground, seed: int) -> Buffers:
 
 
 def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) -> None:
-    """Write random bytes, or each bit the other way round, but for constants and for tails that are kept."""
+    """Write random bytes everywhere except in constants and kept tails.
+
+    flipped: Whether to invert each bit.
+    """
     generator = torch.Generator().manual_seed(seed)
     for buffer in buffers:
         if buffer.slot.writers and not isinstance(buffer.slot.rule(), Keep | Once):
@@ -124,7 +127,7 @@ def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) 
 
 
 def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:
-    """Do what a step does to slots that it may write: put anything in every padded row."""
+    """Do what a step may do to slots that it writes: put random bytes in every padded row."""
     for buffer in buffers:
         if buffer.slot.rewritten or buffer.slot.writers == BY_STEP:
             view = buffer.view(padded)
@@ -132,7 +135,7 @@ def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> Non
 
 
 def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Sizes) -> Iterator[str]:
-    """Return what is wrong with a fill, one sentence a slot."""
+    """Yield what is wrong with a fill, one sentence a slot."""
     for name, expected in right.items():
         got = mine[name]
         if got is None or expected is None:
@@ -148,7 +151,10 @@ def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
 
 
 def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
-    """Find slots with rows written that no rule lets a fill write: kept tails, constants, other buckets' rows."""
+    """Yield a sentence for each slot with rows written that a fill must not write.
+
+    These are rows of kept tails, of constants, and of other buckets.
+    """
     for buffer in mine:
         if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
             where = first_unequal(buffer.tensor, right[buffer.name].tensor)
@@ -161,5 +167,5 @@ def _row(where: tuple[int, ...]) -> str:
 
 
 def _followed(sizes: Sizes, relations: Relations) -> Sizes:
-    """Add the sizes of axes that follow from others."""
+    """Return sizes with those of the axes that follow from others."""
     return {**sizes, **{axis: size.at(sizes) for axis, size in relations.items()}}

@@ -1,6 +1,6 @@
 """Timing: several ways to do the same take turns in one run, so that a machine's noise is the same for all of them.
 
-On the host each step is timed by itself: where another process takes the core for some milliseconds, one step is an
+On the host each step is timed by itself: if another process takes the core for some milliseconds, one step is an
 outlier, and not a whole round. On the device several steps are timed at once, queued behind other work.
 """
 
@@ -21,9 +21,11 @@ import torch
 from ...backends.base import Backend
 
 QUEUED: Final = 20
-"""Steps that the host may be ahead by. An upload's ring has 32 entries, of which one event guards 8: at 25 steps the
-host would wait for the device."""
-THREADS: Final = 1  # that copies in host memory are spread over
+"""The most steps that the host may be ahead.
+
+An upload's ring has 32 entries, and one event guards 8 of them: at 25 steps the host would wait for the device.
+"""
+THREADS: Final = 1  # threads that copies in host memory use
 _ATTEMPTS: Final = 5
 _MARGIN_US: Final = 300.0
 _BUSY_SIZE: Final = 2048
@@ -35,7 +37,7 @@ Occupy = Callable[[float], None]
 
 @attrs.frozen
 class Spread:
-    """Microseconds a step: median, and the tenth and ninetieth percentile."""
+    """The spread of times in microseconds a step: the median, and the tenth and ninetieth percentile."""
 
     median: float
     p10: float
@@ -43,18 +45,18 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
-        """Return the spread of samples, at least one."""
+        """Return the spread of at least one sample."""
         return cls(*map(float, np.percentile(samples, (50, 10, 90))))
 
 
 @attrs.define(eq=False)
 class Run:
-    """One way to run batches that take turns, and what its steps took, in microseconds on host and device.
+    """One way to run batches that take turns, and the times of its steps, in microseconds on host and device.
 
     Args:
         way: Takes a batch.
-        batches: What takes turns, from round to round.
-        around: What a whole round runs in.
+        batches: The batches that take turns, from round to round.
+        around: Makes the context of a whole round.
         before: Called before each step, untimed, with the number of steps that are left.
     """
 
@@ -68,7 +70,7 @@ class Run:
     _turns: Iterator[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Have batches go on from round to round, rather than begin anew."""
+        """Let batches continue from round to round, and not start again."""
         self._turns = itertools.cycle(self.batches)
 
     def once(self, steps: int, wait: Callable[[], None]) -> None:
@@ -88,7 +90,7 @@ class Run:
             wait()
 
     def queue(self, steps: int) -> None:
-        """So many steps, one behind another."""
+        """Queue so many steps, one after another."""
         with self.around():
             for left in reversed(range(steps)):
                 if self.before is not None:
@@ -96,7 +98,7 @@ class Run:
                 self.way(next(self._turns))
 
     def as_data(self) -> dict[str, float | None]:
-        """Return microseconds a step on host and device, as plain data. None on the device if that was not measured."""
+        """Return microseconds a step on host and device, as plain data. The device has None if it was not measured."""
         found: dict[str, float | None] = {}
         for where, times in (("host", self.host), ("gpu", self.device)):
             spread = attrs.astuple(Spread.of(times)) if times else (None, None, None)
@@ -107,13 +109,13 @@ class Run:
 
 @torch.no_grad()
 def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, device_rounds: int = 0) -> None:
-    """Time all runs on the host, then on the device, if the backend has one; the runs take turns in each round.
+    """Time all runs on the host, then on the device, if the backend has one. The runs take turns in each round.
 
-    A run has no device time where the host cannot get ahead of the device: some ways wait for it in each step. It runs
+    A run has no device time if the host cannot get ahead of the device: some ways wait for it in each step. It runs
     without gradients, as engines do, on one thread, and without the garbage collector's pauses.
 
     Args:
-        runs: What is timed; the times are added to each.
+        runs: What is timed. The times are added to each.
         backend: Where they run.
         rounds: Rounds on the host, after one that is left out.
         steps: Steps in a round.
@@ -144,7 +146,10 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
 
 
 def occupier(backend: Backend) -> Occupy:
-    """Make what keeps a device busy while the host queues steps: matrix products, whose time is measured first."""
+    """Make a function that keeps a device busy while the host queues steps.
+
+    It runs matrix products, which are timed first.
+    """
     matrix, result = (torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=backend.device) for _ in range(2))
 
     def multiply(times: int) -> None:
@@ -162,7 +167,10 @@ def occupier(backend: Backend) -> Occupy:
 
 
 def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
-    """Time steps behind other work, in microseconds: more of it, and fewer steps, while the device gets there first."""
+    """Return the microseconds of a step on the device, timed behind other work.
+
+    Return None if the device always catches up. Each attempt queues more work and fewer steps.
+    """
     host = statistics.median(run.host)
     for attempt in range(run.attempt, _ATTEMPTS):
         steps = max(4, QUEUED >> attempt)
