@@ -89,7 +89,7 @@ class Ring(Upload):
 
     def _turn(self, entered: int) -> None:
         """Leave a segment and enter the next once the device is done with it. Release what the device has read."""
-        self._marks[entered - 1] = self._mark()
+        self._marks[entered - 1] = self._mark(self._marks[entered - 1])
         mark = self._marks[entered]
         if mark is not None:
             mark.synchronize()
@@ -99,7 +99,7 @@ class Ring(Upload):
 
     def _grow(self, size: int) -> None:
         """Make the entries larger, once the device is done with all of them."""
-        self._mark().synchronize()
+        self._mark(None).synchronize()
         self._room = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = self._pinned(self._room * ENTRIES)
         self.nbytes = self.packet.nbytes + self._memory.nbytes
