@@ -44,8 +44,7 @@ _BRAIN = tl.constexpr(CODES[torch.bfloat16])
 def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
     """Fill one block of one lane, if the packet is new and meant for this table, else advance it.
 
-    Table and packet are both words. With `ADVANCE`, only advance the live rows of the step before, and no tails, as
-    comes before an edit.
+    Table and packet are words. With `ADVANCE`, only advance the live rows of the step before: an edit comes next.
     """
     row = table + tl.program_id(0) * _COLUMNS
     armed = tl.load(packet)

@@ -154,11 +154,10 @@ def ring_on(
         stream: Returns the current stream, if it is not the module's.
     """
     packet, found = packet_on(device, nbytes), module or torch.get_device_module(device)
-    current = functools.partial(found.current_stream, device) if stream is None else stream
 
     def mark(again: Any) -> Any:
         event: Any = found.Event() if again is None else again
-        event.record(current())
+        event.record(found.current_stream(device) if stream is None else stream())
         return event
 
     def finish() -> None:  # a wait would break off a capture
