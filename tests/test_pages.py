@@ -2,11 +2,16 @@
 
 import ast
 import importlib
+import json
 import re
 from pathlib import Path
 from typing import Final
 
+import attrs
+
 import slotgraph
+from slotgraph.config import RunnerConfig
+from slotgraph.extend import Slot
 
 ROOT: Final = Path(__file__).parents[1]
 INVARIANTS, HAZARDS = (
@@ -90,3 +95,39 @@ def test_links_to_our_own_files() -> None:
         titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text("utf-8"), re.MULTILINE) if heading else []
         assert (ROOT / name).exists()
         assert heading in ["", *(title.lower().replace(" ", "-") for title in titles)], f"{name}#{heading}"
+
+
+def test_contributing_names_each_module() -> None:
+    """The map in CONTRIBUTING has a line for each module, which is the first one of its docstring."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = dict(re.findall(r"^\| `(\S+\.py)` \| (.+) \|$", page, re.MULTILINE))
+    found = dict[str, str]()
+    for folder in ("dataflow", "backends", "runners", "src"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not any(parent.is_symlink() for parent in path.parents):
+                first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+                found[str(path.relative_to(ROOT))] = first.replace("\n", " ")
+    assert named == found
+
+
+def test_declare_names_what_a_slot_has() -> None:
+    """The section on new kinds names each field of `Slot`, and in its table each method that a kind may override."""
+    page = (ROOT / "docs" / "declare.md").read_text(encoding="utf-8")
+    section = page.split("## New kinds of slots")[1].split("```python")[0]
+    fields = section.split("with the fields")[1].split(";")[0]
+    declared = [field.name for field in attrs.fields(Slot)]
+    assert re.findall(r"`(\w+)`", fields) == declared
+    public = {name for name in vars(Slot) if not name.startswith("_")}
+    derived = {"axes", "declared_values", "kind", "needs", "needs_rule", "varying"}
+    named = re.findall(r"^\| `(\w+)(?:\(\w*\))?` \|", section, re.MULTILINE)
+    assert set(named) == public - derived - {*declared}
+
+
+def test_run_names_each_option_and_its_default() -> None:
+    """The table of options is that of `RunnerConfig`."""
+    page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
+    table = page.split("| option | default | meaning |")[1].split("```")[0]
+    named = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]+?)`? \|", table, re.MULTILINE))
+    defaults = {field.name: field.default for field in attrs.fields(RunnerConfig)}
+    declared = {name: defaults[name] for name in RunnerConfig.options()}
+    assert named == {name: "none" if value is None else json.dumps(value) for name, value in declared.items()}
