@@ -39,7 +39,7 @@ from .operators import (
     copies_to_host,
     fixed_key,
     is_composite,
-    refuse,
+    refuse_operator,
     run_uncompiled,
     run_under,
     tensors_in,
@@ -48,7 +48,7 @@ from .operators import (
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 T = TypeVar("T")
-Call = Callable[[], object]
+Action = Callable[[], object]
 _ACTIVE: Final = threading.local()
 _MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
 
@@ -76,7 +76,7 @@ def plainly(call: Callable[..., T], *args: Any) -> T:
 
 
 @attrs.define
-class Found:
+class OlderStorage:
     """A storage that existed before the capture.
 
     Attributes:
@@ -118,7 +118,7 @@ class Storages:
     """The storages that a capture uses. With `restore` and `poison`, the capture leaves no trace."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, OlderStorage] = {}
         self._owned: dict[int, torch.Tensor] = {}
         self._known: dict[int, torch.Tensor] = {}  # by id; kept alive, so that no id is reused
         self.constants: set[int] = set()
@@ -128,7 +128,7 @@ class Storages:
         key = fixed_key(tensor)
         if key not in self._owned and id(tensor) not in self._known:
             storage = tensor.untyped_storage()
-            found = self._found.setdefault(key, Found(storage, storage.data_ptr(), storage.nbytes(), operator))
+            found = self._found.setdefault(key, OlderStorage(storage, storage.data_ptr(), storage.nbytes(), operator))
             self._known[id(tensor)] = tensor
             found.tensors.append((TensorWeakRef(tensor), tensor.data_ptr()))
 
@@ -136,7 +136,7 @@ class Storages:
         """Keep a found storage's bytes before its first write: all of them, whatever the size of the view."""
         key = fixed_key(tensor)
         if key in self.constants:
-            refuse("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
+            refuse_operator("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
         found = self._found.get(key)
         if found is not None and found.before is None:
             found.before = found.storage.clone()  # type: ignore[no-untyped-call]
@@ -170,10 +170,10 @@ class Storages:
         handed_out = {fixed_key(tensor) for tensor in tensors_in(outputs)}
         return sum(own.untyped_storage().nbytes() for key, own in self._owned.items() if key not in handed_out)
 
-    def seal(self) -> list[Found]:
+    def seal(self) -> list[OlderStorage]:
         """Return all storages that existed before. Raise CaptureError if the step itself moved one."""
         if any(found.has_moved for found in self._found.values()):
-            refuse("a storage that it resizes", _MOVED)
+            refuse_operator("a storage that it resizes", _MOVED)
         return list(self._found.values())
 
 
@@ -208,7 +208,7 @@ class Recorder(OperatorWatch):
     def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
         super().__init__()
         self.storages = Storages()
-        self.parts: list[tuple[list[Call], Call | None]] = [([], None)]
+        self.parts: list[tuple[list[Action], Action | None]] = [([], None)]
         self.parameters = parameters
         self.refused: CaptureError | None = None
 
@@ -259,7 +259,7 @@ class Recorder(OperatorWatch):
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_operator(operator, args, kwargs, self.storages.constants)
         if _C._current_graph_task_id() != -1:  # noqa: SLF001
-            refuse("a backward pass", NO_GRADIENTS)
+            refuse_operator("a backward pass", NO_GRADIENTS)
         if is_composite(operator):
             return self.take_apart(operator, args, kwargs)
         if torch.Tag.inplace_view in operator.tags:
@@ -332,7 +332,7 @@ class CapturedGraph(Graph):
                 run()
 
 
-def _run_all(calls: list[Call]) -> None:
+def _run_all(calls: list[Action]) -> None:
     try:
         with _C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
             for call in calls:

@@ -356,7 +356,7 @@ _FUNCTIONS: Final[Mapping[Any, str]] = {
 _MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 
-def refuse(what: str, advice: str) -> NoReturn:
+def refuse_operator(what: str, advice: str) -> NoReturn:
     """Raise CaptureError, which says what cannot be captured and what to do instead."""
     raise CaptureError(f"a captured step cannot use {what}: {advice}")
 
@@ -364,21 +364,23 @@ def refuse(what: str, advice: str) -> NoReturn:
 def fixed_key(tensor: torch.Tensor) -> int:
     """Return the `storage_key` of a tensor. Raise CaptureError if it has no storage of its own, or hides it."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        refuse(f"a tensor of layout {tensor.layout}, {tensor.dtype}", "only plain strided tensors have a fixed address")
+        refuse_operator(
+            f"a tensor of layout {tensor.layout}, {tensor.dtype}", "only plain strided tensors have a fixed address"
+        )
     return storage_key(tensor)
 
 
 def check_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], constants: Container[int]) -> None:
     """Raise CaptureError, with the operator's name and what to do instead, if a graph cannot hold its call."""
     if not is_plain(operator):
-        refuse(
+        refuse_operator(
             f"the higher-order operator {getattr(operator, '__name__', operator)}",
             "this backend records plain operators alone, and no functions: choose by torch.where, loop a fixed number "
             "of times in Python, attend by scaled_dot_product_attention with a mask, or capture the step on the device "
             "itself",
         )
     if operator.namespace == "_c10d_functional":
-        refuse(
+        refuse_operator(
             f"{operator.name()}, a functional collective",
             "its result has no fixed address: use the one of torch.distributed that writes into a tensor of yours",
         )
@@ -395,7 +397,7 @@ def check_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], c
         )
         advice = rule[1] if is_refused else None
     if advice is not None:
-        refuse(str(operator), advice)
+        refuse_operator(str(operator), advice)
 
 
 def check_function(
@@ -415,12 +417,12 @@ def check_function(
         address = args[0].data_ptr()
         for parameter, tensor in parameters.items():
             if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes:
-                refuse(
+                refuse_operator(
                     f"{name} of host parameter {parameter!r}",
                     "this device has no host parameters, so that each replay would see the value of the capture: "
                     "declare it on the device too, by copied() or computed(), and have operators read it there",
                 )
-    refuse(name, advice)
+    refuse_operator(name, advice)
 
 
 def copies_to_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ Extent = tuple[int, ...]
 """A shape as integers."""
 Live = tuple[int, ...]
 """Live rows on each varying axis, in the declaration's order. The rows of a runner's leading axis may follow them."""
-MOST: Final = 2**63 - 1  # the largest size that torch can represent
+LARGEST_SIZE: Final = 2**63 - 1  # the largest size that torch can represent
 
 
 class _Arithmetic:
@@ -82,8 +82,8 @@ class Dim(_Arithmetic):
         value = python_number(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"a size is an axis, an expression over axes or a whole number, got {value!r}")
-        if not 0 <= value <= MOST:
-            raise ValueError(f"a size is {'at least 0' if value < 0 else f'at most {MOST}'}, got {value}")
+        if not 0 <= value <= LARGEST_SIZE:
+            raise ValueError(f"a size is {'at least 0' if value < 0 else f'at most {LARGEST_SIZE}'}, got {value}")
         return cls((((), value),) if value else ())
 
     @property

@@ -21,7 +21,7 @@ from .guard import outside_inference
 from .slots import BY_STEP, Slot
 
 Allocate: TypeAlias = Callable[[Extent, torch.dtype, Placement], torch.Tensor]
-Box = Sequence[tuple[int, int]]
+Ranges = Sequence[tuple[int, int]]
 ALIGNMENT: Final = 256
 """Each slot's address is a multiple of this many bytes, as CUDA's allocator guarantees and wide loads need."""
 
@@ -144,7 +144,7 @@ class Buffer:
         """Return the part that a bucket reads: the first rows along each varying dim."""
         return self.box([(0, rows) for rows in self.reach(sizes)])
 
-    def box(self, ranges: Box) -> torch.Tensor:
+    def box(self, ranges: Ranges) -> torch.Tensor:
         """Return the part between two bounds along each varying dim. It is never an inference tensor."""
         if torch.is_inference_mode_enabled():
             with outside_inference():

@@ -328,7 +328,7 @@ def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
 SLOT: Final = "slotgraph.slot"
 FAULTS: Final = "slotgraph.faults"
 Size = int | Axis | Dim
-Sizing = Size | tuple[Size, ...]
+ShapeArgument = Size | tuple[Size, ...]
 Dtype = torch.dtype | Role
 
 
@@ -423,7 +423,7 @@ def copied(
 def computed(
     function: Callable[..., Any],
     *,
-    shape: Sizing = (),
+    shape: ShapeArgument = (),
     dtype: Dtype,
     placement: Placement = DEVICE,
     argument: str | None = None,
@@ -451,7 +451,7 @@ def computed(
 def constant(
     value: Value,
     *,
-    shape: Sizing = (),
+    shape: ShapeArgument = (),
     dtype: Dtype,
     placement: Placement = DEVICE,
     when: When | None = None,

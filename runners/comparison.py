@@ -20,7 +20,7 @@ from .engine.runner import Runner
 from .engine.running import Running, under_way
 from .engine.state import State
 
-DEPTH: Final = 4
+MOST_NESTED: Final = 4
 """How many objects within objects are searched for outputs."""
 Leaves = Mapping[str, Any]
 """Tensors and values by their path in what a step returns, or by slot."""
@@ -134,7 +134,7 @@ def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def named(
-    value: Any, place: str = "", depth: int = DEPTH, known: set[int] | None = None
+    value: Any, place: str = "", depth: int = MOST_NESTED, known: set[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of what a step returned, each with its path in it. known: Objects that were searched."""
     known = set() if known is None else known

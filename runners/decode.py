@@ -16,6 +16,7 @@ from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import LoweringName, chosen_lowering
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
+from ..dataflow.inputs import V
 from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
@@ -37,8 +38,8 @@ from .engine.outputs import rows_each
 from .engine.pool import Phase
 from .engine.routes import GraphRoute, Route
 from .engine.runner import Runner
-from .engine.stage import NO_SIZES, Stage, V, joined
-from .engine.statistics import CaptureReport, Decision, Path, Why
+from .engine.stage import NO_SIZES, Stage, joined
+from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .steps.chain import Chain
@@ -128,7 +129,7 @@ class GraphRunner(Runner[V]):
         said: str,
         leading: Collection[Axis],
         factor: str = "",
-        path: Path = "graph",
+        path: PathName = "graph",
         rows_each: int | None = None,
     ) -> None:
         """Size the buckets, and join the pool.

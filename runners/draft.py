@@ -12,9 +12,9 @@ from ..dataflow.axes import BATCH, Dim
 from ..dataflow.computation import initial_value
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
+from ..dataflow.inputs import V
 from .decode import DraftArguments, ExtendArguments, RequestRunner
 from .engine.config import check_step, checked, checked_names, declaration_of
-from .engine.stage import V
 from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
 

@@ -5,6 +5,7 @@ from typing import Any, Final, TypedDict, Unpack, final
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Live, Sizes
+from ..dataflow.inputs import V
 from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
 from .engine.config import config_of, switch_of
@@ -12,7 +13,7 @@ from .engine.eagerly import Eagerly
 from .engine.graphs import ReadBatch
 from .engine.routes import Route
 from .engine.runner import Runner
-from .engine.stage import Stage, V
+from .engine.stage import Stage
 from .engine.statistics import Decision
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks

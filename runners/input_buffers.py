@@ -11,6 +11,7 @@ from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import AUTO, LoweringName
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
 from ..dataflow.fill.bucket import Bucket, run_all, table_for
+from ..dataflow.inputs import V
 from ..dataflow.plan import Absent, FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
@@ -18,7 +19,7 @@ from ..dataflow.views import Viewer
 from .engine.config import checked_keys, checked_sizes
 from .engine.graphs import Filler, Filling, ReadBatch, Reader
 from .engine.running import Gate
-from .engine.stage import NO_BINDINGS, NO_SIZES, Stage, V
+from .engine.stage import NO_BINDINGS, NO_SIZES, Stage
 from .engine.statistics import human_bytes
 
 

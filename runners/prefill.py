@@ -10,13 +10,14 @@ from torch import nn
 from ..dataflow.axes import BATCH, TOKENS, Live
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import ConfigError
+from ..dataflow.inputs import V
 from ..dataflow.views import Viewer
 from .decode import GraphRunner, StackArguments
 from .engine.config import config_of
 from .engine.graphs import Captured
 from .engine.outputs import rows_each
 from .engine.routes import Route
-from .engine.stage import Stage, V
+from .engine.stage import Stage
 from .engine.statistics import Counts
 from .stacked.capture import Operator, Splitter, capture_stack, live_viewer
 from .stacked.replay import Stack, StackReplay

@@ -29,8 +29,8 @@ from ..engine.traffic import Traffic, run_seen
 from ..testing.timing import occupier
 from .trial import Finding, Subject, Tensors, Trial
 
-STEPS: Final = ENTRIES + SEGMENT  # steps in flight: more than a ring has entries
-SHARE: Final = 0.25
+RACE_STEPS: Final = ENTRIES + SEGMENT  # steps in flight: more than a ring has entries
+FREE_SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
@@ -177,8 +177,8 @@ def check_races(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding
     drawn = list(batches)
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, drawn[0]) for tensor in part.values())
-    room = int(SHARE * subject.backend.memory().free / max(2 * nbytes, 1))
-    rooms = subject.runner.coordinator.gather("how many steps there is room for", "", min(STEPS, room))
+    room = int(FREE_SHARE * subject.backend.memory().free / max(2 * nbytes, 1))
+    rooms = subject.runner.coordinator.gather("how many steps there is room for", "", min(RACE_STEPS, room))
     wanted = list(itertools.islice(itertools.cycle(drawn), max(2, min(steps for _, steps in rooms))))
     try:
         given = [_copied(subject, one) for one in wanted]

@@ -34,15 +34,13 @@ from ..comparison import (
     tails_of,
 )
 from ..engine.bits import first_unequal, unequal_rows
+from ..engine.config import PARITY, POISON
 from ..engine.sampling import Sample, is_location
 from ..engine.traffic import run_seen
-from ..testing.ground import differences as fill_faults
-from ..testing.ground import spoil
+from ..testing.ground import fill_faults, spoil
 from .trial import NOTHING, Finding, Subject, Tensors, Trial, error_text
 
-POISON: Final = "poison"
-PARITY: Final = "parity"
-MOST: Final = 4096  # the most values of live rows to choose poison from
+MOST_VALUES: Final = 4096  # the most values of live rows to choose poison from
 DRAWS: Final = 8  # runs with other random numbers for one batch
 COPIES: Final = 2  # copies of the state for parity: as it was, and as the step left it
 OTHER_SHAPES: Final[Tolerances] = {
@@ -56,7 +54,7 @@ OTHER_SHAPES: Final[Tolerances] = {
 Kernels for other shapes add in another order, layer after layer. The poison check, which asks for equal bits, finds
 what padded rows do to live ones.
 """
-Poison = tuple[tuple[Number, ...], tuple[Number, ...]]
+PoisonPair = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values that a tail is drawn from, in one run and in another."""
 
 
@@ -141,7 +139,7 @@ def _compared(subject: Subject, one: Sample, seed: int | None) -> Iterator[Findi
             yield Finding(POISON, name, f"{fault}; {declared}")
 
 
-def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> Poison | None:
+def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> PoisonPair | None:
     """Return what a slot's tail must tolerate: whole numbers of live rows, and any floats.
 
     Return None if the tail may have only its rule's value.
@@ -154,7 +152,7 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
         if poison is None and (rule is None or is_location(slot)):  # a location says where the step writes
             return None
         usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
-        values = tuple(dict.fromkeys([*live_part(slot, filled, step).reshape(-1)[:MOST].tolist(), *usual]))
+        values = tuple(dict.fromkeys([*live_part(slot, filled, step).reshape(-1)[:MOST_VALUES].tolist(), *usual]))
     if unread or (poison is None and not isinstance(rule, Once)):
         if dtype.is_floating_point or dtype.is_complex:
             most = torch.finfo(dtype).max
@@ -167,9 +165,9 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
     return (values, values[::-1]) if values else None
 
 
-def _poison_in(trial: Trial, name: str) -> Poison | None:
+def _poison_in(trial: Trial, name: str) -> PoisonPair | None:
     """Return what the tail of a filled slot may have."""
-    return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.backend.capabilities)
+    return poison_pair(trial.declared[name], trial.filled[name], trial.step, trial.backend.capabilities)
 
 
 def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:

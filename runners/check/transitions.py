@@ -19,7 +19,7 @@ from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests
 from ..comparison import live_part, mismatches, slots_kept, tails_of
 from ..engine.sampling import Sample
-from ..testing.ground import differences as fill_faults
+from ..testing.ground import fill_faults
 from .replays import OTHER_SHAPES, cloned
 from .trial import Finding, Subject, Tensors
 

@@ -48,11 +48,11 @@ from .bench import FULL, QUICK, measured_rows, tables_of_rows
 
 FAILED: Final = 1  # a check failed, or a backend cannot run; typer exits with 2 for arguments it rejects
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
-Found = tuple[Any, Shown, bool]
+Result = tuple[Any, Shown, bool]
 """The result of a command: as data, as tables, and whether all is well."""
 
 
-def run(command: Callable[..., Found], form: str, output: pathlib.Path | None, **given: Any) -> None:
+def run(command: Callable[..., Result], form: str, output: pathlib.Path | None, **given: Any) -> None:
     """Run a command, and print its result, or write it to a file. Exit with 1 if it failed."""
     with reported():
         data, shown, is_well = command(**given)
@@ -71,7 +71,7 @@ def run(command: Callable[..., Found], form: str, output: pathlib.Path | None, *
         raise typer.Exit(FAILED)
 
 
-def refuse(message: str, option: str | None = None) -> NoReturn:
+def exit_refused(message: str, option: str | None = None) -> NoReturn:
     """Print what was not understood, and for which option, and exit with 2."""
     raise typer.BadParameter(message, param_hint=option)
 
@@ -116,7 +116,7 @@ def find(
     """
     place, colon, name = target.rpartition(":")
     if not name or (colon and not place):
-        refuse(
+        exit_refused(
             "expected MODULE:NAME, a module or a .py file and a name in it, as in my_engine.runners:decode or "
             f"engine.py:make, got {target!r}"
         )
@@ -124,19 +124,19 @@ def find(
     known = [known for known, one in vars(module).items() if is_wanted(one) and not known.startswith("_")]
     if not colon:
         there = f"; there are: {', '.join(sorted(known))}" if known else ""
-        refuse(f"say which one, as in {name}:{next(iter(known), 'make_runner')}{there}")
+        exit_refused(f"say which one, as in {name}:{next(iter(known), 'make_runner')}{there}")
     try:
         value = operator.attrgetter(name)(module)
     except AttributeError:
-        refuse(f"{place} has no {name!r}{did_you_mean(name, known)}")
+        exit_refused(f"{place} has no {name!r}{did_you_mean(name, known)}")
     if is_wanted(value):
         return value
     arguments = None if isinstance(value, type) else _arguments(value, given)
     if arguments is None:
-        refuse(f"{name!r} in {place} is {why}")
+        exit_refused(f"{name!r} in {place} is {why}")
     made = value(**arguments)
     if not is_wanted(made):
-        refuse(f"{name!r} in {place} returned {type(made).__name__}, which is {why}")
+        exit_refused(f"{name!r} in {place} returned {type(made).__name__}, which is {why}")
     return made
 
 
@@ -164,7 +164,7 @@ def _module(place: str) -> ModuleType:
     is_file = file.suffix == ".py"
     folder, name = (file.parent, file.stem) if is_file else (pathlib.Path.cwd(), place)
     if is_file and not file.is_file():
-        refuse(f"there is no file {place!r}")
+        exit_refused(f"there is no file {place!r}")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -172,10 +172,10 @@ def _module(place: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if f"{name}.".startswith(f"{error.name}."):
-            refuse(f"there is no module {error.name!r}")
+            exit_refused(f"there is no module {error.name!r}")
         raise
     if is_file and module.__file__ != str(file):
-        refuse(f"{place!r} has the name of another module, {module.__file__}: rename the file")
+        exit_refused(f"{place!r} has the name of another module, {module.__file__}: rename the file")
     return module
 
 
@@ -188,7 +188,7 @@ def explain(
     backend: str,
     lowering: str,
     capture: bool,
-) -> Found:
+) -> Result:
     """Explain a declaration or a runner."""
 
     def is_explained(value: Any) -> bool:
@@ -201,7 +201,7 @@ def explain(
         own: Any = {"--size": size, "--set": setting, "--absent": absent}
         own |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
         for option in filter(own.get, own):
-            refuse("is for a declaration; a runner has its own: leave it out", option)
+            exit_refused("is for a declaration; a runner has its own: leave it out", option)
         if capture:
             try:
                 captured(named)
@@ -227,13 +227,13 @@ def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
     for text in texts:
         match = _SIZE.fullmatch(text)
         if match is None:
-            refuse(f"expected AXIS=LIVE/PADDED or AXIS=SIZE, as in batch=37/48, got {text!r}", "--size")
+            exit_refused(f"expected AXIS=LIVE/PADDED or AXIS=SIZE, as in batch=37/48, got {text!r}", "--size")
         name, live, padded = match.groups()
         axis = axes.get(name.lower())
         if axis is None:
-            refuse(f"{declaration.name} has no axis {name!r}{did_you_mean(name.lower(), axes)}", "--size")
+            exit_refused(f"{declaration.name} has no axis {name!r}{did_you_mean(name.lower(), axes)}", "--size")
         if axis in extents:
-            refuse(f"{axis.name} is given twice", "--size")
+            exit_refused(f"{axis.name} is given twice", "--size")
         extents[axis] = (int(live), int(padded or live))
     usual = {TOKENS: extents.get(BATCH), WIDTH: (1, 1) if extents else None}
     return {**extents, **{a: both for a, both in usual.items() if both and a in declaration.axes and a not in extents}}
@@ -246,7 +246,7 @@ def _settings_of(texts: Sequence[str]) -> object:
         path, _, value = text.partition("=")
         *outer, last = path.split(".")
         if not all(part.isidentifier() for part in (*outer, last)):
-            refuse(f"expected NAME or NAME=VALUE, as in attention.window=128, got {text!r}", "--set")
+            exit_refused(f"expected NAME or NAME=VALUE, as in attention.window=128, got {text!r}", "--set")
         holder = settings
         for part in outer:
             holder = holder.setdefault(part, {})
@@ -257,7 +257,7 @@ def _settings_of(texts: Sequence[str]) -> object:
     return settings
 
 
-def backends() -> Found:
+def backends() -> Result:
     """List the backends."""
     found = [_facts_of(name) for name in names()]
     able = {facts["name"]: facts["capabilities"] for facts in found if facts["capabilities"] is not None}
@@ -281,7 +281,7 @@ def _facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
-def bench(backend: str, slots: Iterable[int], *, quick: bool) -> Found:
+def bench(backend: str, slots: Iterable[int], *, quick: bool) -> Result:
     """Measure whole steps of so many slots."""
     on = choose(backend)
     with Console(stderr=True).status("measuring"):
@@ -307,7 +307,7 @@ def check(
     random: bool,
     rounds: int,
     seed: int,
-) -> Found:
+) -> Result:
     """Check a runner. The command fails if something was found."""
     runner, given = captured(find(target)), None
     if batches is not None:
@@ -328,7 +328,7 @@ def check(
     return report.as_data(), Page([Table(title, rows, "\n".join(lines))]), report.ok
 
 
-def replay(file: pathlib.Path, target: str | None, step: int | None) -> Found:
+def replay(file: pathlib.Path, target: str | None, step: int | None) -> Result:
     """Run recorded steps again, or show the contents of the file. The command fails if a step differs or raises."""
     try:
         read = RecordedFile.read(file)
@@ -338,5 +338,5 @@ def replay(file: pathlib.Path, target: str | None, step: int | None) -> Found:
             return report, Page([*tables_of(report)]), report.ok
         found = read if step is None else read.only(step)[0]
     except RecordingError as error:
-        refuse(printable(str(error)))
+        exit_refused(printable(str(error)))
     return found, Page([*tables_of(found)]), True

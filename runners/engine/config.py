@@ -134,9 +134,9 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
     return {frozenset(), *patterns}
 
 
-MOST: Final = 1 << 24
+MOST_ROWS: Final = 1 << 24
 """The most rows of a bucket: a larger number is taken for a typing error."""
-VARIABLE: Final = "SLOTGRAPH_DEBUG"
+DEBUG_VARIABLE: Final = "SLOTGRAPH_DEBUG"
 """The environment variable that selects the debug modes of runners without the option."""
 GENERATIONS: Final = "generations"
 ADDRESSES: Final = "addresses"
@@ -179,8 +179,8 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
     """Return the debug modes that a bool, names, or one text with commas selects. None reads the environment."""
     said = "option 'debug'"
     if wanted is None:
-        said = VARIABLE
-        wanted = switch_of(VARIABLE, or_names=True)
+        said = DEBUG_VARIABLE
+        wanted = switch_of(DEBUG_VARIABLE, or_names=True)
     if isinstance(wanted, bool):
         return CHEAP if wanted else frozenset()
     names: Any = wanted.split(",") if isinstance(wanted, str) else wanted
@@ -218,8 +218,12 @@ def _one_of(*words: str) -> Any:
 def _rows(value: Any) -> tuple[int, ...]:
     """Return buckets in ascending order."""
     several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
-    if not several or not all(type(one) is int and 1 <= one <= MOST for one in value) or len({*value}) < len(value):
-        expected = f"a list or tuple of at least one int between 1 and {MOST}, each once"
+    if (
+        not several
+        or not all(type(one) is int and 1 <= one <= MOST_ROWS for one in value)
+        or len({*value}) < len(value)
+    ):
+        expected = f"a list or tuple of at least one int between 1 and {MOST_ROWS}, each once"
         refuse("option 'buckets'", expected, value)
     return tuple(sorted(value))
 
@@ -321,10 +325,10 @@ class RunnerConfig:
 
     backend: str = _option(str, AUTO)
     buckets: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_rows))
-    max_batch: int = _option(int, 32, 1, MOST)
-    max_tokens: int = _option(int, 2048, 1, MOST)
+    max_batch: int = _option(int, 32, 1, MOST_ROWS)
+    max_tokens: int = _option(int, 2048, 1, MOST_ROWS)
     max_waste: float = _option(float, 1.0, 0, 1)
-    width: int = _option(int, 1, 1, MOST)
+    width: int = _option(int, 1, 1, MOST_ROWS)
     warmups: int = _option(int, 1, 0)
     progress: bool = _option(bool, default=True)
     debug: frozenset[str] | None = attrs.field(default=None, converter=attrs.converters.optional(modes_of))

@@ -9,13 +9,14 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.errors import BatchError
 from ...dataflow.fill.bucket import FilledBucket, hand_over
 from ...dataflow.fill.kinds import KindTable
+from ...dataflow.inputs import V
 from ...dataflow.lowering import LOWERINGS
 from ...dataflow.plan import Absent
 from ...dataflow.sources import Side
 from ...dataflow.views import Viewer, ViewInfo, Views
 from .graphs import Filler, Filling, ReadBatch
 from .routes import EagerRoute
-from .stage import Stage, V
+from .stage import Stage
 from .statistics import Counts, Decision
 
 

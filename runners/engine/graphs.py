@@ -23,6 +23,7 @@ from ...dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of
 from ...dataflow.fill.bucket import Bucket, run_all, table_for
 from ...dataflow.fill.kinds import KindTable, SourceKinds
 from ...dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, outside_inference, without_gradients
+from ...dataflow.inputs import V
 from ...dataflow.lowering import LOWERINGS
 from ...dataflow.packet import HEAD, WORD, Feed
 from ...dataflow.plan import Absent, packet_bytes
@@ -44,7 +45,7 @@ from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .hooks import Coordinator
 from .outputs import Stamped, cut_rows, map_tensors, nbytes_of
 from .running import Running, under_way
-from .stage import Stage, V
+from .stage import Stage
 from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount, human_bytes
 from .traffic import HostReads

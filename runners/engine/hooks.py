@@ -9,12 +9,10 @@ import torch
 
 from ...backends.base import Backend, Event
 from ...dataflow.axes import Axis, Live
-from ...dataflow.inputs import Inputs
+from ...dataflow.inputs import Inputs, V
 from ...dataflow.sources import Side
 from .sampling import Sample
 from .statistics import Decision, RanksData
-
-V = TypeVar("V", bound=Inputs)
 
 
 class Watcher:
@@ -105,7 +103,7 @@ class Loop:
 
 
 T = TypeVar("T")
-Step = Callable[[], Any]
+RunStep = Callable[[], Any]
 
 
 class Coordinator:
@@ -179,7 +177,7 @@ class Coordinator:
         gathered = self.gather(what, "" if error is None else str(error), int(error is not None), capturing=True)
         return next(((rank, text) for rank, (text, failed) in enumerate(gathered) if failed), None)
 
-    def warm_up(self, step: Step, backend: Backend) -> Step:
+    def warm_up(self, step: RunStep, backend: Backend) -> RunStep:
         """Make a step for warm-ups. It raises RankError once a rank is lost."""
         del backend
         return step

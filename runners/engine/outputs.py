@@ -69,10 +69,10 @@ def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error:
         return tensor[:live]
 
     whole = "; or pass output_rows=None to get it whole"
-    return map_tensors(outputs, cut, lambda leaf: constant_of(leaf, "of which rows cannot be cut", whole, error))
+    return map_tensors(outputs, cut, lambda leaf: constant_leaf(leaf, "of which rows cannot be cut", whole, error))
 
 
-def constant_of(leaf: Any, why: str, otherwise: str = "", error: type[Exception] = ConfigError) -> Any:
+def constant_leaf(leaf: Any, why: str, otherwise: str = "", error: type[Exception] = ConfigError) -> Any:
     """Return a part of outputs that is no tensor and holds none. Raise `error` for any other, which might hold some."""
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
         return leaf
@@ -84,7 +84,7 @@ def constant_of(leaf: Any, why: str, otherwise: str = "", error: type[Exception]
 
 def own_copy(outputs: Any) -> Any:
     """Copy outputs, so that no later step overwrites them. Raise ConfigError for what cannot be copied."""
-    return map_tensors(outputs, torch.clone, lambda leaf: constant_of(leaf, "which outputs='copy' cannot copy"))
+    return map_tensors(outputs, torch.clone, lambda leaf: constant_leaf(leaf, "which outputs='copy' cannot copy"))
 
 
 def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:

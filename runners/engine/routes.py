@@ -7,10 +7,10 @@ import torch
 
 from ...dataflow.axes import Live
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
+from ...dataflow.inputs import V
 from ...dataflow.views import Viewer
 from .graphs import Captured, Filler, Filling, GraphSet
 from .running import Running, under_way
-from .stage import V
 from .statistics import Counts, Decision
 
 

@@ -14,7 +14,7 @@ from ...dataflow import log
 from ...dataflow.axes import Live, Sizes
 from ...dataflow.errors import BatchError, ConfigError, ReplayError, kind_text
 from ...dataflow.fill.bucket import table_for
-from ...dataflow.inputs import Inputs
+from ...dataflow.inputs import Inputs, V
 from ...dataflow.plan import Absent
 from ...dataflow.sizing import Sizer, limits_of
 from ...dataflow.sources import NO_SIDE, Side
@@ -28,8 +28,8 @@ from .pool import Phase
 from .routes import Route
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
-from .stage import Stage, V
-from .statistics import CaptureReport, Decision, MemoryAccount, Path, Statistics, Tally, human_bytes
+from .stage import Stage
+from .statistics import CaptureReport, Decision, MemoryAccount, PathName, Statistics, Tally, human_bytes
 
 _NOT_LAST: Final = (
     "this view was not filled last: a later fill has overwritten its slots, or it is a part or a copy of a view; "
@@ -89,7 +89,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         coordinator: Coordinator,
         *,
         capacity: Sizes,
-        path: Path = "graph",
+        path: PathName = "graph",
     ) -> None:
         """Set up what every runner has.
 

@@ -12,11 +12,11 @@ import torch
 
 from ...backends.base import Interruption
 from ...dataflow.errors import ReplayError
-from ...dataflow.inputs import Inputs
+from ...dataflow.inputs import Inputs, V
 
 _FRAMES: Final[Any] = torch._C._dynamo.eval_frame  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
 """What `torch.compiler.disable` uses, which would import the compiler."""
-Kind = TypeVar("Kind", bound=type)
+ClassT = TypeVar("ClassT", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -28,7 +28,7 @@ def untraced(function: Function) -> Function:
     return function
 
 
-def opaque(kind: Kind) -> Kind:
+def opaque(kind: ClassT) -> ClassT:
     """Mark a class's public methods so that compiled functions call them untraced."""
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
@@ -79,14 +79,13 @@ class Gate:
 
 
 T = TypeVar("T")
-V = TypeVar("V", bound=Inputs)
 RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextvars.ContextVar(
     "slotgraph_running", default=None
 )
-Phase = Literal["capture", "replay", "eager"]
-Source = Callable[["Running"], Any]
+RunPhase = Literal["capture", "replay", "eager"]
+OwnValue = Callable[["Running"], Any]
 """Returns what a step has in place of an object that the capture was given."""
-NO_SOURCES: Final[Mapping[int, Source]] = {}
+NO_SOURCES: Final[Mapping[int, OwnValue]] = {}
 
 
 class Interrupts(Protocol):
@@ -117,9 +116,9 @@ class Running:
     """
 
     view: Inputs
-    phase: Phase = "eager"
+    phase: RunPhase = "eager"
     arguments: Sequence[Any] = ()
-    sources: Mapping[int, Source] = NO_SOURCES
+    sources: Mapping[int, OwnValue] = NO_SOURCES
     backend: Interrupts | None = None
     shown: Inputs | None = None
     inside: str | None = None

@@ -18,7 +18,7 @@ from ...dataflow.errors import ConfigError, LayoutError
 from ...dataflow.slots import BY_PRODUCER, BY_STEP, Slot
 from ...dataflow.tails import Keep, Once, Pad
 
-Key = tuple[str, str]
+SlotOfMember = tuple[str, str]
 """A member's name and a slot's, or two phases."""
 
 
@@ -50,7 +50,7 @@ class Schedule:
     """
 
     order: tuple[str, ...] = attrs.field(converter=_listed)
-    overlaps: tuple[Key, ...] = attrs.field(default=(), converter=_pairs)
+    overlaps: tuple[SlotOfMember, ...] = attrs.field(default=(), converter=_pairs)
     anytime: tuple[str, ...] = attrs.field(default=(), converter=_listed)
 
     def __attrs_post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """What every runner is built on: a declaration under its settings, a backend, the step, and its sizes."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic
 
 import attrs
 import torch
@@ -13,14 +13,13 @@ from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.bucket import Bucket
-from ...dataflow.inputs import Inputs
+from ...dataflow.inputs import Inputs, V
 from ...dataflow.sources import Side
 from ...dataflow.views import Aliases, Viewer, ViewInfo
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 from .running import shown_class
 
-V = TypeVar("V", bound=Inputs)
 NO_SIZES: Final[Sizes] = {}
 NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 

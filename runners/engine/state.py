@@ -34,10 +34,10 @@ from .running import running
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
-SHARE: Final = 0.5  # the share of a device's free memory that copies of a state may take
-WORD: Final = 16  # bytes of the largest element, a complex number
-DEPTH: Final = 12  # the most calls that lead from the step to a tensor
-MOST: Final = 200_000  # the most objects that are searched
+COPY_SHARE: Final = 0.5  # the share of a device's free memory that copies of a state may take
+ELEMENT: Final = 16  # bytes of the largest element, a complex number
+MOST_CALLS: Final = 12  # the most calls that lead from the step to a tensor
+MOST_OBJECTS: Final = 200_000  # the most objects that are searched
 CLOSED: Final = (
     type,
     types.ModuleType,
@@ -55,9 +55,9 @@ _LOST: Final = (AttributeError, LookupError, TypeError, ValueError)
 """What is raised if a path to a tensor no longer exists."""
 _MODULE: Final = ("_parameters", "_buffers", "_modules")
 Spans = Sequence[tuple[int, int]]
-Copies = Sequence[torch.Tensor]
+CopiedPieces = Sequence[torch.Tensor]
 """Copies of a state's pieces, or masks of the words in which they differ."""
-Taken = Mapping[int, AbstractSet[str]]
+Touched = Mapping[int, AbstractSet[str]]
 Index = tuple[Any, ...]
 Leads = tuple[Callable[[Any], Any], ...]
 
@@ -122,7 +122,7 @@ class State:
 
     backend: Backend
     pieces: tuple[Piece, ...] = ()
-    taken: Taken = attrs.field(factory=dict)
+    taken: Touched = attrs.field(factory=dict)
     free: Callable[[Backend, torch.device], int] | None = None
     holder: Callable[..., Any] | None = None
 
@@ -205,7 +205,7 @@ class State:
         for device in {piece.memory.device for piece in self.pieces}:
             nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
             room = (self.free or _free_on)(self.backend, device)
-            if copies * nbytes > SHARE * room:
+            if copies * nbytes > COPY_SHARE * room:
                 them = "a copy" if copies == 1 else f"{copies} copies"
                 names = {
                     one.untyped_storage().data_ptr(): f"{name}: "
@@ -216,16 +216,16 @@ class State:
                 named = "; ".join(dict.fromkeys(labels))
                 raise CheckError(
                     f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} "
-                    f"would take more than {SHARE:.0%} of the {human_bytes(room)} that are free: give state= with "
+                    f"would take more than {COPY_SHARE:.0%} of the {human_bytes(room)} that are free: give state= with "
                     "those tensors, or parts of them, that must be put back after runs of warm-ups and checks"
                 )
 
-    def copy(self) -> Copies:
+    def copy(self) -> CopiedPieces:
         """Return copies of the present contents. Raise CheckError if some memory has become smaller."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             return [piece.copy() for piece in self.pieces]
 
-    def restore(self, copies: Copies) -> None:
+    def restore(self, copies: CopiedPieces) -> None:
         """Write earlier contents back. An interrupt takes effect after all are written."""
         with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
             pairs = list(zip(self.pieces, copies, strict=True))
@@ -237,7 +237,7 @@ class State:
                     piece.restore(before)
                 raise
 
-    def apart(self, copies: Copies) -> Copies:
+    def apart(self, copies: CopiedPieces) -> CopiedPieces:
         """Return masks of the words in which each piece differs from its copy.
 
         A word is as long as the largest element. The masks take some hundredths of a copy's memory.
@@ -245,11 +245,11 @@ class State:
         found = list[torch.Tensor]()
         for piece, was in zip(self.pieces, copies, strict=True):
             unlike = (bits(piece.memory) != bits(was)).reshape(-1)
-            words = torch.nn.functional.pad(unlike, (0, -len(unlike) % WORD)).view(-1, WORD)
+            words = torch.nn.functional.pad(unlike, (0, -len(unlike) % ELEMENT)).view(-1, ELEMENT)
             found.append(words.any(1))
         return found
 
-    def labels(self, apart: Copies, besides: Sequence[Copies] = ()) -> list[str]:
+    def labels(self, apart: CopiedPieces, besides: Sequence[CopiedPieces] = ()) -> list[str]:
         """Return the names of the pieces that differ in some word. Words in `besides` do not count."""
         found = zip(self.pieces, apart, *besides, strict=True)
         return [piece.label for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
@@ -421,11 +421,11 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def reached(
-    holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = DEPTH
+    holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = MOST_CALLS
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
     """Find the tensors that an object leads to, with their names and paths, but not beyond `closed` and `depth`."""
     seen, todo = set[int](), [(holder, "", Leads())]
-    while todo and len(seen) < MOST:
+    while todo and len(seen) < MOST_OBJECTS:
         one, name, leads = todo.pop()
         if id(one) in seen:
             continue

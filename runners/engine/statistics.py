@@ -27,7 +27,7 @@ class FillTimesData(TypedDict):
     mean: float | None
 
 
-Path = Literal["graph", "piecewise", "breakable", "eager"]
+PathName = Literal["graph", "piecewise", "breakable", "eager"]
 Why = Literal["fits", "too_large", "waste", "not_captured", "absent", "field_differs", "disabled", "always_eager"]
 
 
@@ -43,7 +43,7 @@ class Decision:
         rank: The rank that forced it, if ranks agreed on it.
     """
 
-    path: Path
+    path: PathName
     bucket: int | None
     why: Why
     reason: str
@@ -122,8 +122,8 @@ class Tally:
         turns: For each fill that begins, whether to time it.
     """
 
-    def __init__(self, path: Path = "graph") -> None:
-        self.path: Path = path
+    def __init__(self, path: PathName = "graph") -> None:
+        self.path: PathName = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
         self.ahead = collections.Counter[str]()

@@ -25,7 +25,7 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.plan import NONE, Absent
 
 T = TypeVar("T")
-Writes = Callable[[torch.Tensor, str, Sequence[Any]], None]
+OnWrite = Callable[[torch.Tensor, str, Sequence[Any]], None]
 Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
@@ -40,7 +40,7 @@ class Traffic(OperatorWatch):
         done: Called after each operator except views.
     """
 
-    def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:
+    def __init__(self, *, writes: OnWrite | None = None, done: Done | None = None) -> None:
         super().__init__()
         self._writes = writes
         self._done = done

@@ -21,7 +21,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
 from ...dataflow.sources import linear
 from ...dataflow.transition import Advance
-from .pages import Row, Shown, Table, pairs
+from .pages import Shown, Table, TableRow, pairs
 
 Extents = Mapping[Axis, tuple[int, int]]
 """The live and padded size of every axis."""
@@ -128,7 +128,7 @@ class Explanation(Shown):
         return Table(f"slots of {self.declaration}", [_slot(slot) for slot in self.slots], text)
 
 
-def _slot(slot: SlotFacts) -> Row:
+def _slot(slot: SlotFacts) -> TableRow:
     kind = (
         f"{slot.kind}{f' on the {slot.runs_on}' if slot.runs_on else ''}",
         f"argument {slot.parameter}" if slot.parameter else "",

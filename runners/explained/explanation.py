@@ -22,10 +22,10 @@ from ..engine.stage import Stage
 from ..engine.statistics import Decision, human_bytes
 from ..recording.records import RanksRecord
 from .declared import NOT_SIZED, Explanation, explain_declaration
-from .pages import Row, Shown, Table, cell, pairs, rows_of, safe
+from .pages import Shown, Table, TableRow, cell, pairs, safe, table_rows
 
-Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
-Phase = Literal["fill", "kernel", "replay", "outputs"]
+CallKind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
+StepPart = Literal["fill", "kernel", "replay", "outputs"]
 
 
 @attrs.frozen(kw_only=True)
@@ -41,7 +41,7 @@ class FillStep:
         slots: What it writes, or uploads.
     """
 
-    kind: Kind
+    kind: CallKind
     label: str
     calls: int
     nbytes: int | None
@@ -123,8 +123,8 @@ class SlotPlace:
     offset: int
     nbytes: int
     shape: tuple[int, ...]
-    since: Phase
-    until: Phase
+    since: StepPart
+    until: StepPart
     lasting: str | None
     shares: tuple[str, ...]
 
@@ -133,7 +133,7 @@ class SlotPlace:
 class MemoryFacts:
     """The memory layout: the phases of a step, allocations, and each slot's place."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[StepPart, ...]
     allocations: tuple[Allocation, ...]
     places: tuple[SlotPlace, ...]
 
@@ -202,19 +202,19 @@ class RunnerExplanation(Shown):
         yield Table(on, pairs(_on_top(self.statistics)), text)
         yield self.declaration.slot_table()
         for name, fill in self.fills:
-            steps = [{"step": number, **row} for number, row in enumerate(rows_of(fill.steps), 1)]
+            steps = [{"step": number, **row} for number, row in enumerate(table_rows(fill.steps), 1)]
             text = f"{fill.plan}\nNo bytes stand beside what moves no slot, and resets, of which the batch decides."
             yield Table(f"steps of a fill, {name}", steps, text)
-        buckets: list[Row] = [
+        buckets: list[TableRow] = [
             {"bucket": one.rows, "sizes": dict(one.fill.plan.sizes), "copied": one.fill.plan.nbytes, **one.fill.calls}
             for one in self.buckets
         ]
         none, early = "none: this runner captures nothing", "none: the first batch makes the buffers"
-        graphs = [row for one in self.buckets for row in rows_of(one.graphs, bucket=one.rows)]
+        graphs = [row for one in self.buckets for row in table_rows(one.graphs, bucket=one.rows)]
         yield Table("buckets, and calls of a step", buckets, why=none)
         yield Table("graphs", graphs, why=none)
-        yield Table("memory layout", rows_of(self.memory.places), why=early)
-        yield Table("allocations", rows_of(self.memory.allocations), why=early)
+        yield Table("memory layout", table_rows(self.memory.places), why=early)
+        yield Table("allocations", table_rows(self.memory.allocations), why=early)
         yield Table("shared memory", text=self.pool or "none: in no pool, or later than its layout")
         counts = {**self.statistics}
         fills = counts.pop("fills")
@@ -228,7 +228,7 @@ class RunnerExplanation(Shown):
             )
             yield Table(title, steps, timed)
         yield Table("statistics", pairs(counts))
-        yield Table("ranks", rows_of([self.ranks] if self.ranks else []), why="none: it runs alone")
+        yield Table("ranks", table_rows([self.ranks] if self.ranks else []), why="none: it runs alone")
 
     def pictures(self) -> str:
         """Return pictures of what a step does, and of slots' places over its phases."""
@@ -379,7 +379,7 @@ def _fill(plan: FillPlan, stage: Stage[Any], *, parts: int, whole: bool) -> Fill
     is_first = lowering.is_in_graph  # the kernel is the graph's first node
 
     def add(
-        kind: Kind, label: str, slots: Iterable[str], calls: int, moved: Iterable[str] | None = None, **more: bool
+        kind: CallKind, label: str, slots: Iterable[str], calls: int, moved: Iterable[str] | None = None, **more: bool
     ) -> None:
         names, nbytes = tuple(slots), None
         if kind not in ("reset", "graph", "step"):
@@ -439,7 +439,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
         for slot in phase.layout.places:
             if slot.member == phase.member:
                 shares[slot.slot] = tuple(map(str, phase.layout.shared_with(slot.member, slot.slot)))
-    phases: tuple[Phase, ...] = ("fill", "kernel", "replay", "outputs")
+    phases: tuple[StepPart, ...] = ("fill", "kernel", "replay", "outputs")
     if plan is None or not plan.fused:
         phases = ("fill", "replay", "outputs")
     found: dict[tuple[int, str], list[Buffer]] = {}
@@ -472,7 +472,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
     return MemoryFacts(phases, tuple(allocations), tuple(places))
 
 
-def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
+def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[StepPart, StepPart]:
     """Return the first and the last phase in which a slot's value matters. It need not last between steps."""
     slot, name = buffer.slot, buffer.name
     if slot.writers == BY_STEP:

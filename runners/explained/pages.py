@@ -18,7 +18,7 @@ _SCREEN, _SENTENCE, _GAP = 80, 24, 2
 _LARGE: Final = 1000
 _BARS: Final = "The second longest bar of each group has the full width, and the longest is cut."
 _fold: Final = functools.partial(textwrap.wrap, break_on_hyphens=False)
-Row = Mapping[str, Any]
+TableRow = Mapping[str, Any]
 """Cells by their column. Numbers are shown as numbers, None as a dash."""
 STYLE: Final = """<style>
 .slotgraph{font:15px/1.45 system-ui,sans-serif;padding:0 8px;overflow-wrap:anywhere}
@@ -93,7 +93,7 @@ class Table:
     """
 
     title: str
-    rows: Sequence[Row] = ()
+    rows: Sequence[TableRow] = ()
     text: object = ""
     why: str = ""
     drawn: bool = False
@@ -228,7 +228,7 @@ class Page(Shown):
         return iter(self.found)
 
 
-def rows_of(records: Sequence[Any], **first: Any) -> list[Row]:
+def table_rows(records: Sequence[Any], **first: Any) -> list[TableRow]:
     """Make a row for each record, with a column for each field. first: Columns before them."""
     return [{**first, **attrs.asdict(one, recurse=False)} for one in records]
 
@@ -252,7 +252,7 @@ def cell(value: Any) -> str:
     return printable(text) or "-"
 
 
-def pairs(found: Row) -> list[Row]:
+def pairs(found: TableRow) -> list[TableRow]:
     """Make a row for each name and its value."""
     return [{"what": name, "value": value} for name, value in found.items()]
 

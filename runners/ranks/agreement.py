@@ -14,7 +14,7 @@ from ...dataflow.capabilities import dtype_text
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
 from ..engine.config import RunnerConfig, checked
-from ..engine.hooks import Coordinator, Loop, Step, T
+from ..engine.hooks import Coordinator, Loop, RunStep, T
 from ..engine.statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FAILED, FITS, LEFT, REFUSED, STOPPED, CallSite, Exchange, Message, Ranks
 
@@ -302,7 +302,7 @@ class Agreement(Coordinator):
         exchange = ranks.begin(Message(site.digest, bucket=number, text=text), site, timeout)
         return [(one.text, one.bucket) for one in exchange()]
 
-    def warm_up(self, step: Step, backend: Backend) -> Step:
+    def warm_up(self, step: RunStep, backend: Backend) -> RunStep:
         """Make a step for warm-ups. It waits for the device, and raises RankError once a rank is lost."""
 
         def run() -> Any:

@@ -28,7 +28,7 @@ from .shared import RankMemory
 
 Exchange = Callable[[], "list[Message]"]
 """An exchange that has begun: when called, it waits for every rank's message and returns them."""
-HOST: Final = "host"
+ON_HOST: Final = "host"
 _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
 _STOPPED: Final = "stopped before exchange"
@@ -267,7 +267,7 @@ class Ranks(Unique):
         self,
         group: "dist.ProcessGroup | None" = None,
         *,
-        on: str = HOST,
+        on: str = ON_HOST,
         equal: bool = False,
         shards: int = 1,
         timeout: float = 60.0,
@@ -279,7 +279,7 @@ class Ranks(Unique):
         check_seconds("capture_timeout", capture_timeout)
         kind = "'host' or the name of a device's kind, such as 'cuda'"
         try:
-            known = checked("on", kind, on, str) == HOST or torch.device(on).index is None
+            known = checked("on", kind, on, str) == ON_HOST or torch.device(on).index is None
         except RuntimeError:  # torch knows no such kind
             known = False
         if not known:
@@ -323,14 +323,14 @@ class Ranks(Unique):
             raise RankError(f"Ranks were made otherwise on each rank: {different}; give all the same arguments")
         members = dist.get_process_group_ranks(self.group)
         limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # so that both end first
-        self.over = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
+        self.over = "gloo" if self.on == ON_HOST else dist.get_default_backend_for_device(self.on)
         try:
             connection: Any = dist.new_group(
                 members, timeout=limit, backend=self.over, use_local_synchronization=True, group_desc="slotgraph"
             )
         except RuntimeError as error:
             raise RankError(f"Ranks: the ranks could not connect over {self.over}: {error}") from error
-        if self.on == HOST:
+        if self.on == ON_HOST:
             self._new_wire: Callable[[], Wire] = functools.partial(HostWire, connection, self.size)
             self._share(connection)
         else:

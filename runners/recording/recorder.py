@@ -21,7 +21,7 @@ from ..comparison import live_part, named
 from ..engine.config import checked
 from ..engine.hooks import Watcher
 from ..engine.runner import Runner
-from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
+from .records import Raised, RecordedFile, RecordedValue, RunnerRecord, StepRecord, need, versions
 
 _LONGEST: Final = 4000  # the most characters of an error that are kept
 
@@ -164,10 +164,10 @@ class Recording(Watcher):
                 raise
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
-    def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
+    def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[RecordedValue, ...]:
         """Copy values in the stream's order, and after them a flag that shows when the device has made the copies."""
         device, flag = self._backend.device, None
-        values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
+        values = tuple(RecordedValue.of(name, source, device) for name, source in sources if source is not None)
         try:
             with torch.no_grad(), outside_inference():
                 for value in values:

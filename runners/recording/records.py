@@ -39,7 +39,7 @@ _DTYPES: Final = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
 
 
 @attrs.define(kw_only=True)
-class Value:
+class RecordedValue:
     """One value of a step. The elements of a tensor or an array are a tensor of the file.
 
     Fields without an `init` are not in the file's header.
@@ -56,7 +56,7 @@ class Value:
     arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
 
     @classmethod
-    def of(cls, name: str, source: Any, device: torch.device) -> "Value":
+    def of(cls, name: str, source: Any, device: torch.device) -> "RecordedValue":
         """Describe a source, for a recording on a device. A tensor is not copied yet. Never raises."""
         try:
             if isinstance(source, torch.Tensor):
@@ -138,18 +138,18 @@ class StepRecord:
     number: int  # its number in the recording, from 0
     decision: Decision | None = None  # the runner's, or that of all ranks; None if there was none
     live: tuple[tuple[str, int], ...] = ()  # live rows by varying axis
-    slots: tuple[Value, ...] = ()  # the batch's values of copied slots
+    slots: tuple[RecordedValue, ...] = ()  # the batch's values of copied slots
     absent: tuple[str, ...] = ()  # optional slots that the batch lacked
-    fields: tuple[Value, ...] = ()
-    staged: tuple[Value, ...] = ()
-    outputs: tuple[Value, ...] | None = None  # the tensors that it returned, if they were asked for
+    fields: tuple[RecordedValue, ...] = ()
+    staged: tuple[RecordedValue, ...] = ()
+    outputs: tuple[RecordedValue, ...] | None = None  # the tensors that it returned, if they were asked for
     replays: int = 0
     raised: Raised | None = None
     notes: tuple[str, ...] = ()  # what is missing from the file, and why
     messages: tuple[Message, ...] = ()  # what each rank sent, if they agreed on the step
     alone: str = ""  # what this rank would have done alone
 
-    def values(self) -> Iterator[tuple[str, Value]]:
+    def values(self) -> Iterator[tuple[str, RecordedValue]]:
         """Return all values, each with the name of its elements in the file."""
         return ((f"{self.number}.{part}.{one.name}", one) for part in _PARTS for one in getattr(self, part) or ())
 

@@ -21,8 +21,8 @@ from ..engine.sampling import Sample, rebuilt
 from ..engine.stage import Stage
 from ..engine.statistics import Decision
 from ..explained.pages import Table
-from ..ranks.group import HOST, CallSite, Exchange, Message, Ranks
-from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
+from ..ranks.group import ON_HOST, CallSite, Exchange, Message, Ranks
+from .records import RanksRecord, RecordedFile, RecordedValue, RunnerRecord, StepRecord, plain_from_text
 
 
 @final
@@ -40,7 +40,7 @@ class RecordedRanks(Ranks):
         self.rank, self.size = record.rank, record.size
         self.equal, self.shards = record.equal, record.shards
         self.timeout = self.capture_timeout = math.inf  # it waits for no other rank
-        self.on = HOST
+        self.on = ON_HOST
         self.exchanges = 0
         self.broken = None
         self.others: Sequence[Message] = ()  # messages of all ranks, while a recorded step is replayed
@@ -137,7 +137,7 @@ def batch_of(step: StepRecord, stage: Stage[Any]) -> Sample:
     return rebuilt(stage.declaration, slots, fields)
 
 
-def _value_of(value: Value, stage: Stage[Any]) -> Any:
+def _value_of(value: RecordedValue, stage: Stage[Any]) -> Any:
     """Return the batch's value. A tensor that was on the device goes to the stage's device."""
     if value.kind == "plain":
         return plain_from_text(value.data)

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from ...backends.operators import storage_key
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
-from ...dataflow.inputs import Inputs
+from ...dataflow.inputs import V
 from ..engine.bits import text_of
-from ..engine.running import Running, Source, running
+from ..engine.running import OwnValue, Running, running
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 """Types that a graph keeps as values. Any other object is passed to breaks, each step's own."""
@@ -25,7 +25,6 @@ _COPIED: Final = object()
 FACTS: Final = operator.attrgetter("shape", "dtype")
 P = ParamSpec("P")
 R = TypeVar("R")
-V = TypeVar("V", bound=Inputs)
 
 
 def current_view(inputs: type[V]) -> V:
@@ -137,7 +136,7 @@ class Break:
     name: str
     _body: Callable[..., Any]
     _fixed: Any  # the arguments of the capture
-    _given: Mapping[int, Source]
+    _given: Mapping[int, OwnValue]
     aliases: list[torch.Tensor] = attrs.field(factory=list)
     _results: list[Any] = attrs.field(factory=list)  # each is a value, an `Alias`, or `_COPIED`
     _structure: Any = None

@@ -19,6 +19,7 @@ from ...dataflow.computation import initial_value, write
 from ...dataflow.errors import CaptureError
 from ...dataflow.fill.bucket import Bucket
 from ...dataflow.guard import outside_inference
+from ...dataflow.inputs import V
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
@@ -28,7 +29,7 @@ from ..engine.config import is_collection, refuse
 from ..engine.graphs import Around, Filling, Look
 from ..engine.outputs import cut_rows, map_tensors
 from ..engine.running import Running, running, under_way
-from ..engine.stage import Stage, V
+from ..engine.stage import Stage
 from ..engine.state import State
 from .breaks import broken
 from .rehearsal import Rehearsal, operator_name

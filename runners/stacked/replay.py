@@ -19,7 +19,7 @@ from ...dataflow.inputs import Inputs
 from ..engine.bits import text_of
 from ..engine.graphs import Captured, GraphSet
 from ..engine.outputs import cut_rows, map_tensors
-from ..engine.running import RUNNING, Interrupts, Running, Source, running, under_way, untraced
+from ..engine.running import RUNNING, Interrupts, OwnValue, Running, running, under_way, untraced
 from ..engine.stage import Stage
 from .breaks import FACTS, VALUES, share_storage
 
@@ -103,7 +103,7 @@ class StackCall:
                 with outside_inference():  # a step outside of inference mode will write there
                     kept = leaf.detach().clone()
             self.leaves.append(kept)
-        self.sources: dict[int, Source] = {}
+        self.sources: dict[int, OwnValue] = {}
         for one in (view, own):
             self.sources[id(one)] = operator.attrgetter("view")
             for key, name in slots_of(one).items():
@@ -216,7 +216,7 @@ class StackCall:
 
         return pytree.tree_map(name_within, outputs, is_leaf=lambda one: id(one) in self.sources)
 
-    def _part(self, output: torch.Tensor) -> Source | None:
+    def _part(self, output: torch.Tensor) -> OwnValue | None:
         """Return the source of an output in a tensor argument's memory, or None for any other output."""
         for place, kept in enumerate(self.leaves):
             if isinstance(kept, torch.Tensor) and place not in self.inside and share_storage(kept, output):
@@ -235,7 +235,7 @@ class Own:
     It is no attrs class, because outputs may be attrs classes, whose fields are replaced.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: OwnValue) -> None:
         self.source = source
 
 
@@ -244,7 +244,7 @@ def hand_out(outputs: Any, step: Running) -> Any:
     return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
 
 
-def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> Source:
+def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> OwnValue:
     """Return what takes the same part of each step's argument."""
     size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
 

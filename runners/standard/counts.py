@@ -1,7 +1,7 @@
 """What standard declarations are made of: axes of a model's sizes, its dtype, and counts of a step's tokens by rank."""
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import attrs
 import torch
@@ -9,7 +9,7 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
 from ...dataflow.capabilities import Role, dtype_text
 from ...dataflow.errors import ComputeError, ConfigError, DeclarationError
-from ...dataflow.inputs import Inputs
+from ...dataflow.inputs import V
 from ...dataflow.slots import slot
 from ...dataflow.sources import look_up
 from ..engine.config import checked
@@ -33,7 +33,6 @@ INDEX_TOPK: Final = Axis("INDEX_TOPK", fixed=True)
 """Cached tokens that sparse attention chooses for each token."""
 DP: Final = Axis("DP", fixed=True)
 """Data-parallel ranks with token counts of their own, or 1 if one count serves all."""
-V = TypeVar("V", bound=Inputs)
 MODEL_DTYPE: Final = Role("model_dtype", torch.bfloat16)
 """The dtype that the model computes in: bfloat16 unless `model_dtype` says otherwise."""
 
@@ -102,7 +101,7 @@ class Sharding:
         return cls(**found)
 
 
-def batches_of(ranks: Ranks) -> int:
+def count_batches(ranks: Ranks) -> int:
     """Return how many batches the ranks have.
 
     Raise ConfigError if the ranks do not divide into groups of `shards` that share one.
@@ -123,7 +122,7 @@ def num_token_non_padded(step: Step, settings: object) -> int:
 
 def own_tokens(step: Step, ranks: Ranks) -> int:
     """Return the live tokens among those of this rank, by the runner's `Ranks(shards=)`."""
-    batches_of(ranks)
+    count_batches(ranks)
     shards = ranks.shards
     return _live_part(step, Sharding(attn_tp_size=shards, attn_tp_rank=ranks.rank % shards, scattered=shards > 1))
 
@@ -164,7 +163,7 @@ def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
 
     Raise ConfigError if DP is not the number of batches.
     """
-    batches, asked = batches_of(ranks), step.padded(DP)
+    batches, asked = count_batches(ranks), step.padded(DP)
     if asked != batches:
         raise ConfigError(
             f"sizes has {DP} = {asked}, and {ranks.size} ranks, of which each {ranks.shards} in a row share a batch, "

@@ -8,6 +8,7 @@ from ...dataflow.capabilities import DEVICE, HOST, Placement
 from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
 from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
 from ...dataflow.fill.writers import keep_newest
+from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE, RANKS, linear, look_up
 from ..engine.capture import FORKS
 from ..engine.config import Buckets
@@ -15,11 +16,10 @@ from ..engine.graphs import GraphSet
 from ..engine.hooks import Loop
 from ..engine.runner import Runner
 from ..engine.sampling import rebuilt
-from ..engine.stage import V
 from ..engine.statistics import Decision
 from .host_work import HostWork
 
-SIZES: Final = 64
+MOST_WORKS: Final = 64
 """The most pairs of a bucket and a number of requests whose host work a loop keeps. The oldest is dropped first."""
 Writes = list[tuple[RowWrite, Sequence[int]]]
 """Rows to write, and the row of each of their requests."""
@@ -291,7 +291,7 @@ class Chain(Generic[V]):
             whole = () if self._edit_graph is None or self._moves_host else edits.whole
             live = edits.live_of(requests)
             work = HostWork.of(captured.filling.bucket, live, sides, edits.bucket.fused, whole)
-            keep_newest(self._works, SIZES)[rows, requests] = work
+            keep_newest(self._works, MOST_WORKS)[rows, requests] = work
         self._work = work
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
 

@@ -15,18 +15,18 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.edits import Keys, keys_in
 from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
 from ...dataflow.guard import outside_inference, without_gradients
+from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE
 from ..engine.config import GENERATIONS, refuse
-from ..engine.outputs import Stamped, chosen_parts, constant_of, map_tensors, own_copy
+from ..engine.outputs import Stamped, chosen_parts, constant_leaf, map_tensors, own_copy
 from ..engine.runner import Runner
-from ..engine.stage import V
 from .chain import Chain
 
 SomeKeys = Iterable[Hashable]
-Copies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
+OutputCopies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
 """Outputs in host memory, the tensors to copy to and from, and whether they are copied together."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_IN_FLIGHT: Final[list[tuple[Event, Copies]]] = []
+_IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []
 """Memory of ended loops that the device may still write. Without this list torch would take it for free."""
 
 
@@ -186,9 +186,9 @@ class StepLoop(Generic[V]):
         self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps that still count
         self._stamps = GENERATIONS in runner.config.modes
         self._changed = 0  # the first step with the present requests: all its rows count
-        self._ring: list[dict[tuple[int, int], Copies]] = [{} for _ in range(ahead + 2)]
+        self._ring: list[dict[tuple[int, int], OutputCopies]] = [{} for _ in range(ahead + 2)]
         self._events: list[Event | None] = [None] * len(self._ring)
-        self._in_flight: dict[int, tuple[Event, Copies]] = {}
+        self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
         self._growths = {name: chain.growth_of(name) for name in needs}
         self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
         for name in self._growths:
@@ -253,7 +253,7 @@ class StepLoop(Generic[V]):
         self._in_flight[number] = event, copies
         return LaunchedStep(self, number, keys, outputs)
 
-    def _copies(self, number: int) -> Copies:
+    def _copies(self, number: int) -> OutputCopies:
         """Return the copies of a step's outputs.
 
         Allocate host memory for them if there is none for such outputs yet.
@@ -273,7 +273,7 @@ class StepLoop(Generic[V]):
                     sources.append(tensor.detach())
             return made
 
-        made = map_tensors(outputs, on_host, lambda leaf: constant_of(leaf, "which steps() cannot copy to the host"))
+        made = map_tensors(outputs, on_host, lambda leaf: constant_leaf(leaf, "which steps() cannot copy to the host"))
         pairs = zip(targets, sources, strict=True)
         copies = made, targets, sources, bool(targets) and all(to.device == source.device for to, source in pairs)
         if key is not None:

@@ -19,6 +19,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.hostdata import tensor_of
 from ...dataflow.inputs import Inputs
+from ...dataflow.sizing import Relations
 from ...dataflow.slots import BY_PRODUCER, BY_STEP
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
@@ -26,7 +27,7 @@ from ..engine.bits import first_unequal
 from ..engine.sampling import NO_VALUES, Sample, Values
 from ..engine.stage import NO_SIZES
 from ..input_buffers import BucketBuffers
-from .ground import NO_RELATIONS, Ground, Relations, differences, lowered
+from .ground import NO_RELATIONS, Ground, fill_faults, lowered
 from .timing import Run, Spread, measure
 
 SETS: Final = 4
@@ -52,7 +53,7 @@ TakesBatch = Callable[[Any], Any]
 """Takes a batch, or a stand-in for one."""
 ByHand = Callable[..., None]
 """Fills from a batch, its live rows on each varying axis, and its side arguments."""
-Box = slice | tuple[slice, ...]
+Slices = slice | tuple[slice, ...]
 _Plan = tuple[list[Any], list[Any]]
 """What a step of given sizes does.
 
@@ -121,7 +122,7 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, buffers: Bu
     """Return slices and functions for a step of given sizes. They are made once, like constants of code by hand."""
     copied, computed, known = list[Any](), list[Any](), dict[str, Any]()
     for name, slot in declaration.slots.items():
-        source, buffer, rule, tails, pad = slot.reads(name), buffers[name].tensor, slot.rule(), list[Box](), None
+        source, buffer, rule, tails, pad = slot.reads(name), buffers[name].tensor, slot.rule(), list[Slices](), None
         sizes, padded = (extent(slot.shape, one) for one in (step.live_sizes, step.padded_sizes))
         dims = max(slot.varying, default=0) + 1
         rows, box = (_box(*map(slice, one[:dims])) for one in (sizes, padded))
@@ -138,7 +139,7 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, buffers: Bu
     return copied, computed
 
 
-def _box(*ranges: slice) -> Box:
+def _box(*ranges: slice) -> Slices:
     """Make an index. A single slice stays one, since a tuple takes longer."""
     return ranges[0] if len(ranges) == 1 else ranges
 
@@ -196,7 +197,7 @@ def verify(
         right = right.clone() if isinstance(right, torch.Tensor) else right
         for name, contestant in others.items():
             returned, held = run(contestant, batch)
-            faults = list(differences(held, wanted, slots, live))
+            faults = list(fill_faults(held, wanted, slots, live))
             if isinstance(right, torch.Tensor) and isinstance(returned, torch.Tensor):
                 is_alike = returned.shape == right.shape and first_unequal(returned, right) is None
                 faults += [] if is_alike else ["it returned other outputs"]

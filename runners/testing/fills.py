@@ -21,10 +21,11 @@ from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import LoweringName, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
+from ...dataflow.sizing import Relations
 from ..engine.sampling import NO_VALUES, Sample, Values, path_of, put
 from ..engine.stage import NO_SIZES
 from ..input_buffers import BucketBuffers
-from .ground import NO_RELATIONS, Ground, Relations, differences, lowered, scribble, spoilt, untouched
+from .ground import NO_RELATIONS, Ground, fill_faults, lowered, scribble, spoilt, untouched
 
 _SPREAD: Final = 100
 _SEEDS: Final = st.integers(0, (1 << 32) - 1)
@@ -197,7 +198,7 @@ def _play(ground: Ground, lowering: LoweringName, schedule: list[Turn], seed: in
             view = bucket(ground.live(turn.padded)).fill(batch, live=turn.live, absent=turn.absent, **side)
             wanted = ground.oracle(right, batch, side, turn.live, turn.padded)
             ground.backend.synchronize()
-            faults = [*differences(vars(view), wanted, declaration.slots, turn.live), *untouched(layer.buffers, right)]
+            faults = [*fill_faults(vars(view), wanted, declaration.slots, turn.live), *untouched(layer.buffers, right)]
             for buffers in (layer.buffers, right):
                 scribble(buffers, turn.padded, torch.Generator().manual_seed(seed))
         if faults:

@@ -14,6 +14,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.oracle import fill_slot_by_slot
+from ...dataflow.sizing import Relations
 from ...dataflow.slots import BY_STEP, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
@@ -23,7 +24,6 @@ from ..engine.sampling import Sample, Values, sample_batch
 from ..engine.stage import NO_SIZES, Stage
 from ..input_buffers import Layer
 
-Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
 
@@ -134,7 +134,7 @@ def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> Non
             view.copy_(garbage(view, generator))
 
 
-def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Sizes) -> Iterator[str]:
+def fill_faults(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Sizes) -> Iterator[str]:
     """Yield what is wrong with a fill, one sentence a slot."""
     for name, expected in right.items():
         got = mine[name]

@@ -9,7 +9,7 @@ import pytest
 
 from slotgraph.backends import Backend
 from slotgraph.runners.commands.bench import declare_decode, draw, plus_one
-from slotgraph.runners.engine.config import MODES, VARIABLE
+from slotgraph.runners.engine.config import DEBUG_VARIABLE, MODES
 from tests.benchmarks.shown import race
 from tests.runners.models import decoder
 
@@ -20,7 +20,7 @@ WAYS: dict[str, Any] = {"no option": None, "off": False, "True": True, **{mode: 
 @pytest.mark.slotgraph_backends("cpu-capture", "cuda")
 def test_modes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off is the same code as without the option; the modes that run steps again cost some steps."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
     inputs, runners = declare_decode(9), dict[str, Any]()
     for name, debug in WAYS.items():
         told: dict[str, Any] = {} if debug is None else {"debug": debug}

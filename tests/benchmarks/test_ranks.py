@@ -20,7 +20,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, copied
 from slotgraph.backends import choose
 from slotgraph.extend import LaunchedStep
-from slotgraph.runners.ranks.group import HOST, CallSite, Message, Ranks
+from slotgraph.runners.ranks.group import ON_HOST, CallSite, Message, Ranks
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 from tests.ranks.processes import ranks
@@ -77,7 +77,7 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
     drawn = [torch.randint(0, 256, (2, LIVE), generator=draw).to(device) for _ in range(4)]
     batches = [Tokens(input_ids=ids, positions=positions, seq_lens=ones.clone()) for ids, positions in drawn]
     for way in WAYS if backend == "cuda" else WAYS[:3]:
-        given = Ranks(equal=way == WAYS[0], on="cuda" if way in WAYS[3:] else HOST)
+        given = Ranks(equal=way == WAYS[0], on="cuda" if way in WAYS[3:] else ON_HOST)
         runner = decoder(Tokens, model, buckets=[BUCKET], backend=backend, ranks=given)
 
         def step(number: int, runner: Any = runner, ahead: bool = way in {WAYS[2], WAYS[4]}) -> None:  # noqa: FBT001 - bound here

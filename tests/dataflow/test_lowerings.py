@@ -26,7 +26,7 @@ from slotgraph.dataflow.plan import LARGE_BYTES, LARGE_LANE_BYTES, plan_fill
 from slotgraph.dataflow.slots import Copied, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
-from slotgraph.runners.testing.ground import differences, scribble, untouched
+from slotgraph.runners.testing.ground import fill_faults, scribble, untouched
 from tests.packing import NAME, Kernel, backend_of, feed_for, kernel_of
 from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker
 from tests.strategies import (
@@ -174,7 +174,7 @@ class World:
             self.produce(turn.produced)
         mine, right = self.play(turn)
         assert set(mine) == set(right)
-        assert list(differences(mine, right, self.slots.slots, turn.round.live)) == []
+        assert list(fill_faults(mine, right, self.slots.slots, turn.round.live)) == []
         assert list(untouched(self.mine, self.right)) == []
         for buffers in (self.mine, self.right):
             scribble(buffers, turn.round.padded, torch.Generator().manual_seed(turn.round.seed))
@@ -301,7 +301,7 @@ def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: t
     ready = hand_over(world.bucket(turn, "direct", exact=True), batch, live, side)
     ready.compute_on_device()
     right = fill_slot_by_slot(world.slots, world.right, world.capabilities, step, batch, side)
-    assert list(differences(ready.views, right, world.slots.slots, turn.live)) == []
+    assert list(fill_faults(ready.views, right, world.slots.slots, turn.live)) == []
     for name, slot in world.slots.slots.items():
         source: Any = slot.reads(name)
         if source is not None:

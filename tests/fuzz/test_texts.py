@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.plan import FillPlan
-from slotgraph.runners.engine.config import MOST, json_data
+from slotgraph.runners.engine.config import MOST_ROWS, json_data
 from slotgraph.runners.serial import from_data, to_data
 from tests.fuzz.hostile import DEEP, NASTY_TEXTS, leaves, spoilt, values
 from tests.runners.test_serial import PLAN
@@ -104,7 +104,7 @@ def test_any_keys_and_values(options: dict[Any, Any]) -> None:
         assert str(error).strip()  # noqa: PT017 - what is raised is allowed, not asked for
         return
     assert RunnerConfig.of(config.as_data()) == config
-    assert config.ladder().largest <= MOST
+    assert config.ladder().largest <= MOST_ROWS
 
 
 @settings(max_examples=2 * settings().max_examples)

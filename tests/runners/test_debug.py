@@ -19,7 +19,7 @@ from slotgraph.extend import side
 from slotgraph.pool import InputPool
 from slotgraph.runners.comparison import named
 from slotgraph.runners.debug import debugged
-from slotgraph.runners.engine.config import CHEAP, MODES, VARIABLE, modes_of
+from slotgraph.runners.engine.config import CHEAP, DEBUG_VARIABLE, MODES, modes_of
 from slotgraph.runners.engine.hooks import Watcher
 from tests.life import test_ahead as advancing
 from tests.runners import prefilled, test_draft, test_draft_extend
@@ -104,7 +104,7 @@ def test_every_kind_of_runner(
     """Made under the environment's word, each looks at its steps and accuses none, and gives what it gives without."""
     made = []
     for modes in (",".join(MODES), ""):
-        monkeypatch.setenv(VARIABLE, modes)
+        monkeypatch.setenv(DEBUG_VARIABLE, modes)
         for keeps in KEEPING:
             keeps.cache_clear()
         made.append(kind(backend))
@@ -290,21 +290,21 @@ def test_step_that_cannot_be_watched() -> None:
 
 def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bool, names in one text or several, or else the environment; the nearest name where one is unknown."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
     assert modes_of(None) == modes_of(wanted=False) == modes_of("") == modes_of(()) == frozenset()
     assert modes_of(wanted=True) == CHEAP == {"generations", "addresses", "keys"}
     assert modes_of("poison, parity") == modes_of(["parity", "poison"]) == {"parity", "poison"}
     for said, modes in {"1": CHEAP, "True": CHEAP, "0": set(), "": set(), "poison": {"poison"}}.items():
-        monkeypatch.setenv(VARIABLE, said)
+        monkeypatch.setenv(DEBUG_VARIABLE, said)
         assert modes_of(None) == modes
         assert modes_of(wanted=False) == frozenset()
-    monkeypatch.setenv(VARIABLE, "poisen")
+    monkeypatch.setenv(DEBUG_VARIABLE, "poisen")
     with pytest.raises(ConfigError, match=r"SLOTGRAPH_DEBUG: unknown debug mode 'poisen': did you mean 'poison'\?"):
         plain_runner("cpu")
     assert_right(plain_runner("cpu", debug=False)(random_batch(2, 1)), random_batch(2, 1))
     with pytest.raises(ConfigError, match=r"option 'debug': unknown debug mode 'paritty': did you mean 'parity'\?"):
         plain_runner("cpu", debug="paritty")
-    monkeypatch.setenv(VARIABLE, ",".join(MODES))
+    monkeypatch.setenv(DEBUG_VARIABLE, ",".join(MODES))
     eager = EagerRunner(PlainInputs, plain_step, backend="cpu")  # which has neither graphs nor tails
     assert eager.watch.watchers == ()
     with pytest.raises(ConfigError, match="debug mode parity looks at graphs, and this EagerRunner has none"):

@@ -10,7 +10,7 @@ from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.config import RunnerConfig
 from slotgraph.errors import ConfigError, RecordingError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
-from slotgraph.runners.engine.config import CHEAP, VARIABLE, modes_of
+from slotgraph.runners.engine.config import CHEAP, DEBUG_VARIABLE, modes_of
 from slotgraph.runners.metrics import Collector, exposition
 from slotgraph.runners.recording.records import RecordedFile
 
@@ -36,7 +36,7 @@ def test_switches(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NO_COPY_VARIABLE, text)
     assert hands_through() == is_on
     assert hands_through(no_copy=not is_on) != is_on
-    monkeypatch.setenv(VARIABLE, text)
+    monkeypatch.setenv(DEBUG_VARIABLE, text)
     assert modes_of(None) == (CHEAP if is_on else frozenset())
 
 
@@ -47,7 +47,7 @@ def test_other_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=f"SLOTGRAPH_EAGER_NO_COPY='{text}': say 1, true, yes or on, else 0, false"):
         EagerRunner(Ids, lambda view: view.ids, backend="cpu")
     assert not hands_through(no_copy=False)
-    monkeypatch.setenv(VARIABLE, text)
+    monkeypatch.setenv(DEBUG_VARIABLE, text)
     with pytest.raises(ConfigError, match="SLOTGRAPH_DEBUG: unknown debug mode"):
         modes_of(None)
 

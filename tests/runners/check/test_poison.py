@@ -11,7 +11,7 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, co
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.extend import once
-from slotgraph.runners.check.replays import Poison, poison_of
+from slotgraph.runners.check.replays import PoisonPair, poison_pair
 from tests.runners.check.test_planted import OURS, found_by, runner_of, sound
 from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES
@@ -42,7 +42,7 @@ class Rules(Inputs):  # a slot for each way to say what a tail bears
     made: torch.Tensor = output(BATCH, dtype=torch.int16)
 
 
-BEARS: dict[str, Poison | None] = {
+BEARS: dict[str, PoisonPair | None] = {
     "floats": ((math.nan,), (65504.0, -65504.0, math.inf)),
     "whole": ((5, 6, -1), (-1, 6, 5)),
     "steps": ((6, 0), (0, 6)),
@@ -65,7 +65,7 @@ def test_what_a_tail_bears(name: str) -> None:
     """By rule and dtype, unless the slot says otherwise. Live rows are 5 and 6."""
     slot, expected = Rules.slotgraph.slots[name], BEARS[name]
     dtype = slot.dtype if isinstance(slot.dtype, torch.dtype) else torch.int64
-    found = poison_of(slot, torch.tensor([5, 6, 1, 1]).to(dtype), SIZES, Capabilities())
+    found = poison_pair(slot, torch.tensor([5, 6, 1, 1]).to(dtype), SIZES, Capabilities())
     assert repr(found) == repr(expected)  # by text, since NaN is not itself
 
 
@@ -75,7 +75,7 @@ def test_standard_slots_that_say_where_to_write(name: str) -> None:
     classes = [inputs for inputs in CLASSES.values() if name in inputs.slotgraph.slots]
     assert classes
     for inputs in classes:
-        assert poison_of(inputs.slotgraph.slots[name], torch.tensor([5, 6, 0, 0]), SIZES, Capabilities()) is None
+        assert poison_pair(inputs.slotgraph.slots[name], torch.tensor([5, 6, 0, 0]), SIZES, Capabilities()) is None
 
 
 def test_poison_that_no_slot_can_hold() -> None:

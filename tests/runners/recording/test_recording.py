@@ -15,7 +15,7 @@ from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.backends import choose, load
 from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, RecordingError
 from slotgraph.runners.engine.statistics import Decision
-from slotgraph.runners.recording.records import RecordedFile, StepRecord, Value
+from slotgraph.runners.recording.records import RecordedFile, RecordedValue, StepRecord
 from slotgraph.runners.recording.replaying import replay_file, replay_step
 from tests.runners.recording.steps import Flaw, mixed_batch, mixed_runner, mixed_side
 
@@ -205,7 +205,7 @@ def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> No
 
 def test_replay_needs_the_data(tmp_path: pathlib.Path) -> None:
     """A step of which only sizes are kept is left out, and it is said why."""
-    step = StepRecord(number=3, slots=(Value(name="rows", kind="tensor", why="too large"),))
+    step = StepRecord(number=3, slots=(RecordedValue(name="rows", kind="tensor", why="too large"),))
     done = replay_step(step, eager())
     assert (done.outcome, done.lines) == ("left out", ("slot 'rows': too large",))
     with slotgraph.record(eager(), tmp_path / "x.safetensors", outputs=True) as recording:

@@ -15,7 +15,7 @@ import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import SlotGraphError
-from slotgraph.runners.recording.records import RecordedFile, Value, plain_from_text, plain_to_text
+from slotgraph.runners.recording.records import RecordedFile, RecordedValue, plain_from_text, plain_to_text
 from slotgraph.runners.recording.replaying import batch_of
 from tests.strategies import HIDDEN, Round, declarations, rounds, same_bytes
 from tests.strategies import batch_of as drawn_batch
@@ -131,6 +131,6 @@ def test_plain_data(value: object) -> None:
 )
 def test_what_cannot_be_kept(value: object, why: str) -> None:
     """What is no data is left out, and the record says what it was; nothing raises."""
-    found = Value.of("x", value, torch.device("cpu"))
+    found = RecordedValue.of("x", value, torch.device("cpu"))
     assert (found.name, found.kind, found.data, found.elements) == ("x", "other", "", None)
     assert why in found.why
