@@ -32,7 +32,7 @@ test-torch: $(OTHER)/.have-test  ## make test with another torch, in an environm
 	@$(OTHER)/bin/pytest $(SHARED) -m "not slow" $(ARGS)
 
 test-all: .venv/.have-test .venv/.have-package .venv/.smollm2  ## every test: whole programs, the package, process groups, each benchmark once, 200 examples a property (make test: 50)
-	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --durations=5 $(ARGS)
+	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} $(PYTEST) --durations=5 $(ARGS)
 
 test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why
 	@$(BIN)/pytest -m cuda $(ARGS)
