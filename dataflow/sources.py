@@ -280,7 +280,7 @@ def compute_of(function: Callable[..., Any]) -> Compute:
 
 @attrs.frozen
 class _Term:
-    """Stands for a slot while a rule is tried out. It supports adding an integer, and nothing else."""
+    """A slot's placeholder while a rule is tried. It can only add or subtract an integer."""
 
     slot: str
     add: int = 0

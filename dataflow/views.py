@@ -28,7 +28,7 @@ def ordinary_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Make another tensor over the same memory, which is no inference tensor, whatever mode is on."""
+    """Make another tensor over the same memory. It is an ordinary tensor even in inference mode."""
     with outside_inference():
         return tensor.detach()
 

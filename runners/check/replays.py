@@ -206,7 +206,7 @@ class Poisoning:
     usual: Tensors = NOTHING
 
     def findings(self) -> list[Finding]:
-        """Return what is wrong with the step, or nothing if its live rows depend on no tail."""
+        """Return what is wrong with the step: an empty list if no live row depends on a tail."""
         usual = self.trial.run(self._live)
         if isinstance(usual, Exception):
             return [Finding(POISON, None, f"the step raised {error_text(usual)} on a batch that was filled as ever")]
