@@ -79,7 +79,7 @@ class Turn:
 
 
 def drawn(seed: int, size: int, rounds: int, *, alike: bool = False, equal: bool = False) -> list[Turn]:
-    """Rounds at random, the same for all who draw them: a third without a fault, and two of those at the end."""
+    """Rounds at random, the same for all who draw them: a third without a fault, and three of those at the end."""
     draw, found = random.Random(seed), list[Turn]()  # noqa: S311 - faults, no secrets
     for number in range(1, rounds + 1):
         kind, calm = draw.choice(["call", "call", "eager", "idle", "loop", "loop"]), draw.random() < 0.35
@@ -87,7 +87,7 @@ def drawn(seed: int, size: int, rounds: int, *, alike: bool = False, equal: bool
         faults = [draw.choice(known) for _ in range(size)]
         if alike:
             faults = faults[:1] * size
-        if calm or number > rounds - 2:
+        if calm or number > rounds - 3:
             faults = [""] * size
         which, at, ahead, every = (draw.randrange(2) for _ in range(4))
         if found and {"held", "cycle"}.intersection(found[-1].faults):  # a call of the runner ends a loop that is kept
@@ -222,15 +222,21 @@ def _looking_always() -> Iterator[None]:
         yield
 
 
-def judge(turns: list[Turn], found: list[list[str]], *, alike: bool) -> None:
-    """Each round without a fault, in it or in the one before, was run by all; nobody waited in vain.
+def judge(turns: list[Turn], found: list[list[str]], *, equal: bool, alike: bool) -> None:
+    """All ranks ran each round that is free of faults, as those before it are, and no rank waited in vain.
 
-    alike: where all fail in the same way, none hears of the others.
+    Args:
+        turns: The rounds.
+        found: What each rank raised in each round.
+        equal: Whether ranks exchange nothing. A rank may then hear of a fault one round late and fail for it in a round
+            that the others have run already, as no collective keeps them together: they hear of that in the next one.
+        alike: Whether all ranks fail in the same way, so that none hears of the others.
     """
-    for turn, before, *said in zip(turns, [None, *turns], *found, strict=False):
-        where = (turn, before, said)
+    faulty = [any(turn.faults) for turn in turns]
+    for number, (turn, *said) in enumerate(zip(turns, *found, strict=True)):
+        where = (turns[max(number - 2, 0) : number + 1], said)
         assert not any(bad in one for one in said for bad in NEVER), where
-        if not any(turn.faults) and (before is None or not any(before.faults)):
+        if not any(faulty[max(number - 1 - equal, 0) : number + 1]):
             assert not any(said), where
         if alike:
             assert not any("RankError" in one for one in said), where
@@ -247,7 +253,7 @@ def game(group: Processes, over: str, first: int, *, equal: bool = False, alike:
     for seed in range(first, first + SEEDS):
         lowering = ("foreach", "in_graph", "fused")[seed % 3]
         turns = drawn(seed, len(group.processes), ROUNDS, equal=equal, alike=alike)
-        judge(turns, group.run(played, turns, over, lowering, equal), alike=alike)
+        judge(turns, group.run(played, turns, over, lowering, equal), equal=equal, alike=alike)
 
 
 @pytest.mark.parametrize("over", OVER)
