@@ -13,7 +13,8 @@ from sphinx.util.typing import stringify_annotation
 sys.path.insert(0, str(Path(__file__).parent))
 import generated
 
-_PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+_DOCS = Path(__file__).resolve().parent
+_PROJECT = tomllib.loads((_DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 project = _PROJECT["name"]
 author = _PROJECT["authors"][0]["name"]
@@ -39,18 +40,29 @@ html_title = f"{project} {version}"
 html_copy_source = False
 
 
-def _relative(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
-    """README's links are absolute, for the package index; in the book they lead to its own pages."""
-    del app, path, parent
-    pages = re.compile(
-        r"\]\(https://(?:github|raw\.githubusercontent)\.com/slotgraph/slotgraph(?:/blob)?/main/docs/([^)]*\.(?:md|svg)(?:#[^)]*)?)\)"
-    )
-    content[0] = pages.sub(r"](\1)", content[0])
+def _led(text: str, folder: Path) -> str:
+    """Make a text's relative links lead to pages and pictures of the book, and all others to the repository."""
+
+    def led(link: re.Match[str]) -> str:
+        path, mark, heading = link[1].partition("#")
+        target = (folder / path).resolve()
+        if not path or not target.exists():  # code may look like a link
+            return link[0]
+        if target.parent in {_DOCS, _DOCS / "pictures"}:
+            return f"]({target.relative_to(_DOCS)}{mark}{heading})"
+        return f"]({_PROJECT['urls']['Source']}/blob/main/{target.relative_to(_DOCS.parent)}{mark}{heading})"
+
+    return re.sub(r"\]\(([^):\s]+)\)", led, text)
+
+
+def _included(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    del app, parent
+    content[0] = _led(content[0], (_DOCS / path).resolve().parent)
 
 
 def _generated(app: Sphinx, page: str, content: list[str]) -> None:
     del app, page
-    content[0] = generated.replaced(content[0])
+    content[0] = _led(generated.replaced(content[0]), _DOCS)
 
 
 def _options(app: Sphinx, kind: str, path: str, found: object, *_: object) -> None:
@@ -70,4 +82,4 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-signature", _options)
     app.connect("source-read", _generated)
-    app.connect("include-read", _relative)
+    app.connect("include-read", _included)

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+import pytest
 
 import slotgraph
 from slotgraph.config import RunnerConfig
 from slotgraph.extend import Slot
 
 ROOT: Final = Path(__file__).parents[1]
+PAGES: Final = [
+    path.relative_to(ROOT)
+    for pattern in ("*.md", "docs/*.md", "docs/decisions/*.md", "docs/examples/*/README.md", "tests/**/README.md")
+    for path in sorted(ROOT.glob(pattern))
+]
 INVARIANTS, HAZARDS = (
     (ROOT / name).read_text(encoding="utf-8") for name in ("tests/invariants/README.md", "docs/troubleshooting.md")
 )
@@ -26,9 +32,8 @@ PROJECTS: Final = {
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
 }
-OWN: Final = re.compile(
-    r"https://(?:github|raw\.githubusercontent)\.com/slotgraph/slotgraph(?:/blob)?/main/([^)\"#]+)(?:#([^)\"]+))?"
-)
+LINK: Final = re.compile(r"\]\(([^):#\s]*)(?:#([^)\s]+))?\)")
+"""A link to a file of the repository, or to a heading."""
 ROW: Final = re.compile(
     r"^\| \[(?P<project>[\w-]+) #(?P<number>\d+)\]\((?P<link>\S+)\) \| (?P<kind>[A-H]) \|(?P<rest>.*)\|$", re.MULTILINE
 )
@@ -88,13 +93,31 @@ def test_the_table_and_the_scenarios_are_one_list() -> None:
     assert len({(row["project"], row["number"]) for row in found}) == len(found) >= 24
 
 
-def test_links_to_our_own_files() -> None:
-    """The package index shows README.md and pyproject.toml, whose links lead to files and headings that there are."""
-    shown = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "pyproject.toml"))
-    for name, heading in OWN.findall(shown):
-        titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text("utf-8"), re.MULTILINE) if heading else []
-        assert (ROOT / name).exists()
-        assert heading in ["", *(title.lower().replace(" ", "-") for title in titles)], f"{name}#{heading}"
+def slugs(page: Path) -> set[str]:
+    """The anchors that a page's headings have on GitHub and in the book."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    """Links are relative, so that they hold in a checkout, on GitHub and in the book."""
+    path = ROOT / page
+    text = re.sub(r"^```.*?^```$|`[^`\n]+`", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for name, heading in LINK.findall(text):
+        target = (path.parent / name) if name else path
+        assert target.exists(), name
+        assert not heading or heading in slugs(target), f"{name}#{heading}"
+    assert "github.com/slotgraph" not in text.replace("git clone https://github.com/slotgraph/slotgraph", "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_pages_are_plain_markdown(page: Path) -> None:
+    """GitHub would show labels, comments and directives of Sphinx as text."""
+    text = (ROOT / page).read_text("utf-8")
+    assert re.findall(r"^(?:\([\w-]+\)=|% .*|:::.*)$", text, re.MULTILINE) == []
+    directives = set(re.findall(r"^```\{([\w-]+)\}", text, re.MULTILINE))
+    assert directives <= ({"include", "toctree"} if page.name in {"index.md", "changes.md"} else set())
 
 
 def test_contributing_names_each_module() -> None:
