@@ -152,8 +152,13 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
 def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, steps: int) -> Accepted:
     """Walk each tree from its root while a child is what the target chose, at most `steps` times.
 
-    tokens, parents [requests, nodes]: The tree's. targets [requests, nodes] int64: What the target chose after each
-    node, the largest of its logits. Padded rows walk too, and have no effect on others.
+    Padded rows walk too, and have no effect on others.
+
+    Args:
+        tokens: The tree's, [requests, nodes] int64.
+        parents: The tree's, [requests, nodes] int64.
+        targets: [requests, nodes] int64. What the target chose after each node, the largest of its logits.
+        steps: The depth of the tree.
     """
     path = [torch.zeros_like(targets[:, :1])]
     for _ in range(steps):
