@@ -301,7 +301,7 @@ def pages() -> dict[Path, str]:
         )
         for entry in entries()[page]:
             first = one_line(said_of(entry).split("\n\n")[0]).split(". ")[0].removesuffix(".")
-            cells.append([code(entry.name), prose(first, entry.name) + "."])
+            cells.append([code(entry.name), prose(f"{first}. {entry.given}".strip(), entry.name)])
         declarations = [row for row, entry in zip(cells, entries()[page], strict=True) if is_standard(entry.value)]
         lines += table(["declaration", "what it is"], declarations)
         for entry in entries()[page]:
@@ -319,7 +319,9 @@ def pages() -> dict[Path, str]:
 def stale() -> dict[Path, str]:
     """Return the files that are not up to date, with the text that they should have, or an empty one for none."""
     found = dict.fromkeys((DOCS / "reference").glob("*.md"), "") | pages()
-    return {path: text for path, text in found.items() if not path.exists() or path.read_text("utf-8") != text}
+    return {
+        path: text for path, text in found.items() if not (text and path.exists() and path.read_text("utf-8") == text)
+    }
 
 
 if __name__ == "__main__":

@@ -116,7 +116,10 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
     """Return the tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
 
     A parent is never left out for its child: its score is at least as good, and of equal scores the earlier node wins.
-    A NaN score is the worst of all, as those of all nodes below it must be. Raises ValueError if there are fewer nodes.
+    A NaN score is the worst of all, as those of all nodes below it must be.
+
+    Raises:
+        ValueError: There are fewer nodes.
     """
     most = 1 + drafts.tokens.shape[1]
     if not 1 <= nodes <= most:

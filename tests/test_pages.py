@@ -135,9 +135,13 @@ def test_pages_are_plain_markdown(page: Path) -> None:
 def test_the_reference_says_what_the_package_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed pages are those that docstrings, signatures and annotations make now."""
     monkeypatch.syspath_prepend(ROOT / "docs")
-    stale = importlib.import_module("reference").stale()
-    names = sorted(str(path.relative_to(ROOT)) for path in stale)
+    reference = importlib.import_module("reference")
+    names = sorted(str(path.relative_to(ROOT)) for path in reference.stale())
     assert names == [], "not up to date: run `make reference`, and commit what it writes"
+    values = [entry.value for own in reference.entries().values() for entry in own]
+    classes = {base.__name__: base for kind in values if isinstance(kind, type) for base in kind.__mro__}
+    hidden = [name.partition(".") for name in reference.HIDDEN]
+    assert [name for kind, _, name in hidden if not hasattr(classes[kind], name)] == [], "docs/reference.toml"
 
 
 def test_contributing_names_each_module() -> None:
