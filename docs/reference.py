@@ -295,10 +295,8 @@ def pages() -> dict[Path, str]:
     for module, more in KNOWN["modules"].items():
         page, said = module.rpartition(".")[2], inspect.getdoc(importlib.import_module(module)) or ""
         head = one_line(said.split("\n\n")[0])
-        lines, cells = (
-            [COMMENT, "", f"# {module}", "", prose(head), "", *[prose(more), ""] * bool(more)],
-            list[list[str]](),
-        )
+        lines = [COMMENT, "", f"# {module}", "", prose(head), "", *[prose(more), ""] * bool(more)]
+        cells = list[list[str]]()
         for entry in entries()[page]:
             first = one_line(said_of(entry).split("\n\n")[0]).split(". ")[0].removesuffix(".")
             cells.append([code(entry.name), prose(f"{first}. {entry.given}".strip(), entry.name)])
@@ -319,9 +317,8 @@ def pages() -> dict[Path, str]:
 def stale() -> dict[Path, str]:
     """Return the files that are not up to date, with the text that they should have, or an empty one for none."""
     found = dict.fromkeys((DOCS / "reference").glob("*.md"), "") | pages()
-    return {
-        path: text for path, text in found.items() if not (text and path.exists() and path.read_text("utf-8") == text)
-    }
+    there = {path: path.read_text(encoding="utf-8") for path in found if path.exists()}
+    return {path: text for path, text in found.items() if not text or there.get(path) != text}
 
 
 if __name__ == "__main__":
