@@ -20,7 +20,7 @@ OTHER := .venv-torch-$(RELEASE)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-torch test-cuda test-cuda-2 test-npu bench house docs lint types test-all coverage help clean distclean
+.PHONY: demo test test-torch test-cuda test-cuda-2 test-npu bench house docs reference lint types test-all coverage help clean distclean
 
 demo: .venv/.smollm2  ## answer prompts through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
@@ -61,6 +61,9 @@ docs: .venv/.have-docs  ## the documentation, warnings as errors, into docs/_bui
 	@$(BIN)/sphinx-build --quiet -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html
 	@$(BIN)/python docs/measured.py docs/_build/html
 	@echo "slotgraph: the documentation is in docs/_build/html/index.html"
+
+reference: .venv/.have-test  ## write docs/reference.md, docs/reference/ and the tables of docs/standard.md from docstrings
+	@$(BIN)/python docs/reference.py
 
 lint: .venv/.have-lint  ## ruff: all rules, and the format
 	@$(BIN)/ruff check

@@ -85,6 +85,9 @@ class Exclusive:
 
     Its tail is reset only if an earlier step left it dirty, as in memory that the runner allocates. The owner of any
     other adopted tensor may write it between steps, so its tail is reset in each step.
+
+    Attributes:
+        tensor: The slot's memory.
     """
 
     tensor: torch.Tensor

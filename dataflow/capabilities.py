@@ -172,7 +172,12 @@ class Role:
 
 @attrs.frozen
 class FillRole:
-    """A pad value that depends on the device: `default` unless the backend's capabilities name another."""
+    """A pad value that depends on the device: `default` unless the backend's capabilities name another.
+
+    Attributes:
+        name: The role's name in capability records.
+        default: The value by default.
+    """
 
     name: str
     default: int = attrs.field(converter=python_number)

@@ -459,7 +459,13 @@ def constant(
 ) -> Any:
     """Declare a slot that is set once: to a number, a fixed axis or an expression, a fill role, or a function's result.
 
-    The function takes the step at full capacity. The other parameters are those of `computed`.
+    Args:
+        value: What every element holds. A function takes the step at full capacity.
+        shape: One size for each dim.
+        dtype: A torch dtype, or a role.
+        placement: The memory of the buffer, "device" or "host".
+        when: The name of the setting that enables the slot, or a function of the settings.
+        init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Constant, locals())
 
@@ -475,7 +481,14 @@ def staged(
 ) -> Any:
     """Declare a slot that a producer writes inside or outside the step. A fill resets its tail in each step.
 
-    The parameters are those of `copied`; leave `init` out.
+    Args:
+        shape: A size for each dim: a number, an axis, or a sum or product of them.
+        dtype: A torch dtype, or a role.
+        pad: What the tail holds: a value, a fixed axis, a fill role, or a tail rule.
+        placement: The memory of the buffer, "device" or "host".
+        poison: What checks may put into the tail.
+        when: The name of the setting that enables the slot, or a function of the settings.
+        init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Staged, locals())
 
@@ -485,7 +498,12 @@ def output(
 ) -> Any:
     """Declare a buffer at a fixed address that the step writes its result to.
 
-    The parameters are those of `copied`; leave `init` out.
+    Args:
+        shape: A size for each dim: a number, an axis, or a sum or product of them.
+        dtype: A torch dtype, or a role.
+        placement: The memory of the buffer, "device" or "host".
+        when: The name of the setting that enables the slot, or a function of the settings.
+        init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Output, locals())
 

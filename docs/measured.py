@@ -67,8 +67,8 @@ def main(folder: Path) -> int:
         set(),
         [
             page
-            for page in sorted(folder.glob("*.html"))
-            if page.name not in {"genindex.html", "py-modindex.html", "search.html"}
+            for page in sorted([*folder.glob("*.html"), *folder.glob("reference/*.html")])
+            if page.name not in {"genindex.html", "search.html"}
         ],
     )
     for page in pages:
@@ -78,7 +78,7 @@ def main(folder: Path) -> int:
                 colours.add(colour)
                 for one in wide:
                     faults += 1
-                    print(f"{page.name} at {width} px: {one}")
+                    print(f"{page.relative_to(folder)} at {width} px: {one}")
     if len(colours) != len(SCHEMES):
         faults += 1
         print(f"light and dark have the same background: {colours}")

@@ -409,7 +409,8 @@ class DecodeRunner(RequestRunner[V]):
         bind: Tensors to adopt as buffers, by slot.
         absent: Further patterns of absent optional slots to capture, each a collection of names. Without them, a batch
             that lacks an optional slot runs eagerly.
-        output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
+        output_rows: The axis that the rows of outputs follow: TOKENS, the default, or BATCH, or None to get outputs
+            whole.
         phase: The phase of a pool in which the runner uses the pool's memory.
         state: The tensors besides slots, or parts of them, that captures and checks put back after each run of the step
             for a warm-up or a look. By default all that its operators write is found and put back. A large KV cache

@@ -142,8 +142,15 @@ class DraftExtendRunner(RequestRunner[V]):
     """Runs a step over `width` tokens a request, and returns one row a request.
 
     Every request has `width` tokens, those that were accepted first. Declare what depends on it, such as
-    `select_index`, over WIDTH, so that a batch of another width is refused. Outputs follow BATCH unless `output_rows`
-    says otherwise. All else is as in `DecodeRunner`.
+    `select_index`, over WIDTH, so that a batch of another width is refused. All else is as in `DecodeRunner`.
+
+    Args:
+        inputs: The declaration class.
+        step: Called with its view; returns tensors with one row a request.
+        width: Tokens that each request has.
+        output_rows: The axis that the rows of outputs follow: BATCH, the default, or TOKENS, or None to get outputs
+            whole.
+        options: As for `DecodeRunner`.
     """
 
     def __init__(
@@ -165,6 +172,7 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         chained: Slots of which every step has its own. The first step's are filled from the batch. All rows of the
             others have the slot's initial value, its tail value, until the step before writes them. All other slots are
             the same for every step.
+        output_rows: As for `DraftExtendRunner`: BATCH by default.
         options: As for `DraftExtendRunner`.
     """
 

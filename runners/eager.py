@@ -37,7 +37,7 @@ class EagerRunner(Runner[V]):
     """Runs a step on unpadded views of a declaration.
 
     Buffers grow to the next power of two on each axis when a batch needs more. With `no_copy` nothing is copied: the
-    step sees the batch's own tensors, which are checked as usual.
+    step sees the batch's own tensors, which are checked as usual. Nothing is allocated before the first batch.
 
     Args:
         inputs: The declaration class.
@@ -46,7 +46,7 @@ class EagerRunner(Runner[V]):
         settings: What `when=` of slots refers to.
         ranks: The processes that run each step together, and exchange their sizes.
         backend: A backend or its name.
-        options: Those of `RunnerConfig` that this runner uses. Nothing is allocated before the first batch.
+        options: Those of `RunnerConfig` that this runner uses.
 
     Raises:
         ConfigError: An argument does not fit.

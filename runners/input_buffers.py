@@ -160,6 +160,10 @@ class InputBuffers(Generic[V]):
         the latter. From then on `fill` leaves it to the replay. With `in_graph`, a replay without a fill advances slots
         that have `then=`.
 
+        Args:
+            padded: The padded size of each axis. An axis that is left out has its capacity.
+            absent: Optional slots that the batches lack.
+
         Raises:
             CaptureError: Nothing was filled or prepared with these sizes yet.
         """
@@ -179,7 +183,12 @@ class InputBuffers(Generic[V]):
         return self.at(padded).view(absent=absent, written=written)
 
     def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> FillPlan:
-        """Return how a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
+        """Return how a fill of these padded sizes is run, for tensors on the device of their slots' dtypes.
+
+        Args:
+            padded: The padded size of each axis. An axis that is left out has its capacity.
+            absent: Optional slots that the batches lack.
+        """
         return self.at(padded).filling(self._layer.pattern(absent)).bucket.plan
 
     def stats(self) -> dict[str, dict[str, int]]:

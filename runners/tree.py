@@ -116,7 +116,10 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
     """Return the tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
 
     A parent is never left out for its child: its score is at least as good, and of equal scores the earlier node wins.
-    A NaN score is the worst of all, as those of all nodes below it must be. Raises ValueError if there are fewer nodes.
+    A NaN score is the worst of all, as those of all nodes below it must be.
+
+    Raises:
+        ValueError: There are fewer nodes.
     """
     most = 1 + drafts.tokens.shape[1]
     if not 1 <= nodes <= most:
@@ -152,8 +155,13 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
 def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, steps: int) -> Accepted:
     """Walk each tree from its root while a child is what the target chose, at most `steps` times.
 
-    tokens, parents [requests, nodes]: The tree's. targets [requests, nodes] int64: What the target chose after each
-    node, the largest of its logits. Padded rows walk too, and have no effect on others.
+    Padded rows walk too, and have no effect on others.
+
+    Args:
+        tokens: The tree's, [requests, nodes] int64.
+        parents: The tree's, [requests, nodes] int64.
+        targets: [requests, nodes] int64. What the target chose after each node, the largest of its logits.
+        steps: The depth of the tree.
     """
     path = [torch.zeros_like(targets[:, :1])]
     for _ in range(steps):

@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,14 @@ from slotgraph.extend import Slot
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = [
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/*.md", "docs/decisions/*.md", "docs/examples/*/README.md", "tests/**/README.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/reference/*.md",
+        "docs/decisions/*.md",
+        "docs/examples/*/README.md",
+        "tests/**/README.md",
+    )
     for path in sorted(ROOT.glob(pattern))
 ]
 INVARIANTS, HAZARDS = (
@@ -94,9 +102,13 @@ def test_the_table_and_the_scenarios_are_one_list() -> None:
 
 
 def slugs(page: Path) -> set[str]:
-    """The anchors that a page's headings have on GitHub and in the book."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    """The anchors that a page's headings have on GitHub and in the book. Equal ones are numbered."""
+    titles, seen, found = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE), Counter[str](), set[str]()
+    for title in titles:
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -118,6 +130,18 @@ def test_pages_are_plain_markdown(page: Path) -> None:
     assert re.findall(r"^(?:\([\w-]+\)=|% .*|:::.*)$", text, re.MULTILINE) == []
     directives = set(re.findall(r"^```\{([\w-]+)\}", text, re.MULTILINE))
     assert directives <= ({"include", "toctree"} if page.name in {"index.md", "changes.md"} else set())
+
+
+def test_the_reference_says_what_the_package_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committed pages are those that docstrings, signatures and annotations make now."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    reference = importlib.import_module("reference")
+    names = sorted(str(path.relative_to(ROOT)) for path in reference.stale())
+    assert names == [], "not up to date: run `make reference`, and commit what it writes"
+    values = [entry.value for own in reference.entries().values() for entry in own]
+    classes = {base.__name__: base for kind in values if isinstance(kind, type) for base in kind.__mro__}
+    hidden = [name.partition(".") for name in reference.HIDDEN]
+    assert [name for kind, _, name in hidden if not hasattr(classes[kind], name)] == [], "docs/reference.toml"
 
 
 def test_contributing_names_each_module() -> None:

@@ -46,12 +46,20 @@ Makers = Sequence[Callable[[], Sample]]
 
 @attrs.frozen(kw_only=True)
 class CheckReport:
-    """The results of checks of one runner."""
+    """The results of checks of one runner.
+
+    Attributes:
+        runner: The runner's kind.
+        findings: What is wrong.
+        steps: How many batches each check looked at.
+        notes: What was not checked, and why.
+        seconds: How long the checks took.
+    """
 
     runner: str
     findings: tuple[Finding, ...]
-    steps: Mapping[str, int]  # how many batches each check looked at
-    notes: tuple[str, ...] = ()  # what was not checked, and why
+    steps: Mapping[str, int]
+    notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -107,7 +115,7 @@ def check(
         only: One of the checks, or several.
         rounds: Batches of random rows for each bucket and pattern, besides the largest and smallest.
         seed: The seed of random batches.
-        values: For batches that are drawn, see `sample_batch`.
+        values: For batches that are drawn: see `slotgraph.testing.batches`.
         read_outside: Slots that are read between fill and replay.
         random: Whether the step draws random numbers on purpose, as a sampler does.
         progress: Show a progress bar with the time left, on standard error, if that is a terminal.

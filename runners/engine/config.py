@@ -300,6 +300,8 @@ class RunnerConfig:
         backend: A backend's name, or "auto".
         buckets: Padded request counts to capture, or None for a default ladder up to `max_batch`. For a prefill runner
             they are token counts, up to `max_tokens`, with at most `max_batch` requests.
+        max_batch: The largest number of requests in a captured step.
+        max_tokens: The largest number of tokens in a captured step of a prefill runner.
         max_waste: The largest share of padding worth a replay.
         width: Tokens that a request has in each step.
         warmups: Runs before each capture.

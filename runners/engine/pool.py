@@ -61,6 +61,9 @@ class InputPool(Unique):
         overlaps: Pairs of phases of which one may begin before the other has ended.
         anytime: Phases that keep to no order.
 
+    Attributes:
+        layout: Where each slot lies, and `layout.why(runner, slot)`. None before the first runner needs its memory.
+
     Raises:
         ConfigError: The phases make no schedule.
     """

@@ -297,6 +297,11 @@ class Statistics(TallyData):
     """All statistics. Every runner has every key, and the counts never fall.
 
     Attributes:
+        steps: Steps by path.
+        ahead: Steps of `steps()` that were launched ahead of the host, and those that waited for it, by reason.
+        buckets: By bucket its path, steps, live and padded rows, and the share of padding.
+        eager: Steps and their live rows without a graph, by reason.
+        fills: How long fills took, in each bucket, and eagerly by reason. One fill in `every` is timed.
         lowerings: Fills of buckets by lowering.
         memory: Bytes as in `MemoryAccount`; `eager`, of inputs for batches larger than every bucket; and the `total` of
             all memory that is the runner's own.

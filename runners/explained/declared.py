@@ -166,9 +166,10 @@ def explain_declaration(
 ) -> Explanation:
     """Explain a declaration on one backend. With `extents`, also explain the plan and bytes of a step of these sizes.
 
-    pattern: The slots that the step lacks, has written in place, or gets host data for. lowering: How the plan is run,
-    or None for the device's preferred way. Raises ConfigError if sizes do not fit together or miss an axis, or if a
-    named slot is not optional, or not copied.
+    `pattern` names slots that the step lacks, wrote in place or has on the host. `lowering=None` is the device's first.
+
+    Raises:
+        ConfigError: Sizes do not fit together or miss an axis, or a named slot is not optional, or not copied.
     """
     how = chosen_lowering(capabilities, lowering)
     live, padded = _checked_sizes(declaration, extents)

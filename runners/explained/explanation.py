@@ -157,11 +157,15 @@ class RunnerExplanation(Shown):
 
     Attributes:
         kind: Its class.
+        backend: The backend's name.
+        device: The device of its slots.
         path: The path of batches that fit.
         lowering: How its fills are run.
         configuration: Options that `RunnerConfig.of` reads back.
         declaration: The declaration for the largest bucket, or the present capacity.
+        buckets: How each bucket is filled, and its graphs.
         eager: How steps without a graph are filled, or None before the first.
+        memory: What it takes, and where each slot lies.
         statistics: The runner's `stats()`, with text for keys.
         member: Its name among the runners that share memory with it, if any do.
         pool: The layout of that memory.

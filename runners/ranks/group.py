@@ -239,6 +239,10 @@ class Ranks(Unique):
         capture_timeout: The same for each bucket of a capture. Stay below the ten minutes after which NCCL, by default,
             ends a process without saying who was missing.
 
+    Attributes:
+        rank: Which of the ranks this process is, from 0.
+        size: How many ranks there are.
+
     Raises:
         ConfigError: There is no such group, or an argument makes no sense.
         RankError: A rank did not come within `capture_timeout`.

@@ -37,6 +37,10 @@ class Recording(Watcher):
 
     Values on the device are copied in the order of the stream, into pinned memory, without a wait. So a copy is what
     the step found, and copies that were made before a device failed can be read after it did.
+
+    Attributes:
+        path: The file.
+        steps: The kept steps.
     """
 
     _runner: Runner[Any]

@@ -1,19 +1,13 @@
-"""What the documentation takes from the package itself: the entries of the reference, and the tables of standard slots.
+"""The tables of standard slots, which `make reference` writes into docs/standard.md."""
 
-A page says where: `<!-- generated: slotgraph.pool -->` stands for the names that this module exports, and
-`<!-- generated: standard slots -->` for the tables.
-"""
-
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from slotgraph import Axis, Inputs, standard
+from slotgraph import Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities, dtype_text
 from slotgraph.dataflow.tails import Pad
 from slotgraph.extend import FillRole, Role, Slot
@@ -21,55 +15,6 @@ from slotgraph.runners.explained.declared import SlotFacts, explain_declaration
 
 CUDA: Final = Capabilities(roles={"cache_loc": torch.int64}, fills={"seq_len_fill": 1})
 NPU: Final = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
-_MARK: Final = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
-
-
-def replaced(text: str) -> str:
-    """A page with what its marks stand for."""
-    return _MARK.sub(lambda mark: "\n".join(tables() if mark[1] == "standard slots" else entries(mark[1])), text)
-
-
-def entries(module: str) -> Iterator[str]:
-    """The entries of all names that a module exports, in its order; a declaration is on the page of its own."""
-    found = importlib.import_module(module)
-    yield "```{eval-rst}"
-    for name in getattr(found, "__all__", sorted(name for name in vars(found) if name[0].isupper())):
-        value = getattr(found, name)
-        if inspect.ismodule(value) or (
-            module == "slotgraph.standard" and inspect.isclass(value) and issubclass(value, Inputs)
-        ):
-            continue
-        yield from _entry(f"{module}.{name}", name, value)
-    yield "```"
-
-
-def _entry(path: str, name: str, value: Any) -> Iterator[str]:
-    if inspect.isclass(value):
-        yield from (f".. autoclass:: {path}", "   :members:", "   :inherited-members: object, BaseException")
-        yield from ("   :special-members: __call__", "")
-    elif inspect.isroutine(value):
-        yield from (f".. autofunction:: {path}", "")
-    else:
-        yield from (
-            f".. py:data:: {path}",
-            *[f"   :value: {value!r}"] * isinstance(value, str | Axis),
-            "",
-            f"   {_said(name, value)}",
-            "",
-        )
-
-
-def _said(name: str, value: object) -> str:
-    """What stands below a name where it is defined."""
-    from sphinx.pycode import ModuleAnalyzer  # noqa: PLC0415 - tests take the tables without Sphinx
-
-    for path, module in sys.modules.copy().items():
-        if path.startswith("slotgraph.") and vars(module).get(name) is value:
-            analyzer = ModuleAnalyzer.for_module(path)
-            analyzer.analyze()
-            if ("", name) in analyzer.attr_docs:
-                return " ".join(analyzer.attr_docs["", name]).strip()
-    raise LookupError(f"nothing is said of {name}: write a docstring below its definition")
 
 
 def tables() -> Iterator[str]:
