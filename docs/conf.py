@@ -50,17 +50,29 @@ def _led(text: str, folder: Path, page: Path) -> str:
     return re.sub(r"\]\(([^):\s]+)\)", led, text)
 
 
-def _included(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
-    folder = (_DOCS / path).resolve().parent
-    content[0] = _led(content[0], folder, Path(app.env.doc2path(parent)).parent)
+def _tree(text: str) -> str:
+    """Return the index with a tree of pages in place of each list, and README's text before it."""
+    readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
+    found = [readme.split("<!-- /teaser -->")[0]]
+    for title, listed in re.findall(r"^## (.+)\n\n((?:- .+\n)+)", text, re.MULTILINE):
+        names = re.findall(r"^- \[.+?\]\((.+?)\.md\)", listed, re.MULTILINE)
+        below = [f"reference/{path.stem}" for path in sorted((_DOCS / "reference").glob("*.md"))]
+        pages = [*names, *below * ("reference" in names)]
+        found.append("\n".join(["```{toctree}", f":caption: {title}", ":maxdepth: 1", "", *pages, "```", ""]))
+    return "\n".join(found)
 
 
 def _read(app: Sphinx, page: str, content: list[str]) -> None:
+    """Make the index and the changelog what they are in the book, and lead links to where they go from there."""
     folder = Path(app.env.doc2path(page)).parent
-    content[0] = _led(content[0], folder, folder)
+    if page == "index":
+        content[0] = _led(_tree(content[0]), _DOCS.parent, folder)
+    elif page == "changes":
+        content[0] = _led((_DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8"), _DOCS.parent, folder)
+    else:
+        content[0] = _led(content[0], folder, folder)
 
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _read)
-    app.connect("include-read", _included)
