@@ -5,7 +5,7 @@ from typing import Final
 
 import attrs
 
-from ...dataflow.axes import Axis
+from ...dataflow.axes import Axis, Sizes
 from ...dataflow.capabilities import (
     HOST,
     Capabilities,
@@ -137,35 +137,7 @@ def explain_declaration(
     live, padded = ({axis: extents[axis][which] for axis in sorted(extents)} for which in (0, 1))
     moving = {*declaration.sources}.difference(pattern.absent, pattern.in_place)
 
-    def facts(name: str) -> SlotFacts:
-        slot = declaration.slots[name]
-        source, compute, then = slot.reads(name), slot.computes(), slot.advances()
-        tail = str(slot.rule()) if slot.varying and slot.rule() else None
-        notes = {
-            f"set to {_named(slot.initial())}": not slot.writers,
-            "optional": slot.optional,
-            f"when {_named(slot.when)}": slot.when,
-            f"at most {slot.limit}": slot.limit,
-            f"argument {slot.argument}": slot.argument,
-        }
-        return SlotFacts(
-            name=name,
-            kind=slot.kind,
-            shape=tuple(map(str, slot.shape)),
-            dtype=dtype_text(resolve_dtype(slot.dtype, capabilities)),
-            role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
-            placement=slot.placement,
-            tail=tail if slot.starts is None else f"{tail}, starts as {slot.starts}",
-            source=str(source) if source else None,
-            function=compute.name if compute else None,
-            needs=slot.needs,
-            runs_on=declaration.side(name) if compute else None,
-            then=Advance(name, then.name, then.needs, *(linear(then) or ())) if then else None,
-            notes=tuple(filter(notes.get, notes)),
-            nbytes=slot_bytes(slot, padded, capabilities) if extents else None,
-        )
-
-    slots = tuple(map(facts, declaration.slots))
+    slots = tuple(_slot_facts(declaration, name, capabilities, padded) for name in declaration.slots)
     return Explanation(
         declaration=declaration.name,
         backend=backend,
@@ -177,6 +149,36 @@ def explain_declaration(
         plan=plan_fill(declaration, padded, capabilities, pattern, lowering=how) if extents else None,
         nbytes=sum(slot.nbytes or 0 for slot in slots),
         copied=sum(slot_bytes(declaration.slots[name], live, capabilities) for name in moving) if extents else 0,
+    )
+
+
+def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities, padded: Sizes) -> SlotFacts:
+    """Describe one slot. padded: The padded size of every axis, or nothing."""
+    slot = declaration.slots[name]
+    source, compute, then = slot.reads(name), slot.computes(), slot.advances()
+    tail = str(slot.rule()) if slot.varying and slot.rule() else None
+    notes = {
+        f"set to {_named(slot.initial())}": not slot.writers,
+        "optional": slot.optional,
+        f"when {_named(slot.when)}": slot.when,
+        f"at most {slot.limit}": slot.limit,
+        f"argument {slot.argument}": slot.argument,
+    }
+    return SlotFacts(
+        name=name,
+        kind=slot.kind,
+        shape=tuple(map(str, slot.shape)),
+        dtype=dtype_text(resolve_dtype(slot.dtype, capabilities)),
+        role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
+        placement=slot.placement,
+        tail=tail if slot.starts is None else f"{tail}, starts as {slot.starts}",
+        source=str(source) if source else None,
+        function=compute.name if compute else None,
+        needs=slot.needs,
+        runs_on=declaration.side(name) if compute else None,
+        then=Advance(name, then.name, then.needs, *(linear(then) or ())) if then else None,
+        notes=tuple(filter(notes.get, notes)),
+        nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
     )
 
 

@@ -68,7 +68,8 @@ class RunnerExplanation(Shown):
         path: The path of batches that fit.
         lowering: How its fills are run.
         configuration: Options that `RunnerConfig.of` reads back.
-        declaration: The declaration for the largest bucket, or the present capacity. Eager steps reset no tail of its plan.
+        declaration: The declaration for the largest bucket, or the present capacity. Eager steps reset none of
+            its plan's tails.
         memory: The allocations that have its slots.
         statistics: The runner's `stats()`, with text for keys.
         member: Its name among the runners that share memory with it, if any do.
@@ -104,26 +105,16 @@ class RunnerExplanation(Shown):
 
     def notes(self) -> Iterator[tuple[str, str]]:
         """Yield what costs time or memory, each with a label, if there is any."""
-        counts = self.statistics
-        buckets, eager, memory = counts["buckets"], counts["eager"], counts["memory"]
-        if buckets:
-            live, padded = (sum(one[rows] for one in buckets.values()) for rows in ("live", "padded"))
-            worst = sorted(buckets.items(), key=lambda item: item[1]["live"] - item[1]["padded"])[:3]
-            waste = ", ".join(f"{one['waste']:.1%} in bucket {rows}" for rows, one in worst)
-            yield "padding", f"{1 - live / padded:.1%} of {padded:,} rows: {waste}"
-        if eager:
-            reasons = {why: one["steps"] for why, one in eager.items()}
-            steps = sum(counts["steps"].values())
-            yield "eager", f"{sum(reasons.values()) / steps:.1%} of {steps:,} steps: {cell(reasons)}"
-        if counts["ahead"]:
-            yield "steps()", cell(counts["ahead"])
+        yield from self._step_notes()
+        counts, plan = self.statistics, self.declaration.plan
         for why in dict.fromkeys(one.why for one in self.buckets if one.why):
             yield "no graph", f"buckets {cell([one.rows for one in self.buckets if one.why == why])}: {why}"
-        for group in self.declaration.plan.copies if self.declaration.plan else ():
+        for group in plan.copies if plan else ():
             if group.why:
                 yield "alone", f"{', '.join(group.slots)}: copied one by one ({group.why})"
+        memory, left_out = counts["memory"], ("total", "shared")
         if memory["total"]:
-            kinds = {kind: human_bytes(size) for kind, size in memory.items() if size and kind not in ("total", "shared")}
+            kinds = {kind: human_bytes(size) for kind, size in memory.items() if size and kind not in left_out}
             yield "memory", f"{human_bytes(memory['total'])}: {cell(kinds)}"
         if self.pool is not None:
             yield "pool", f"{human_bytes(self.pool.nbytes)}: sharing saves {human_bytes(self.pool.saved)}"
@@ -132,6 +123,20 @@ class RunnerExplanation(Shown):
             yield "buckets", f"{cell([one.rows for one in self.buckets])}: {how}"
         if self.ranks is not None:
             yield "ranks", f"{self.ranks}; last step: {self.agreed.reason if self.agreed else 'none'}"
+
+    def _step_notes(self) -> Iterator[tuple[str, str]]:
+        counts, buckets = self.statistics, self.statistics["buckets"]
+        if buckets:
+            live, padded = (sum(one[rows] for one in buckets.values()) for rows in ("live", "padded"))
+            worst = sorted(buckets.items(), key=lambda item: item[1]["live"] - item[1]["padded"])[:3]
+            waste = ", ".join(f"{one['waste']:.1%} in bucket {rows}" for rows, one in worst)
+            yield "padding", f"{1 - live / padded:.1%} of {padded:,} rows: {waste}"
+        reasons = {why: one["steps"] for why, one in counts["eager"].items()}
+        if reasons:
+            steps = sum(counts["steps"].values())
+            yield "eager", f"{sum(reasons.values()) / steps:.1%} of {steps:,} steps: {cell(reasons)}"
+        if counts["ahead"]:
+            yield "steps()", cell(counts["ahead"])
 
 
 def explain(runner: Runner[Any]) -> RunnerExplanation:

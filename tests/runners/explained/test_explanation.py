@@ -191,7 +191,9 @@ def test_eager_runner_before_and_after() -> None:
     runner(full_batch(5), **proxy(5))
     after = slotgraph.explain(runner)
     assert after.declaration.sizes["TOKENS"] == (8, 8)
-    assert [label for label, _ in after.notes()] == ["eager", "alone", "memory"], "nothing is padded, and there is no bucket"
+    assert [label for label, _ in after.notes()] == ["eager", "alone", "memory"], (
+        "nothing is padded, and there is no bucket"
+    )
     assert after.statistics["memory"]["inputs"] == runner.nbytes
     assert read_back(after) == after
 

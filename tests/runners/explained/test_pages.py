@@ -122,7 +122,7 @@ def test_the_golden_text() -> None:
     assert len(GOLDEN.splitlines()) <= 40
 
 
-EXPLAINED = {
+EXPLAINED: dict[str, Callable[[], Any]] = {
     "full": full,
     "many": lambda: slotgraph.explain(many_runner("slot_by_slot")),
     "harmful": harmful,
@@ -150,15 +150,21 @@ def test_nothing_is_empty(explained: Callable[[], Any]) -> None:
     """Each table of a text has rows or lines, or says what is missing, and each section of a page has a value."""
     found = explained()
     assert all(table.rows or table.text or table.title.startswith("no plan") for table in found.tables())
-    assert not re.search(r"<summary>[^<]*</summary>\s*</details>|<section>\s*(<h.>[^<]*</h.>)?\s*</section>", html(found))
+    assert not re.search(
+        r"<summary>[^<]*</summary>\s*</details>|<section>\s*(<h.>[^<]*</h.>)?\s*</section>", html(found)
+    )
 
 
 def test_what_matters_is_said() -> None:
     """Buckets without a graph and why, slots that are copied alone, what sharing saves: each where it is so."""
-    notes = {name: dict(make().notes()) for name, make in EXPLAINED.items() if name != "declaration"}
+    made = {name: make() for name, make in EXPLAINED.items()}
+    notes = {name: dict(one.notes()) for name, one in made.items() if isinstance(one, RunnerExplanation)}
     assert notes["many"]["no graph"] == f"buckets {cell([1 << n for n in range(9)])}: {NOT_CAPTURED}"
     assert notes["many"]["alone"].endswith("copied one by one (slot by slot)")
-    assert (notes["full"]["eager"], notes["full"].keys() & {"alone", "no graph"}) == ("25.0% of 4 steps: too_large=1", set())
+    assert (notes["full"]["eager"], notes["full"].keys() & {"alone", "no graph"}) == (
+        "25.0% of 4 steps: too_large=1",
+        set(),
+    )
     assert HARM.split("<")[0] in notes["harmful"]["no graph"]
     assert "sharing saves" in notes["pooled"]["pool"]
 
