@@ -176,7 +176,7 @@ def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities,
         function=compute.name if compute else None,
         needs=slot.needs,
         runs_on=declaration.side(name) if compute else None,
-        then=Advance(name, then.name, then.needs, *(linear(then) or ())) if then else None,
+        then=Advance(name, then.name, then.needs, *(linear(then) or ("", 0))) if then else None,
         notes=tuple(filter(notes.get, notes)),
         nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
     )
