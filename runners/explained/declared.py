@@ -156,7 +156,8 @@ def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities,
     """Describe one slot. padded: The padded size of every axis, or nothing."""
     slot = declaration.slots[name]
     source, compute, then = slot.reads(name), slot.computes(), slot.advances()
-    tail = str(slot.rule()) if slot.varying and slot.rule() else None
+    rule = slot.rule() if slot.varying else None
+    starts = "" if slot.starts is None else f", starts as {slot.starts}"
     notes = {
         f"set to {_named(slot.initial())}": not slot.writers,
         "optional": slot.optional,
@@ -171,7 +172,7 @@ def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities,
         dtype=dtype_text(resolve_dtype(slot.dtype, capabilities)),
         role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
         placement=slot.placement,
-        tail=tail if slot.starts is None else f"{tail}, starts as {slot.starts}",
+        tail=f"{rule}{starts}" if rule else None,
         source=str(source) if source else None,
         function=compute.name if compute else None,
         needs=slot.needs,

@@ -113,6 +113,17 @@ def test_sizes_give_bytes_and_the_plan() -> None:
     assert (bare.order, bare.fields) == (("count", "rank", "kv_ends", "rows"), ("mode",))
 
 
+def test_slots_without_a_tail_have_no_rule() -> None:
+    """What a slot of one size starts as is no tail."""
+
+    class Sized(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        scale: torch.Tensor = copied(1, dtype=torch.float32, starts=2.0)
+
+    found = explain_declaration(Sized.slotgraph, NPU, "npu")
+    assert [slot.tail for slot in found.slots] == ["pad=0", None]
+
+
 def test_absent_slots_and_slots_in_place() -> None:
     """Neither is copied; the plan leaves an absent slot out, and resets the tail of one that a producer wrote."""
     patterns = Pattern(), Pattern(("mrope",)), Pattern((), ("input_ids",))
