@@ -62,12 +62,12 @@ def _cells(slot: Slot, cuda: SlotFacts, npu: SlotFacts, why: str) -> tuple[str, 
 def _origin(slot: Slot, facts: SlotFacts) -> str:
     if facts.function is not None:
         return f"computed on the {facts.runs_on}: `{facts.function}({', '.join(facts.needs)})`"
-    if facts.value is not None:
-        return f"constant: `{facts.value}`"
+    if not slot.writers:
+        return f"constant: `{slot.initial()}`"
     words = [facts.kind if facts.source in (None, f"batch.{facts.name}") else f"copied from `{facts.source}`"]
     words += [f"also from {dtype_text(dtype)}" for dtype in slot.converts_from() if not isinstance(slot.dtype, Role)]
     words += [word for word in ("optional", "restored") if getattr(slot, word)]
     words += ["rewritten"] * (slot.rewritten and facts.kind == "copied")
-    words += [f"at most {facts.limit}"] * (facts.limit is not None)
-    words += ["a host parameter"] * (facts.parameter is not None)
+    words += [f"at most {slot.limit}"] * (slot.limit is not None)
+    words += ["a host parameter"] * (slot.argument is not None)
     return ", ".join(words)

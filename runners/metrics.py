@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 FITS: Final = "fits"
 """The reason of a step that a graph ran, in a `Decision` and in the label."""
-_EAGER: Final = tuple(why for why in get_args(Why) if why != FITS)
 
 
 class Collector:
@@ -27,7 +26,7 @@ class Collector:
 
     def __init__(self, **runners: Runner[Any]) -> None:
         _client()
-        self._runners: dict[str, weakref.ref[Runner[Any]]] = {}
+        self._runners = weakref.WeakValueDictionary[str, Runner[Any]]()
         for label, runner in runners.items():
             self.add(label, runner)
 
@@ -38,12 +37,8 @@ class Collector:
         """
         checked("label", "a text", label, str)
         checked(f"what label {label!r} names", "a runner", runner, Runner)
-        if self._living().get(label, runner) is not runner:
+        if self._runners.setdefault(label, runner) is not runner:
             raise ConfigError(f"label {label!r} is that of another runner: give each its own")
-        self._runners[label] = weakref.ref(runner)
-
-    def _living(self) -> dict[str, Runner[Any]]:
-        return {label: runner for label, one in self._runners.copy().items() if (runner := one()) is not None}
 
     def describe(self) -> "Iterable[Metric]":
         """Return the metrics without a value, for a registry that wants to know their names."""
@@ -51,7 +46,7 @@ class Collector:
 
     def collect(self) -> "Iterable[Metric]":
         """Return the metrics of all runners that still exist."""
-        return _metrics({label: runner.stats() for label, runner in self._living().items()})
+        return _metrics({label: runner.stats() for label, runner in dict(self._runners).items()})
 
 
 def exposition(**runners: Runner[Any]) -> str:
@@ -92,42 +87,44 @@ _TABLE: Final[Mapping[str, tuple[str, str, Sequence[str]]]] = {
 
 
 def _metrics(books: Mapping[str, Statistics]) -> "Iterable[Metric]":
-    """Return all metrics, with those of each runner under its label."""
-    core, made = _client().core, dict[str, Any]()
+    """Yield all metrics, each with the samples of every runner under its label."""
+    samples = [(runner, *sample) for runner, stats in books.items() for sample in _samples(stats)]
     for name, (kind, what, labels) in _TABLE.items():
-        made[name] = getattr(core, f"{kind}MetricFamily")(f"slotgraph_{name}", what, labels=["runner", *labels])
-    for runner, stats in books.items():
-        for name, values, *numbers in _samples(stats):
-            made[name].add_metric([runner, *values], *numbers)
-    return made.values()
+        family = getattr(_client().core, f"{kind}MetricFamily")(f"slotgraph_{name}", what, labels=["runner", *labels])
+        for runner, of, values, *numbers in samples:
+            if of == name:
+                family.add_metric([runner, *values], *numbers)
+        yield family
 
 
 def _samples(stats: Statistics) -> Iterator[tuple[Any, ...]]:
     """Yield the name of each metric, the values of its labels, and its numbers, also if the count is zero."""
     path, fills, capture, ranks = next(iter(stats["steps"])), stats["fills"], stats["capture"], stats["ranks"]
-    counted: dict[Any, Any] = {**stats["buckets"], **stats["eager"]}
-    keys: list[Any] = [*sorted({*capture["buckets"], *stats["buckets"]}), *_EAGER]
-    for key in keys:
-        one, eager = counted.get(key, {}), key in _EAGER
-        way = ("eager", "", key) if eager else (path, str(key), FITS)
-        yield "steps", way, one.get("steps", 0)
-        yield "live_rows", way, one.get("live", 0)
-        yield "padded_rows", way, one.get("padded", one.get("live", 0))
-        times: Any = fills["eager"].get(key) if eager else fills["buckets"].get(key, Counts().times())
+    ways: dict[tuple[str, str, str], tuple[Any, Any]] = {}  # counts, and times of fills
+    for rows in sorted({*capture["buckets"], *stats["buckets"]}):
+        times = fills["buckets"].get(rows, Counts().times())
+        ways[path, str(rows), FITS] = stats["buckets"].get(rows, {}), times
+    for why in get_args(Why):
+        if why != FITS:
+            ways["eager", "", why] = stats["eager"].get(why, {}), fills["eager"].get(why)
+    for way, (counts, times) in ways.items():
+        live = counts.get("live", 0)
+        yield "steps", way, counts.get("steps", 0)
+        yield "live_rows", way, live
+        yield "padded_rows", way, counts.get("padded", live)
         if times is not None:
             yield "fill_seconds", way, times["count"], times["total"] / 1_000_000
-    numbers: dict[str, dict[str, Any]] = {
-        "fills": {**dict.fromkeys(LADDER, 0), **stats["lowerings"]},
-        "memory_bytes": {**stats["memory"], "driver": capture["driver"]},
-        "buckets": {"captured": len(capture["buckets"]), "failed": len(capture["failed"])},
-    }
-    for name, of in numbers.items():
-        yield from ((name, (label,), number) for label, number in of.items() if label not in ("shared", "total"))
-    yield "capture_seconds", (), capture["seconds"]
-    yield "exchanges", (), ranks["exchanges"]
-    yield "shared_memory_bytes", (), stats["memory"]["shared"]
-    yield "graphs", (), capture["graphs"]
+    for lowering in LADDER:
+        yield "fills", [lowering], stats["lowerings"].get(lowering, 0)
+    for kind in ("inputs", "graphs", "outputs", "uploads", "eager"):
+        yield "memory_bytes", [kind], stats["memory"][kind]
+    yield "memory_bytes", ["driver"], capture["driver"]
+    yield "shared_memory_bytes", [], stats["memory"]["shared"]
+    yield "graphs", [], capture["graphs"]
+    yield "buckets", ["captured"], len(capture["buckets"])
+    yield "buckets", ["failed"], len(capture["failed"])
+    yield "capture_seconds", [], capture["seconds"]
+    yield "exchanges", [], ranks["exchanges"]
     for rank in range(0 if ranks["quiet"] else ranks["size"]):
-        yield from (
-            ("forced_steps", (str(rank), why), ranks["forced"].get(rank, {}).get(why, 0)) for why in get_args(Why)
-        )
+        for why in get_args(Why):
+            yield "forced_steps", [str(rank), why], ranks["forced"].get(rank, {}).get(why, 0)

@@ -1,13 +1,13 @@
-"""Explains a declaration as data, as text and as a picture."""
+"""Explains a declaration as data, as a table and as a diagram."""
 
-import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import attrs
 
-from ...dataflow.axes import Axis, Sizes, extent
+from ...dataflow.axes import Axis, Sizes
 from ...dataflow.capabilities import (
+    HOST,
     Capabilities,
     LoweringName,
     Placement,
@@ -21,22 +21,12 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
 from ...dataflow.sources import linear
 from ...dataflow.transition import Advance
-from .pages import Shown, Table, TableRow, pairs
+from .pages import Shown, Table, TableRow
 
 Extents = Mapping[Axis, tuple[int, int]]
 """The live and padded size of every axis."""
 
 NOT_SIZED: Final[Extents] = {}
-
-
-@attrs.frozen
-class AxisSize:
-    """One axis of the explained step: its live rows, and the rows that they are padded to."""
-
-    name: str
-    live: int
-    padded: int
-    fixed: bool
 
 
 @attrs.frozen(kw_only=True)
@@ -48,16 +38,12 @@ class SlotFacts:
         dtype: The dtype on this backend. `role` is its declared name if the backend decides.
         tail: The rule, as written in a declaration.
         source: The source of a copy, as written in a declaration.
-        value: The value of a constant.
-        limit: The largest value of host data.
-        parameter: The operator's argument that takes the value at each replay.
         function: The name of a computed slot's function.
         needs: What the function takes.
         runs_on: Where the function runs.
         then: What it advances to in the next step of `steps()`.
-        padded: The size of its view, or None without sizes.
-        nbytes: Its bytes, or None without sizes.
-        copied: Bytes that the copy of live rows moves, or None without sizes.
+        notes: What else its declaration says, such as `optional` or a constant's value.
+        nbytes: Its bytes at the padded sizes, or None without sizes.
     """
 
     name: str
@@ -68,18 +54,27 @@ class SlotFacts:
     placement: Placement
     tail: str | None
     source: str | None
-    limit: str | None
-    parameter: str | None
-    value: str | None
     function: str | None
     needs: tuple[str, ...]
     runs_on: Placement | None
     then: Advance | None
-    when: str | None
-    optional: bool
-    padded: tuple[int, ...] | None
+    notes: tuple[str, ...]
     nbytes: int | None
-    copied: int | None
+
+    def row(self) -> TableRow:
+        """Return the slot's row of a table. Why a tail is kept is not in it."""
+        origin = self.source or self.kind
+        if self.source == f"batch.{self.name}":
+            origin = "batch"
+        elif self.function is not None:
+            origin = f"{self.function}({', '.join(self.needs)})"
+        more = ["host" if self.placement == HOST else "", self.role, f"then {self.then.value}" if self.then else ""]
+        return {
+            "slot": self.name,
+            "type": f"{self.dtype} [{', '.join(self.shape)}]",
+            "tail": self.tail and self.tail.partition(" (")[0],
+            "comes from": ", ".join(filter(None, (origin, *more, *self.notes))),
+        }
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -87,73 +82,39 @@ class Explanation(Shown):
     """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
 
     Attributes:
+        sizes: Live and padded size by axis.
         fields: Names that are not slots, carried from the batch.
         disabled: Slots that the settings switched off.
-        nbytes: Bytes of all slots at their padded sizes.
-        copied: Bytes that one step copies.
+        nbytes: Bytes of all slots at their padded sizes, or 0 without sizes.
+        copied: Bytes that one step copies, or 0 without sizes.
     """
 
     declaration: str
     backend: str
-    axes: tuple[AxisSize, ...]
+    sizes: Mapping[str, tuple[int, int]]
     slots: tuple[SlotFacts, ...]
     fields: tuple[str, ...]
     disabled: tuple[str, ...]
     order: tuple[str, ...]
     plan: FillPlan | None
-    nbytes: int | None
-    copied: int | None
+    nbytes: int
+    copied: int
 
     def tables(self) -> Iterator[Table]:
-        """Yield bytes, slots and plan."""
-        size, copied = self.nbytes or 0, self.copied or 0
-        sized = f"{size:,} bytes: at padded sizes" if self.plan else "not known: Give the size of every axis"
-        found = {"slots": f"{len(self.slots)}: declared", "buffers": sized}
-        yield Table(f"{self.declaration} on {self.backend}", pairs(found))
-        yield self.slot_table()
-        if self.plan:
-            axes = (f"{a.name}={a.padded}" if a.fixed else f"{a.name}={a.live}/{a.padded}" for a in self.axes)
-            text = f"{self.plan}\n{size:,} bytes of buffers for this bucket; this step copies {copied:,}"
-            yield Table(f"plan for {', '.join(axes)}", text=text)
+        """Yield slots, and the plan if there are sizes."""
+        yield self.slot_table(f"{self.declaration} on {self.backend}")
+        if self.plan is None:
+            yield Table("no plan: give the size of every axis")
+        else:
+            sizes = ", ".join(f"{axis}={live}/{padded}" for axis, (live, padded) in self.sizes.items())
+            copied = f"a step of {sizes} copies {self.copied:,} bytes into {self.nbytes:,} bytes of buffers"
+            yield Table(copied, text=self.plan)
 
-    def slot_table(self) -> Table:
-        """Return all slots, the other names, and what is not known."""
-        remarks = {
-            "carried from the batch as they are": self.fields,
-            "switched off by the settings": self.disabled,
-            "computed in this order": self.order,
-            "which of them the step reads": ("not known here; slotgraph.check(runner) finds those that it does not",),
-        }
-        text = "\n".join(f"{what}: {', '.join(names)}" for what, names in remarks.items() if names)
-        return Table(f"slots of {self.declaration}", [_slot(slot) for slot in self.slots], text)
-
-
-def _slot(slot: SlotFacts) -> TableRow:
-    kind = (
-        f"{slot.kind}{f' on the {slot.runs_on}' if slot.runs_on else ''}",
-        f"argument {slot.parameter}" if slot.parameter else "",
-        "optional" if slot.optional else "",
-        f"when {slot.when}" if slot.when else "",
-    )
-    origin = "batch" if slot.source == f"batch.{slot.name}" else slot.source
-    if slot.function is not None:
-        origin = f"{slot.function}({', '.join(slot.needs)})"
-    elif slot.value is not None:
-        origin = f"set once: {slot.value}"
-    elif slot.limit is not None:
-        origin = f"{origin}, at most {slot.limit}"
-    row = {
-        "slot": slot.name,
-        "kind": ", ".join(filter(None, kind)),
-        "shape": f"[{', '.join(slot.shape)}]",
-        "dtype": f"{slot.dtype} ({slot.role})" if slot.role else slot.dtype,
-        "on": slot.placement,
-        "tail": slot.tail,
-        "comes from": origin,
-    }
-    if slot.then is not None:
-        row["then"] = slot.then.value
-    return row if slot.padded is None else {**row, "padded to": str([*slot.padded]), "bytes": slot.nbytes}
+    def slot_table(self, title: str) -> Table:
+        """Return all slots and the other names."""
+        named = {"carried from the batch as they are": self.fields, "switched off by the settings": self.disabled}
+        text = "\n".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
+        return Table(title, [slot.row() for slot in self.slots], text)
 
 
 def explain_declaration(
@@ -172,57 +133,59 @@ def explain_declaration(
         ConfigError: Sizes do not fit together or miss an axis, or a named slot is not optional, or not copied.
     """
     how = chosen_lowering(capabilities, lowering)
-    live, padded = _checked_sizes(declaration, extents)
+    _check_sizes(declaration, extents)
     pattern.check(declaration)
+    live, padded = ({axis: extents[axis][which] for axis in sorted(extents)} for which in (0, 1))
     moving = {*declaration.sources}.difference(pattern.absent, pattern.in_place)
 
-    def facts(name: str) -> SlotFacts:
-        slot = declaration.slots[name]
-        source, compute, limit, then = slot.reads(name), slot.computes(), slot.limit, slot.advances()
-        dtype, rule = resolve_dtype(slot.dtype, capabilities), slot.rule() if slot.varying else None
-        return SlotFacts(
-            name=name,
-            kind=slot.kind,
-            shape=tuple(map(str, slot.shape)),
-            dtype=dtype_text(dtype),
-            role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
-            placement=slot.placement,
-            tail=None if rule is None else f"{rule}" if slot.starts is None else f"{rule}, starts as {slot.starts}",
-            source=None if source is None else str(source),
-            limit=None if limit is None else str(limit),
-            parameter=slot.argument,
-            value=None if slot.writers else _named(slot.initial()),
-            function=compute.name if compute else None,
-            needs=slot.needs,
-            runs_on=declaration.side(name) if compute else None,
-            then=Advance(name, then.name, then.needs, *(linear(then) or ("", 0))) if then else None,
-            when=None if slot.when is None else _named(slot.when),
-            optional=slot.optional,
-            padded=extent(slot.shape, padded) if padded else None,
-            nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
-            copied=slot_bytes(slot, live, capabilities) * (name in moving) if padded else None,
-        )
-
-    slots = tuple(map(facts, declaration.slots))
+    slots = tuple(_slot_facts(declaration, name, capabilities, padded) for name in declaration.slots)
     return Explanation(
         declaration=declaration.name,
         backend=backend,
-        axes=tuple(AxisSize(axis.name, live[axis], size, axis.fixed) for axis, size in padded.items()),
+        sizes={axis.name: extents[axis] for axis in live},
         slots=slots,
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
         order=tuple(declaration.functions),
         plan=plan_fill(declaration, padded, capabilities, pattern, lowering=how) if extents else None,
-        nbytes=sum(slot.nbytes or 0 for slot in slots) if extents else None,
-        copied=sum(slot.copied or 0 for slot in slots) if extents else None,
+        nbytes=sum(slot.nbytes or 0 for slot in slots),
+        copied=sum(slot_bytes(declaration.slots[name], live, capabilities) for name in moving) if extents else 0,
     )
 
 
-def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, Sizes]:
-    """Return live and padded sizes by axis, in order of their names.
+def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities, padded: Sizes) -> SlotFacts:
+    """Describe one slot. padded: The padded size of every axis, or nothing."""
+    slot = declaration.slots[name]
+    source, compute, then = slot.reads(name), slot.computes(), slot.advances()
+    rule = slot.rule() if slot.varying else None
+    starts = "" if slot.starts is None else f", starts as {slot.starts}"
+    notes = {
+        f"set to {_named(slot.initial())}": not slot.writers,
+        "optional": slot.optional,
+        f"when {_named(slot.when)}": slot.when,
+        f"at most {slot.limit}": slot.limit,
+        f"argument {slot.argument}": slot.argument,
+    }
+    return SlotFacts(
+        name=name,
+        kind=slot.kind,
+        shape=tuple(map(str, slot.shape)),
+        dtype=dtype_text(resolve_dtype(slot.dtype, capabilities)),
+        role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
+        placement=slot.placement,
+        tail=f"{rule}{starts}" if rule else None,
+        source=str(source) if source else None,
+        function=compute.name if compute else None,
+        needs=slot.needs,
+        runs_on=declaration.side(name) if compute else None,
+        then=Advance(name, then.name, then.needs, *(linear(then) or ("", 0))) if then else None,
+        notes=tuple(filter(notes.get, notes)),
+        nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
+    )
 
-    Raise ConfigError if they do not fit the declaration.
-    """
+
+def _check_sizes(declaration: Declaration, extents: Extents) -> None:
+    """Raise ConfigError if sizes do not fit the declaration."""
     missing = [axis.name for axis in declaration.axes if axis not in extents]
     if extents and missing:
         raise ConfigError(
@@ -232,13 +195,11 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
         if not 0 <= live <= padded or (axis.fixed and live != padded):
             wanted = "one size, at least 0" if axis.fixed else "at most as many live rows as padded ones"
             raise ConfigError(f"{axis.name}={live}/{padded}: expected {wanted}")
-    known = sorted(extents)
-    return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
 
 
-def _named(value: object | Callable[..., object]) -> str:
-    """Return the name of a function or a role, or else the value as text."""
-    return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or value)
+def _named(value: object) -> object:
+    """Return the name of a function or a role, or any other value itself."""
+    return getattr(value, "__qualname__", None) or getattr(value, "name", value)
 
 
 def mermaid(explanation: Explanation) -> str:
@@ -246,33 +207,33 @@ def mermaid(explanation: Explanation) -> str:
 
     One arrow leads from the whole view into the step, since a declaration does not say which slots the step reads.
     """
-    names, lines, view = (
-        {slot.name for slot in explanation.slots},
-        ["flowchart LR"],
-        ['subgraph view["the view, of which the step reads some or all"]'],
-    )
+    lines, view = ["flowchart LR"], ['subgraph view["the view, of which the step reads some or all"]']
+    names = {slot.name for slot in explanation.slots}
+
+    def node(name: str) -> str:  # with a prefix, since mermaid fails on slots called `end` or `graph`
+        return f"slot_{name}" if name in names else f"given_{name}"
+
     for slot in explanation.slots:
-        node = f"slot_{slot.name}"  # with a prefix, since mermaid fails on slots called `end` or `graph`
+        here = node(slot.name)
         kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
-        text = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", kind)
-        lines.append(f"{node}[{text}]")
+        lines.append(f"{here}[{_quoted(slot.name, str(slot.row()['type']), kind)}]")
         if slot.source is not None:
             label = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
-            lines.append(f"batch {'-.->' if slot.optional else '-->'}{label} {node}")
-        if slot.kind == "staged":
-            lines.append(f"producer --> {node}")
-        lines += [f"{'slot' if need in names else 'given'}_{need} --> {node}" for need in slot.needs]
+            lines.append(f"batch {'-.->' if 'optional' in slot.notes else '-->'}{label} {here}")
+        lines += [f"{node(need)} --> {here}" for need in slot.needs]
         if slot.then is not None:
             label = _quoted(f"then {slot.then.value}")
-            lines += [f"{'slot' if need in names else 'given'}_{need} -.->|{label}| {node}" for need in slot.then.needs]
+            lines += [f"{node(need)} -.->|{label}| {here}" for need in slot.then.needs]
         if slot.kind == "output":
-            lines.append(f"captured --> {node}")
+            lines.append(f"captured --> {here}")
         else:
-            view.append(node)
+            view.append(here)
+        if slot.kind == "staged":
+            lines.append(f"producer --> {here}")
     return "\n    ".join([*lines, *view, "end", "view --> captured"]) + "\n"
 
 
 def _quoted(*lines: str) -> str:
-    """Quote lines of text for mermaid, whose entities begin with its own sign."""
-    safe = (html.escape(line.replace("#", "#35;"), quote=False).replace('"', "&quot;") for line in lines)
-    return f'"{"<br/>".join(line.replace("&", "#") for line in safe)}"'
+    """Quote lines of text for mermaid, with a code for each character that might be a sign of its own."""
+    safe = ("".join(one if one.isalnum() or one in " .,()_-+*" else f"#{ord(one)};" for one in line) for line in lines)
+    return f'"{"<br/>".join(safe)}"'

@@ -25,7 +25,7 @@ from slotgraph.backends import Backend
 from slotgraph.extend import once, side
 from slotgraph.runners.engine.pool import InputPool
 from slotgraph.runners.explained.declared import Explanation
-from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
+from slotgraph.runners.explained.explanation import RunnerExplanation, SlotPlace
 from tests.runners.models import PlainInputs, plain_step
 
 PAGES = Axis("PAGES")
@@ -146,12 +146,7 @@ def printed(explanation: Explanation | RunnerExplanation) -> str:
 
 def places(explanation: RunnerExplanation) -> Mapping[str, SlotPlace]:
     """Each slot's place."""
-    return {place.slot: place for place in explanation.memory.places}
-
-
-def steps(explanation: RunnerExplanation, kind: str) -> list[FillStep]:
-    """The largest bucket's steps of one kind."""
-    return [step for step in explanation.buckets[-1].fill.steps if step.kind == kind]
+    return {place.slot: place for one in explanation.memory for place in one.slots}
 
 
 def pooled_runner() -> DecodeRunner[FullInputs]:

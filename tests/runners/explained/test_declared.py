@@ -85,14 +85,14 @@ def test_slots_in_words() -> None:
         "seq_lens": {"placement": "host", "tail": "pad=seq_len_fill"},
         "out_cache_loc": {"dtype": "int32", "role": "cache_loc", "source": "batch.spec.locations"},
         "tables": {"source": "argument tables.decode", "tail": "keep (not read)"},
-        "mrope": {"optional": True, "when": "_windowed"},
+        "mrope": {"notes": ("optional", "when _windowed")},
         "count": {"function": "live_tokens", "needs": ("step",), "runs_on": "host", "tail": None},
         "rows": {"needs": ("seq_lens",), "runs_on": "host"},
-        "ones": {"value": "1", "when": "extend.on"},
-        "logits": {"kind": "output", "tail": None, "source": None, "limit": None, "parameter": None},
+        "ones": {"notes": ("set to 1", "when extend.on")},
+        "logits": {"kind": "output", "tail": None, "source": None, "notes": ()},
         "counts": {"tail": "pad=-1, starts as 1"},
-        "kv_lens": {"kind": "copied", "parameter": "actual_seq_lengths_kv", "limit": "HIDDEN"},
-        "kv_ends": {"kind": "computed", "parameter": "actual_seq_lengths", "runs_on": "host"},
+        "kv_lens": {"kind": "copied", "notes": ("at most HIDDEN", "argument actual_seq_lengths_kv")},
+        "kv_ends": {"kind": "computed", "notes": ("argument actual_seq_lengths",), "runs_on": "host"},
         "rank": {"needs": ("settings",)},
     }
     for name, known in expected.items():
@@ -102,16 +102,26 @@ def test_slots_in_words() -> None:
 def test_sizes_give_bytes_and_the_plan() -> None:
     """Bytes are of padded sizes, copied bytes of live ones, and the plan is the planner's own; no sizes, no plan."""
     found = explained()
-    assert (facts("input_ids").padded, facts("input_ids").nbytes, facts("input_ids").copied) == ((48,), 384, 37 * 8)
-    assert (facts("hidden").padded, facts("hidden").nbytes, facts("hidden").copied) == ((48, 64), 48 * 64 * 2, 0)
+    assert (facts("input_ids").nbytes, facts("hidden").nbytes) == (48 * 8, 48 * 64 * 2)
     assert found.nbytes == sum(slot.nbytes or 0 for slot in found.slots)
     assert found.copied == 37 * (8 + 4 + 4 + 4 * 4 + 3 * 8 + 4 + 4 + 4 + 9 * 4)
     assert found.plan == plan_fill(Explained.slotgraph, {axis: padded for axis, (_, padded) in SIZES.items()}, NPU)
-    assert [axis.name for axis in found.axes] == ["BATCH", "HIDDEN", "TOKENS"]
+    assert found.sizes == {"BATCH": (37, 48), "HIDDEN": (64, 64), "TOKENS": (37, 48)}
     bare = explained({})
-    assert (bare.plan, bare.nbytes, bare.copied, bare.axes) == (None, None, None, ())
+    assert (bare.plan, bare.nbytes, bare.copied, bare.sizes, bare.slots[0].nbytes) == (None, 0, 0, {}, None)
     assert [slot.name for slot in bare.slots] == list(Explained.slotgraph.slots)
     assert (bare.order, bare.fields) == (("count", "rank", "kv_ends", "rows"), ("mode",))
+
+
+def test_slots_without_a_tail_have_no_rule() -> None:
+    """What a slot of one size starts as is no tail."""
+
+    class Sized(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        scale: torch.Tensor = copied(1, dtype=torch.float32, starts=2.0)
+
+    found = explain_declaration(Sized.slotgraph, NPU, "npu")
+    assert [slot.tail for slot in found.slots] == ["pad=0", None]
 
 
 def test_absent_slots_and_slots_in_place() -> None:
@@ -120,13 +130,12 @@ def test_absent_slots_and_slots_in_place() -> None:
     whole, absent, beside = (explained(pattern=pattern) for pattern in patterns)
     assert absent.plan is not None
     assert absent.plan.absent == ("mrope",)
-    assert facts("mrope", absent).copied == 0
+    assert whole.copied - absent.copied == 3 * 37 * 8
     assert whole.plan is not None
     assert beside.plan is not None
     assert [group.slots for group in beside.plan.copies if group.how == "in place"] == [("input_ids",)]
     assert [tail.always for tail in beside.plan.tails if tail.slot == "input_ids"] == [True]
-    copied_less = (whole.copied or 0) - (beside.copied or 0)
-    assert (whole.plan.nbytes - beside.plan.nbytes, copied_less) == (48 * 8, 37 * 8)
+    assert (whole.plan.nbytes - beside.plan.nbytes, whole.copied - beside.copied) == (48 * 8, 37 * 8)
     by_slot = explained(lowering="slot_by_slot").plan
     assert {group.how for group in by_slot.copies} == {"single"} if by_slot else None
 
@@ -154,18 +163,18 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         explained(**options)
 
 
-def test_tables_show_everything() -> None:
+def test_tables_show_what_is_declared() -> None:
     """Every slot, its dtype and role, the tail, where it comes from, the plan and the bytes are in the text."""
-    text = printed(explained())
-    wanted = [slot.name for slot in explained().slots] + str(explained().plan).splitlines()
-    wanted += ["int32 (cache_loc)", "keep (not read)", "live_tokens(step)", "set once: 1", "computed on the host"]
-    wanted += ["copied, optional, when _windowed", "carried from the batch as they are: mode", "[BATCH, 4]"]
-    wanted += ["copied, argument actual_seq_lengths_kv", "computed on the host, argument actual_seq_lengths"]
-    wanted += ["at most HIDDEN", "computed in this order: count, rank, kv_ends, rows", "bytes of buffers"]
-    wanted += ["turns - 2", "_redrawn(logits, drawn)", "advance turns = turns - 2"]
-    wanted += ["BATCH=37/48, HIDDEN=64, TOKENS=37/48"]
+    found = explained()
+    text = printed(found)
+    wanted = [slot.name for slot in found.slots] + str(found.plan).splitlines()
+    wanted += ["batch.spec.locations, cache_loc"]
+    wanted += ["int32 [BATCH, 4]", "keep", "live_tokens(step)", "constant, set to 1", "batch, optional, when _windowed"]
+    wanted += ["carried from the batch as they are: mode", "batch.lens, host, at most HIDDEN, argument actual_seq_len"]
+    wanted += ["then turns - 2", "then _redrawn(logits, drawn)", "advance turns = turns - 2"]
+    wanted += [f"a step of BATCH=37/48, HIDDEN=64/64, TOKENS=37/48 copies {found.copied:,} bytes into {found.nbytes:,}"]
     assert [part for part in wanted if part not in text] == []
-    assert "Give the size of every axis" in printed(explained({}))
+    assert "give the size of every axis" in printed(explained({}))
     off = explain_declaration(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
     assert "switched off by the settings: ones" in printed(off)
 

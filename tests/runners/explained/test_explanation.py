@@ -15,7 +15,7 @@ from slotgraph.runners.engine.pool import InputPool
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.serial import from_data, to_data
 from tests.operators import Operators
-from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
+from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy
 from tests.runners.kinds import RUNNERS, batch_of, captured
 from tests.runners.models import PlainInputs, batch_for, decoder, plain_runner, plain_step, random_batch, ready
 from tests.runners.prefilled import KINDS, Model, runner_of
@@ -40,7 +40,7 @@ def test_every_kind_of_runner(name: str) -> None:
     after = slotgraph.explain(runner)
     assert read_back(after) == after
     assert sum(after.statistics["steps"].values()) == sum(before.statistics["steps"].values()) + 1
-    assert {place.slot for place in after.memory.places} == set(declaration.slots)
+    assert set(places(after)) == set(declaration.slots)
     assert [bucket.rows for bucket in after.buckets] == ([] if name == "EagerRunner" else [2, 4])
 
 
@@ -57,12 +57,9 @@ def test_facts_read_back(backend: Backend) -> None:
         found = slotgraph.explain(runner)
         assert read_back(found) == found
         assert (found.backend, found.lowering, found.device) == (backend.name, lowering, str(backend.device))
-        assert {graph.why for bucket in found.buckets for graph in bucket.graphs} == {""}
         for bucket in found.buckets:
-            fill, moved = bucket.fill, [step for step in bucket.fill.steps if step.kind in ("copy", "kernel")]
-            assert fill.plan == runner.plan(bucket.rows)
-            assert (fill.calls["graph"], fill.calls.get("kernel")) == (1, {"fused": 1, "in_graph": 0}.get(lowering))
-            assert sum(step.nbytes or 0 for step in moved) >= fill.plan.nbytes
+            assert (bucket.plan, bucket.why) == (runner.plan(bucket.rows), "")
+            assert bucket.launches == {"": 1, "hidden_states": 1}
         assert found.declaration.plan == runner.plan(8)
 
 
@@ -78,42 +75,24 @@ class Written(Inputs):
 
 @pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot"])
 def test_calls_are_those_that_are_made(lowering: str) -> None:
-    """Copies and resets of a fill that finds every tail dirty are as many operators as are told."""
+    """Copies of a fill are as many operators as the plan has, but for those by address."""
     runner = decoder(Written, lambda view: view.ids + 1, buckets=[8], lowering=lowering)
-    for rows in (7, 2, 7):
-        runner.fill(batch_for(Written, {TOKENS: rows}, rows))
+    runner.fill(batch_for(Written, {TOKENS: 7}, 7))
     with Operators() as ran:
         runner.fill(batch_for(Written, {TOKENS: 2}, 2))
-    found = slotgraph.explain(runner).buckets[0].fill
-    copies, resets = (
-        sum(name in names for name in ran.names) for names in (("copy_", "_foreach_copy_"), ("fill_", "_foreach_zero_"))
-    )
-    assert (copies, resets) == (found.calls["copy"], found.calls["reset"])
-    assert copies > 0
-
-
-@pytest.mark.parametrize("lowering", ["fused", "in_graph"])
-def test_one_upload_and_one_kernel(lowering: str) -> None:
-    """The packet has the values that the host computes; the kernel is inside of the graph, or beside it."""
-    runner = full_runner(lowering=lowering)
-    found = slotgraph.explain(runner)
-    (upload,), (kernel,) = steps(found, "upload"), steps(found, "kernel")
-    assert (upload.calls, upload.nbytes) == (1, places(found)["tokens"].nbytes)
-    assert (kernel.inside, kernel.calls) == ((True, 0) if lowering == "in_graph" else (False, 1))
-    assert upload.slots == kernel.slots == runner.plan(8).fused
+    copies = sum(name in ("copy_", "_foreach_copy_") for name in ran.names)
+    assert copies == slotgraph.explain(runner).buckets[0].plan.calls > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_of_a_model_in_parts(kind: str, backend: Backend) -> None:
-    """A stack with two breaks is three graphs to launch, and what the device computes comes before them."""
+    """A stack with two breaks is three graphs to launch, and the explanation says so."""
     model = Model(named=kind == "piecewise").to(backend.device)
     runner = ready(runner_of(kind, model, backend, buckets=[8]))
     found = slotgraph.explain(runner)
     parts = 1 if backend.name == "cpu" else 3  # where nothing is recorded, a replay is one call
     assert found.path == kind
-    assert [graph.parts for graph in found.buckets[0].graphs] == [parts]
-    assert found.buckets[0].fill.calls["graph"] == parts
-    assert [(step.calls, step.inside) for step in steps(found, "compute")] == [(1, False)]
+    assert found.buckets[0].launches == {"": parts}
 
 
 def test_places_are_addresses() -> None:
@@ -122,35 +101,27 @@ def test_places_are_addresses() -> None:
     for buffer in runner.graphs.buffers:
         place, storage = places(slotgraph.explain(runner))[buffer.name], buffer.tensor.untyped_storage()
         assert place.offset == buffer.tensor.data_ptr() - storage.data_ptr()
-        assert (place.nbytes, place.shape) == (buffer.tensor.nbytes, tuple(buffer.tensor.shape))
-    for one in found.memory.allocations:
-        members = [place for place in found.memory.places if place.allocation == one.name]
-        assert sum(place.nbytes for place in members) <= one.nbytes
-    assert sum(one.nbytes for one in found.memory.allocations) == found.statistics["memory"]["inputs"]
+        assert place.nbytes == buffer.tensor.nbytes
+    for one in found.memory:
+        assert one.slots
+        assert all(0 <= place.offset <= one.nbytes - place.nbytes for place in one.slots)
+    assert sum(one.nbytes for one in found.memory) == found.statistics["memory"]["inputs"]
 
 
 def test_bound_memory_is_someone_elses() -> None:
     """An adopted slot shows the offset in the memory that it is part of, and is in no account."""
     memory = torch.zeros(64, dtype=torch.int64)
     runner = plain_runner("cpu", bind={"ids": memory[16:24]})
-    place, found = places(slotgraph.explain(runner))["ids"], slotgraph.explain(runner)
-    assert place.offset == 128
-    assert [one.name for one in found.memory.allocations if one.adopted] == [place.allocation]
+    *_, adopted = (found := slotgraph.explain(runner)).memory
+    assert (adopted.name, adopted.nbytes) == ("adopted device memory", memory.nbytes)
+    assert [(place.slot, place.offset) for place in adopted.slots] == [("ids", 128)]
     assert found.statistics["memory"]["inputs"] == runner.graphs.buffers.nbytes
-    assert [one.nbytes for one in found.memory.allocations if one.adopted] == [memory.nbytes]
 
 
-def test_when_values_count() -> None:
-    """A value counts from the phase that writes it; what must last between steps says why."""
-    found = places(slotgraph.explain(full_runner(lowering="in_graph")))
-    spans = {name: (place.since, place.until) for name, place in found.items()}
-    assert spans["input_ids"] == ("kernel", "replay")
-    assert spans["block_tables"] == ("kernel", "replay")
-    assert spans["after"] == ("replay", "replay")
-    assert spans["logits"] == ("replay", "outputs")
-    assert found["ones"].lasting == "a constant, which no step writes"
-    assert found["input_ids"].lasting is None
-    assert "kernel" not in slotgraph.explain(full_runner(lowering="foreach")).memory.phases
+def test_why_bytes_must_last() -> None:
+    """What must last between steps says why."""
+    found = places(slotgraph.explain(full_runner()))
+    assert (found["ones"].lasting, found["input_ids"].lasting) == ("a constant, which no step writes", None)
 
 
 def test_shared_memory() -> None:
@@ -174,29 +145,28 @@ def test_shared_memory() -> None:
     assert shares
     assert all(name.startswith(f"{second.member}.") for name in shares)
     ids, weights = places(first)["ids"], places(first)["weights"]
-    assert (ids.lasting, ids.since, ids.until) == ("it is kept, because that was asked for", "fill", "outputs")
-    assert (weights.lasting, ids.shares) == (None, ())
+    assert (ids.lasting, weights.lasting, ids.shares) == ("it is kept, because that was asked for", None, ())
     late = slotgraph.explain(DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options))
     assert (late.pool, late.member, places(late)["ids"].lasting) == (None, None, None)
 
 
-def why(runner: DecodeRunner[Any], bucket: int = 8) -> set[str]:
+def why(runner: DecodeRunner[Any], bucket: int = 8) -> str:
     """Why a bucket's graphs are not there."""
-    found = slotgraph.explain(runner)
-    return {graph.why for one in found.buckets if one.rows == bucket for graph in one.graphs}
+    (found,) = (one.why for one in slotgraph.explain(runner).buckets if one.rows == bucket)
+    return found
 
 
 def test_why_there_is_no_graph() -> None:
-    """Not yet, never, later or failed: each bucket and pattern tells its own reason."""
-    assert why(full_runner()) == {"nothing is captured yet: call capture()"}
+    """Not yet, never, later or failed: each bucket tells its own reason."""
+    assert why(full_runner()) == "nothing is captured yet: call capture()"
     off, lazy = full_runner(graphs=False), full_runner(lazy=True)
     off.capture()
     lazy.capture()
-    assert why(off) == {"graphs are switched off, by graphs=False"}
-    assert why(lazy) == {"captured when the first batch comes for it (lazy)"}
+    assert why(off) == "graphs are switched off, by graphs=False"
+    assert why(lazy) == "captured when the first batch comes for it (lazy)"
     lazy(full_batch(7), **proxy(7))
-    assert why(lazy) == {""}
-    assert why(lazy, 2) != {""}
+    assert why(lazy) == ""
+    assert why(lazy, 2) != ""
 
     def too_much(view: PlainInputs) -> torch.Tensor:
         if view.ids.shape[0] > 4:
@@ -207,23 +177,23 @@ def test_why_there_is_no_graph() -> None:
     with pytest.raises(CaptureError):
         failing.capture()
     assert "1 of 2 captured, 1 failed" in repr(failing)
-    (reason,) = why(failing)
-    assert "no more than four" in reason
-    assert why(failing, 4) == {""}
+    assert "no more than four" in why(failing)
+    assert why(failing, 4) == ""
 
 
 def test_eager_runner_before_and_after() -> None:
-    """Without a batch there is no memory; then the capacity that it grew to, without buckets, tails or graphs."""
+    """Without a batch there is no memory; then the capacity that it grew to, without buckets or graphs."""
     runner = EagerRunner(
         FullInputs, full_step, backend="cpu", sizes={axis: size for axis, size in SIZES.items() if axis.fixed}
     )
     before = slotgraph.explain(runner)
-    assert (before.memory.places, before.eager, before.buckets) == ((), None, ())
+    assert (before.memory, before.declaration.plan, before.buckets) == ((), None, ())
     runner(full_batch(5), **proxy(5))
     after = slotgraph.explain(runner)
-    assert after.eager is not None
-    assert dict(after.eager.plan.sizes)["TOKENS"] == 8
-    assert {"reset", "graph"}.isdisjoint(after.eager.calls)
+    assert after.declaration.sizes["TOKENS"] == (8, 8)
+    assert [label for label, _ in after.notes()] == ["eager", "alone", "memory"], (
+        "nothing is padded, and there is no bucket"
+    )
     assert after.statistics["memory"]["inputs"] == runner.nbytes
     assert read_back(after) == after
 

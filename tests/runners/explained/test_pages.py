@@ -1,21 +1,19 @@
-"""Tables, page and pictures: whole, offline, readable, and deaf to what names try to say to a browser."""
+"""Tables and page: whole, offline, readable, and deaf to what names try to say to a browser."""
 
+import functools
 import json
 import re
-import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
-from pathlib import Path
-from xml.etree import ElementTree as ET
+from typing import Any
 
 import pytest
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.runners.engine.config import switch_of
 from slotgraph.runners.explained.declared import mermaid
-from slotgraph.runners.explained.explanation import RunnerExplanation, drawn_fills, drawn_memory
-from slotgraph.runners.explained.pages import STYLE, html, printable
+from slotgraph.runners.explained.explanation import RunnerExplanation
+from slotgraph.runners.explained.pages import cell, html, printable
 from slotgraph.runners.serial import to_data
 from tests.runners.explained.houses import (
     HARM,
@@ -29,13 +27,49 @@ from tests.runners.explained.houses import (
 )
 from tests.runners.models import ready
 
-PICTURE = (
-    '<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{}" style="background:#fff">'
-    '<foreignObject width="100%" height="100%"><div xmlns="http://www.w3.org/1999/xhtml" class="slotgraph">{}{}</div>'
-    "</foreignObject></svg>\n"
-)
-PAGE = Path(__file__).parents[3] / "docs" / "observe.md"
-VARIABLE = "SLOTGRAPH_WRITE_PICTURES"
+NOT_CAPTURED = "nothing is captured yet: call capture()"
+GOLDEN = """\
+DecodeRunner of FullInputs on cpu (cpu)
+padding   27.8% of 18 rows: 25.0% in bucket 8, 50.0% in bucket 2
+eager     25.0% of 4 steps: too_large=1
+memory    20.6 KiB: inputs=4.8 KiB, uploads=8.8 KiB, eager=7.0 KiB
+buckets   2, 8: 4 graphs, graph by in_graph; larger batches are eager
+
+slots of FullInputs
+slot           type                    tail              comes from
+────────────────────────────────────────────────────────────────────────────────
+input_ids      int64 [TOKENS]          pad=0             batch
+seq_lens       int32 [BATCH]           pad=seq_len_fill  batch
+out_cache_loc  int64 [TOKENS]          pad=0             batch, cache_loc
+block_tables   int32 [BATCH, PAGES]    pad=0             batch.tables.decode
+temperatures   float32 [BATCH, 1]      once=1.0          batch
+hidden_states  float32 [TOKENS,        keep              argument proxy.hidden,
+               HIDDEN]                                   optional
+tokens         int32 [1]               -                 live_tokens(step)
+last           int64 [BATCH]           -                 last_rows(seq_lens)
+after          int64 [BATCH]           -                 behind(last, input_ids)
+rows           int64 [BATCH]           -                 ramp(), host
+kv_lens        int32 [BATCH]           pad=0             batch.lens, host,
+                                                         argument kv_lens
+ones           int32 [BATCH, 2]        -                 constant, set to 1
+embeds         float32 [TOKENS * 2,    pad=0             staged
+               HIDDEN]
+logits         float32 [TOKENS,        -                 output
+               HIDDEN]
+carried from the batch as they are: mode
+
+plan of FullInputs for BATCH=8, HIDDEN=16, PAGES=8, TOKENS=8: 1 copy call, 992
+          bytes, in_graph
+upload  one packet, then one kernel for 8 slots, the graph's first node
+copy    hidden_states, temperatures  (float32, device, fused)
+copy    block_tables, seq_lens  (int32, device, fused)
+copy    input_ids, out_cache_loc  (int64, device, fused)
+copy    kv_lens  (int32, host, direct)
+compute rows = ramp(out) on the host
+compute tokens = live_tokens(step) on the host, rides in the upload
+compute last = last_rows(seq_lens) on the device
+compute after = behind(last, input_ids) on the device
+"""
 
 
 class Parsed(HTMLParser):
@@ -54,6 +88,7 @@ class Parsed(HTMLParser):
         self.text += data
 
 
+@functools.cache
 def full() -> RunnerExplanation:
     """A runner over every kind of slot that has done some steps."""
     runner = ready(full_runner(lowering="in_graph"))
@@ -62,11 +97,7 @@ def full() -> RunnerExplanation:
     return slotgraph.explain(runner)
 
 
-def many() -> RunnerExplanation:
-    """44 slots, nine buckets, one call a slot."""
-    return slotgraph.explain(many_runner("slot_by_slot"))
-
-
+@functools.cache
 def harmful() -> RunnerExplanation:
     """Names that mean harm."""
     runner = harmful_runner()
@@ -75,33 +106,67 @@ def harmful() -> RunnerExplanation:
     return slotgraph.explain(runner)
 
 
-def pooled() -> RunnerExplanation:
-    """A runner that shares its memory with others."""
-    return slotgraph.explain(pooled_runner())
+def leaves(data: Any) -> Iterator[Any]:
+    """All names and values of plain data."""
+    if isinstance(data, dict):
+        yield from (name for name, one in data.items() if one not in (None, [], {}))
+    for one in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from leaves(one)
+    if not isinstance(data, dict | list):
+        yield data
 
 
-def test_tables_and_page_say_it_all() -> None:
-    """Slots, steps, plans, places, bytes, decisions and shared memory are in both, and each slot by name."""
-    explanation = pooled()
-    page = Parsed(html(explanation))
-    assert {"h2", "table", "pre"} <= {tag for tag, _ in page.tags}
-    for text in (printed(explanation), page.text):
-        for part in (
-            "DecodeRunner of FullInputs on cpu",
-            "slots of FullInputs",
-            "steps of a fill, 2 buckets, 2 to 8",
-            "plan of FullInputs for BATCH=8",
-            "memory layout",
-            "a constant, which no step writes",
-            "statistics",
-            "shared memory",
-            "shares with none",
-        ):
-            assert part in text
-        assert all(text.count(slot.name) >= 3 for slot in explanation.declaration.slots)
-    assert "nothing is captured yet: call capture()" in printed(many())
-    for part in ("fused kernel, the graph's first node", " 0.25", "of 4 steps; too_large=1"):
-        assert part in printed(full()), part
+def test_the_golden_text() -> None:
+    """What matters comes first; all fits 80 columns and 40 lines; no section is empty."""
+    assert str(full()) == GOLDEN
+    assert len(GOLDEN.splitlines()) <= 40
+
+
+EXPLAINED: dict[str, Callable[[], Any]] = {
+    "full": full,
+    "many": lambda: slotgraph.explain(many_runner("slot_by_slot")),
+    "harmful": harmful,
+    "pooled": lambda: slotgraph.explain(pooled_runner()),
+    "declaration": lambda: full().declaration,
+}
+all_explained = pytest.mark.parametrize("explained", EXPLAINED.values(), ids=EXPLAINED)
+
+
+@all_explained
+def test_the_page_has_everything(explained: Callable[[], Any]) -> None:
+    """Each table, name and value of the data is on the page, and in a notebook."""
+    found = explained()
+    data = json.loads(json.dumps(to_data(found)))
+    for page in (Parsed(html(found)), Parsed(found._repr_html_())):
+        assert {"h1", "h2", "table", "details"} <= {tag for tag, _ in page.tags}
+        words = " ".join(page.text.split())
+        missing = [one for one in leaves(data) if " ".join(cell(one).split()) not in words and one not in (None, "", 0)]
+        assert missing == []
+        assert all(" ".join(printable(f"{table.text}").split()) in words for table in found.tables() if table.text)
+
+
+@all_explained
+def test_nothing_is_empty(explained: Callable[[], Any]) -> None:
+    """Each table of a text has rows or lines, or says what is missing, and each section of a page has a value."""
+    found = explained()
+    assert all(table.rows or table.text or table.title.startswith("no plan") for table in found.tables())
+    assert not re.search(
+        r"<summary>[^<]*</summary>\s*</details>|<section>\s*(<h.>[^<]*</h.>)?\s*</section>", html(found)
+    )
+
+
+def test_what_matters_is_said() -> None:
+    """Buckets without a graph and why, slots that are copied alone, what sharing saves: each where it is so."""
+    made = {name: make() for name, make in EXPLAINED.items()}
+    notes = {name: dict(one.notes()) for name, one in made.items() if isinstance(one, RunnerExplanation)}
+    assert notes["many"]["no graph"] == f"buckets {cell([1 << n for n in range(9)])}: {NOT_CAPTURED}"
+    assert notes["many"]["alone"].endswith("copied one by one (slot by slot)")
+    assert (notes["full"]["eager"], notes["full"].keys() & {"alone", "no graph"}) == (
+        "25.0% of 4 steps: too_large=1",
+        set(),
+    )
+    assert HARM.split("<")[0] in notes["harmful"]["no graph"]
+    assert "sharing saves" in notes["pooled"]["pool"]
 
 
 def test_page_loads_and_runs_nothing() -> None:
@@ -126,50 +191,16 @@ def test_hostile_names_are_letters() -> None:
     assert {name for _, attributes in parsed.tags for name in attributes} <= known
     assert parsed.text.count(printable(HARM)) >= 5
     assert not re.search("[\x00\x1b\u202e]", page)
-    assert f": {HARM} (at " in json.loads(json.dumps(to_data(explanation)))["buckets"][0]["graphs"][0]["why"]
+    assert f": {HARM} (at " in json.loads(json.dumps(to_data(explanation)))["buckets"][0]["why"]
     assert "<script>" not in mermaid(explanation.declaration)
     assert "<script>alert(1)</script>" in printed(explanation)
 
 
-@pytest.mark.parametrize("explained", [full, many, harmful, pooled])
-def test_pictures_are_sound(explained: Callable[[], RunnerExplanation]) -> None:
-    """Both are XML, too, and have every step and every slot in them."""
+@all_explained
+def test_texts_fit_a_terminal(explained: Callable[[], Any]) -> None:
+    """`repr` is one line. `str` has 80 columns, and no letter less than a wide terminal has."""
     found = explained()
-    fills, memory = (
-        "".join(ET.fromstring(f"<div>{drawn}</div>").itertext())  # noqa: S314 - our own text
-        for drawn in (drawn_fills(found), drawn_memory(found))
-    )
-    assert all(f"{number} {step.kind}" in fills for _, one in found.fills for number, step in enumerate(one.steps, 1))
-    assert all(f"{place.offset:,}" in memory and printable(place.slot) in memory for place in found.memory.places)
-
-
-@pytest.mark.parametrize("explained", [full, many, pooled])
-def test_texts_fit_a_terminal(explained: Callable[[], RunnerExplanation]) -> None:
-    """`repr` is one line. `str` has 80 columns, with each word and number that a wide terminal has."""
-    found = explained()
-    for one in (found, found.declaration):
-        assert repr(one).startswith(f"<explanation of {next(one.tables()).title}: ")
-        assert "\n" not in repr(one)
-        assert max(map(len, str(one).splitlines())) <= 80
-        assert {*printed(one).split()} - {*str(one).split()} <= {word for word in printed(one).split() if "─" in word}
-    assert found.declaration._repr_html_() in html(found.declaration)
-
-
-def test_alike_buckets_share_a_row() -> None:
-    """Buckets that do the same are one row; the eager fill has one of its own."""
-    assert [name for name, _ in many().fills] == ["9 buckets, 1 to 256", "eager, not padded"]
-    names = [name for name, _ in slotgraph.explain(many_runner("foreach")).fills]
-    assert names == ["8 buckets, 1 to 128", "bucket 256", "eager, not padded"], "the last has copies apart"
-
-
-def test_pictures_of_the_docs(tmp_path: Path) -> None:
-    """A page of the docs has its example's pictures of today; with SLOTGRAPH_WRITE_PICTURES=1 they are written."""
-    page, example = PAGE.read_text(encoding="utf-8"), tmp_path / "reading_example.py"
-    example.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
-    found = slotgraph.explain(runpy.run_path(str(example))["verify"])
-    for name, height, drawn in (("fills", 220, drawn_fills(found)), ("memory", 330, drawn_memory(found))):
-        file, picture = PAGE.parent / "pictures" / f"reading-{name}.svg", PICTURE.format(height, STYLE, drawn)
-        if switch_of(VARIABLE):
-            file.write_text(picture, encoding="utf-8")
-        assert file.read_text(encoding="utf-8") == picture, f"draw it anew: {VARIABLE}=1 pytest {__file__}"
-        assert f"](pictures/{file.name})" in page
+    assert re.fullmatch(r"<explanation of .*>", repr(found))
+    assert max(map(len, str(found).splitlines())) <= 80
+    folded, whole = (re.sub(r"[\s─]", "", text) for text in (str(found), printed(found)))
+    assert sorted(folded) == sorted(whole)
