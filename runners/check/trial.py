@@ -1,4 +1,4 @@
-"""Trials: runs of a step to examine it, on all ranks at once. They put slots and state back."""
+"""Trials: run a runner's filled step again with something changed, on all ranks at once, and put everything back."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -7,16 +7,22 @@ from typing import Any, Final, TypeVar
 import attrs
 import torch
 
-from ...dataflow.axes import Step
+from ...backends.operators import OperatorWatch
+from ...dataflow.axes import BATCH, Step
+from ...dataflow.buffers import Buffers, SharedMemory, span
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import RankError, ReplayError
+from ...dataflow.guard import outside_inference
+from ...dataflow.inputs import Inputs
 from ...dataflow.slots import BY_STEP
-from ..comparison import info_of, ran_eagerly
-from ..engine.graphs import GraphSet
-from ..engine.hooks import Coordinator, Watch
+from ..engine.graphs import Captured, GraphSet
+from ..engine.hooks import Watch
 from ..engine.runner import Runner
+from ..engine.running import Running, under_way
 from ..engine.sampling import Sample
 from ..engine.state import State, draw_on
+from ..engine.traffic import run_seen
+from .compare import Seen, info_of, seen
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -24,14 +30,70 @@ NOTHING: Final[Tensors] = {}
 
 
 @attrs.frozen
-class Together:
-    """What ranks exchange, so that all run the same. Its methods raise RankError if ranks do something else.
+class Finding:
+    """Something wrong.
 
     Attributes:
-        ranks: Coordinates the ranks.
+        check: The check that found it.
+        slot: The slot through which it came, if one is to blame.
+        message: What is wrong, and what to do.
     """
 
-    ranks: Coordinator
+    check: str
+    slot: str | None
+    message: str
+
+    def __str__(self) -> str:
+        """Return it on one line."""
+        return f"{self.check}: {self.message}"
+
+
+@attrs.define(eq=False, slots=False)
+class Trial:
+    """A captured runner, and the step that it was filled for last, to run that again and again.
+
+    Watchers must not see it.
+
+    Attributes:
+        runner: The runner.
+        graphs: Its graphs.
+        state: What its step changes besides its slots.
+        seed: The seed of random values.
+        read_outside: Slots that are read between fill and replay.
+        random: Whether the step draws random numbers on purpose.
+        signed: Slots that may also have any number below 0.
+        produce: Writes what producers write.
+        notes: What was not checked, and why.
+        declaration: Its declaration.
+        slots: The slots of its declaration.
+        backend: Its device.
+        buffers: The memory of the slots, as its graphs read it.
+        ranks: Coordinates its ranks.
+        one: The batch, or None if the step cannot be filled anew.
+        view: The filled view.
+        step: Its sizes.
+        filled: The contents of slots that are not constant, after the fill.
+        error: What the last run raised on this rank.
+        lost: Whether a step raised and nothing can be replayed since.
+    """
+
+    runner: Runner[Any]
+    graphs: GraphSet[Any]
+    state: State = attrs.field(default=attrs.Factory(lambda self: State(self.runner.stage.backend), takes_self=True))
+    seed: int = 0
+    read_outside: Collection[str] = ()
+    random: bool = False
+    signed: Collection[str] = ()
+    produce: Callable[[Any], object] = id
+    notes: dict[str, None] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        """Set fields that checks often use."""
+        self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
+        self.slots, self.buffers = self.declaration.slots, self.graphs.buffers
+        self.ranks = self.runner.coordinator
+
+    # What ranks exchange, so that all run the same. These raise RankError if ranks do something else.
 
     def any(self, one: object) -> bool:
         """Return whether a value is true on some rank."""
@@ -56,6 +118,144 @@ class Together:
         if first is not None:
             raise RankError(f"{what} raised on rank {first[0]}: {first[1]}")
 
+    # The step.
+
+    def fill(self, one: Sample) -> None:
+        """Fill from a batch, to run that step."""
+        view = self.runner.fill(one.batch, **one.side)
+        self.produce(view)
+        self.take(view, one)
+
+    def take(self, view: Inputs, one: Sample | None) -> None:
+        """Take the step that was filled last, whatever filled it."""
+        self.view, self.one, self.lost = view, one, False
+        self.step = info_of(view).step
+        self.backend.synchronize()
+        self.filled: Tensors = {name: tensor.clone() for name, tensor in self._written().items()}
+
+    def _written(self) -> dict[str, torch.Tensor]:
+        """Return the view's tensors of slots that are not constant."""
+        values = {name: vars(self.view)[name] for name, slot in self.slots.items() if slot.writers}
+        return {name: tensor for name, tensor in values.items() if tensor is not None}
+
+    def write(self, values: Tensors) -> None:
+        """Write these values into slots."""
+        self.backend.synchronize()  # a replay may still read slots in host memory
+        slots = self._written()
+        with torch.no_grad():
+            for name, value in values.items():
+                slots[name].copy_(value)
+
+    def run(
+        self, look: Callable[[Any], T], put: Tensors = NOTHING, by: Callable[[], Any] | None = None, draws: int = 0
+    ) -> T | None:
+        """Run the step once more, and put slots, state and random numbers back.
+
+        Return what `look` makes of its outputs, or None if the step raised on some rank. `error` is what it raised.
+
+        Args:
+            look: Called with the outputs, before slots and state are put back.
+            put: Contents of slots in place of the filled ones.
+            by: Runs the step. By default its graph is replayed.
+            draws: How many random numbers to draw first, so that the step draws others.
+        """
+        self.write(put)
+        self.error: Exception | None = None
+        found: T | None = None
+        try:
+            with self.state.kept(), self.ranks.reporting():
+                for _ in range(draws):
+                    draw_on(self.backend)
+                found = look(self.runner.replay(self.view) if by is None else by())
+                self.backend.synchronize()
+        except Exception as error:  # noqa: BLE001 - an error of a step on these slots is a result
+            self.error = error
+        has_raised = self.any(self.error is not None)
+        try:
+            if has_raised and by is None:  # fill again, for a view that can be replayed
+                self.lost = self.one is None
+                if self.one is not None:
+                    self.view = self.runner.fill(self.one.batch, **self.one.side)
+            self.write(self.filled)
+        except Exception:  # a device that stopped at a fault raises its own errors
+            if not has_raised:
+                raise
+            self.lost = True
+        return None if has_raised else found
+
+    def seen(self, outputs: Any) -> Seen:
+        """Copy the live rows of slots, and outputs."""
+        return seen(self.view, outputs)
+
+    def eagerly(self) -> Any:
+        """Run the step as it is written on the filled view: as its graph would, with padded rows."""
+        captured = self.graph
+        with torch.no_grad():
+            if captured is not None and self.runner.is_whole:  # only the graph computes on the device
+                captured.filling.bucket.compute_on_device()
+            return under_way(Running(self.view), self.runner.stage.run, self.view)
+
+    def watch(self, watch: OperatorWatch, look: Callable[[Any], object] = id) -> None:
+        """Run the step as it is written, while a watch sees its operators."""
+        self.run(look, by=lambda: run_seen(watch, self.eagerly))
+
+    def reraise(self, what: str) -> None:
+        """Raise what the last run raised, on all ranks."""
+        with self.raising(what):
+            if self.error is not None:
+                raise self.error
+
+    @property
+    def graph(self) -> Captured | None:
+        """The graph of the filled view, or None if its bucket has none, or it runs eagerly."""
+        return graph_of(self.runner, self.view)
+
+    @contextlib.contextmanager
+    def slots_kept(self) -> Iterator[None]:
+        """Run a block, and put the contents of all slots back. The next fill then resets their tails."""
+        self.backend.synchronize()  # steps may still read slots in host memory
+        before = cloned(self.buffers)
+        try:
+            yield
+        finally:
+            self.backend.synchronize()
+            with torch.no_grad():
+                for buffer in self.buffers:
+                    if buffer.slot.writers:
+                        buffer.tensor.copy_(before[buffer.name].tensor)
+            self.buffers.distrust()
+
+    def find_state(self) -> State:
+        """Return what the step changes besides its slots, on the view that was filled last."""
+        given = self.runner.stage.state
+        if given is not None:
+            return State.of(self.backend, given)
+        with self.slots_kept():
+            return State.found(self.backend, self.spans(), self.eagerly)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the address ranges of the slots."""
+        return [span(one.tensor) for held in (self.runner.eager.buffers, self.buffers) for one in held or () if one.nbytes]
+
+    # Batches.
+
+    def sources(self, one: Sample) -> dict[str, Any]:
+        """Return a batch's values for slots."""
+        return {name: source.read(one.batch, one.side) for name, source in self.declaration.sources.items()}
+
+    def step_of(self, one: Sample) -> Step:
+        """Return the sizes of a batch in its bucket. Only batches that a graph takes are checked."""
+        bucket = self.runner.decide(one.batch, **one.side).bucket or 0
+        return self.declaration.step(self.runner.size(one.batch, one.side)[:-1], self.runner.sizes[bucket])
+
+    def is_filled(self, name: str) -> bool:
+        """Return whether a fill writes all of a slot.
+
+        If not, the step does, or its graph by a function on the device.
+        """
+        late = self.declaration.side(name) == DEVICE and self.runner.is_whole
+        return not (late or self.slots[name].writers == BY_STEP)
+
 
 def error_text(error: BaseException) -> str:
     """Return the first line of a step's error, with its type."""
@@ -75,170 +275,18 @@ def unwatched(watch: Watch) -> Iterator[None]:
         watch.watchers = (*watchers, *watch.watchers)
 
 
-@attrs.define(eq=False, slots=False)
-class Trial:
-    """The step filled last, run again and again from the same slots and state. Watchers must not see it.
-
-    Attributes:
-        runner: The runner of the step.
-        view: The filled view.
-        state: What the step changes besides its slots.
-        one: Its batch, to fill it anew after a step raised.
-        raised: Whether the last run raised on some rank.
-        lost: Whether a step raised and nothing can be replayed since.
-        filled: The contents of slots that are not constant, after the fill.
-    """
-
-    runner: Runner[Any]
-    view: Any
-    state: State
-    one: Sample | None = None
-    raised: bool = False
-    lost: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        """Keep the filled contents."""
-        stage = self.runner.stage
-        self.together, self.backend = Together(self.runner.coordinator), stage.backend
-        self.declared, self.step = stage.declaration.slots, info_of(self.view).step
-        self.backend.synchronize()
-        self.filled = {name: tensor.clone() for name, tensor in self.slots.items()}
-
-    @property
-    def slots(self) -> dict[str, torch.Tensor]:
-        """The view's tensors of slots that are not constant."""
-        names = [name for name, slot in self.declared.items() if slot.writers]
-        values = vars(self.view)
-        return {name: values[name] for name in names if values[name] is not None}
-
-    def redrawn(self, by: Callable[[], Any] | None = None, times: int = 1) -> Any:
-        """Run the step, or its graph, with other random numbers: those that follow after so many draws."""
-        for _ in range(times):
-            draw_on(self.backend)
-        return self.runner.replay(self.view) if by is None else by()
-
-    def eagerly(self) -> Any:
-        """Run the step as it is written."""
-        return ran_eagerly(self.runner, self.view)
-
-    def run(
-        self, look: Callable[[Any], T], put: Tensors = NOTHING, by: Callable[[], Any] | None = None
-    ) -> T | Exception:
-        """Run the step once more, and return what `look` makes of its outputs, or what it raised on this rank.
-
-        Args:
-            look: Called with the outputs, before slots and state are put back.
-            put: Contents of slots in place of the filled ones.
-            by: Runs the step. By default its graph is replayed.
-        """
-        self.write(put)
-        found: T | Exception
-        try:
-            with self.state.kept(), self.together.ranks.reporting():
-                found = look(self.redrawn(by, 0))
-                self.backend.synchronize()
-        except Exception as error:  # noqa: BLE001 - an error of a step on these slots is a result
-            found = error
-        self.raised = self.together.any(isinstance(found, Exception))
-        try:
-            if self.raised and by is None:  # fill again, for a view that can be replayed
-                self.lost = self.one is None
-                if self.one is not None:
-                    self.view = self.runner.fill(self.one.batch, **self.one.side)
-            self.write(self.filled)
-        except Exception:  # a device that stopped at a fault raises its own errors
-            if not self.raised:
-                raise
-            self.lost = True
-        return found
-
-    def write(self, values: Tensors) -> None:
-        """Write these values into slots."""
-        self.backend.synchronize()  # a replay may still read slots in host memory
-        slots = self.slots
-        with torch.no_grad():
-            for name, value in values.items():
-                slots[name].copy_(value)
+def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
+    """Return the graph of a filled view, or None if its bucket has none, or it runs eagerly."""
+    info, graphs = info_of(view), runner.graphs
+    if info.exact or graphs is None:
+        return None
+    sizes = {axis: size for axis, size in info.step.padded_sizes.items() if axis != BATCH or runner.is_whole}
+    bucket = next((rows for rows, padded in runner.sizes.items() if sizes.items() <= padded.items()), 0)
+    return graphs.captured.get((bucket, runner.stage.absent_in(view)))
 
 
-@attrs.frozen
-class Finding:
-    """Something wrong.
-
-    Attributes:
-        check: The check that found it.
-        slot: The slot through which it came, if one is to blame.
-        message: What is wrong, and what to do.
-    """
-
-    check: str
-    slot: str | None
-    message: str
-
-    def __str__(self) -> str:
-        """Return it on one line."""
-        return f"{self.check}: {self.message}"
-
-
-@attrs.define(eq=False, slots=False)
-class Subject:
-    """A captured runner that is checked.
-
-    Attributes:
-        runner: The runner.
-        graphs: Its graphs.
-        state: What its step changes besides its slots.
-        seed: The seed of random values.
-        read_outside: Slots that are read between fill and replay.
-        random: Whether the step draws random numbers on purpose.
-        produce: Writes what producers write.
-        signed: Slots that may also have any number below 0.
-        notes: What was not checked, and why.
-        slots: The slots of its declaration.
-        buffers: Their memory, as its graphs read it.
-        together: Its ranks.
-    """
-
-    runner: Runner[Any]
-    graphs: GraphSet[Any]
-    state: State
-    seed: int = 0
-    read_outside: Collection[str] = ()
-    random: bool = False
-    produce: Callable[[Any], object] = id
-    signed: Collection[str] = ()
-    notes: dict[str, None] = attrs.field(factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        """Set fields that checks often use."""
-        self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
-        self.slots, self.buffers = self.declaration.slots, self.graphs.buffers
-        self.together = Together(self.runner.coordinator)
-
-    def sources(self, one: Sample) -> dict[str, Any]:
-        """Return a batch's values for slots."""
-        return {name: source.read(one.batch, one.side) for name, source in self.declaration.sources.items()}
-
-    def step_of(self, one: Sample) -> Step:
-        """Return the sizes of a batch in its bucket. Only batches that a graph takes are checked."""
-        runner = self.runner
-        bucket = runner.decide(one.batch, **one.side).bucket or 0
-        return self.declaration.step(runner.size(one.batch, one.side)[:-1], runner.sizes[bucket])
-
-    def fill(self, one: Sample) -> Any:
-        """Fill from a batch, and return the view."""
-        view = self.runner.fill(one.batch, **one.side)
-        self.produce(view)
-        return view
-
-    def trial(self, one: Sample) -> Trial:
-        """Fill from a batch, to run that step again and again."""
-        return Trial(self.runner, self.fill(one), self.state, one)
-
-    def is_filled(self, name: str) -> bool:
-        """Return whether a fill writes all of a slot.
-
-        If not, the step does, or its graph by a function on the device.
-        """
-        late = self.declaration.side(name) == DEVICE and self.runner.is_whole
-        return not (late or self.slots[name].writers == BY_STEP)
+def cloned(buffers: Buffers, device: torch.device | None = None) -> Buffers:
+    """Return the same bytes in memory of their own, by default on the same device."""
+    with outside_inference(), torch.no_grad():
+        copied = {one.name: attrs.evolve(one, tensor=one.tensor.to(device, copy=True), owner=None) for one in buffers}
+    return Buffers(copied, buffers.capacity, SharedMemory())

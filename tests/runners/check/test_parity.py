@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slotgraph import BATCH
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.check.trial import Finding
-from slotgraph.runners.comparison import USUAL, differences, seen
+from slotgraph.runners.check.compare import USUAL, differences, seen
 from tests.runners.check.test_addresses import broken_runner, runner_of
 from tests.runners.check.test_planted import found_by
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
