@@ -14,11 +14,9 @@ from ..dataflow.errors import CheckError, ConfigError, did_you_mean
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Path, Side, keys_of
 from ..dataflow.tails import Pad, resolve_value
-from .check.compare import info_of, tails_of
 from .check.memory import readers
-from .check.parity import COPIES, parity_fault
-from .check.poison import Poisoning
-from .check.trial import Finding, Trial, error_text, graph_of, unwatched
+from .check.replays import COPIES, Poisoning, parity_fault
+from .check.trial import Finding, Trial, error_text, graph_of, info_of, tails_of, unwatched
 from .engine.bits import first_unequal
 from .engine.config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
 from .engine.graphs import Captured

@@ -21,8 +21,7 @@ from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
 from ..engine.state import State, draw_on
 from .memory import check_coverage, check_moves, check_races
-from .parity import check_parity
-from .poison import check_poison
+from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition
 from .trial import Finding, Trial, unwatched
 from .weights import WEIGHTS, check_weights

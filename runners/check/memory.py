@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...backends.operators import run_under, storage_key
+from ...backends.operators import run_under
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
@@ -24,12 +24,12 @@ from ..engine.sampling import Sample, rebuilt
 from ..engine.state import Change
 from ..engine.traffic import Traffic, run_seen
 from ..testing.timing import occupier
-from .compare import copies, live_part, mismatches, named
-from .trial import Finding, Tensors, Trial
+from .trial import Finding, Tensors, Trial, copies, live_part, mismatches, named
 
 RACE_STEPS: Final = ENTRIES + SEGMENT  # steps in flight: more than a ring has entries
 FREE_SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
+Span = tuple[int, int]
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
@@ -56,38 +56,70 @@ def check_moves(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
 
 def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
     """Return a finding for each tensor that has moved and that the step reads, by its name."""
-    by_storage = {storage_key(now): holding for holding, now in changes}
-    found: dict[str, Finding] = {}
+    found, places = dict[str, Finding](), {holding.name: span(now) for holding, now in changes}
+    readings = users(trial, places, in_breaks=False)  # each step runs breaks anew
+    for holding, _ in changes:
+        if holding.name in readings:
+            is_freed = holding.is_freed
+            what = "the memory of the capture is freed" if is_freed else "it is other memory than at capture"
+            message = (
+                f"{readings[holding.name]} reads {holding.name}, and {what} ({holding.text}): graphs read where it "
+                "was; write into the tensor of the capture (copy_), or capture again"
+            )
+            found[holding.name] = Finding("addresses", None, message)
+    return found
 
-    def note(operator: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
+
+def users(trial: Trial, places: Mapping[str, Span], *, in_breaks: bool = True) -> dict[str, str]:
+    """Run the step as it is written, and return what first takes each piece of memory: an operator, or its caller.
+
+    Making a view takes none. Raises what the step raises, on all ranks.
+    """
+    found: dict[str, str] = {}
+
+    def note(user: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
         step = running()
-        for tensor in taken if step is None or step.inside is None else ():  # each step runs breaks anew
-            holding = by_storage.get(storage_key(tensor))
-            if holding is not None:
-                is_freed = holding.is_freed
-                what = "the memory of the capture is freed" if is_freed else "it is other memory than at capture"
-                message = (
-                    f"{operator} reads {holding.name}, and {what} ({holding.text}): graphs read where it was; write "
-                    "into the tensor of the capture (copy_), or capture again"
-                )
-                found.setdefault(holding.name, Finding("addresses", None, message))
+        if in_breaks or step is None or step.inside is None:
+            for tensor in taken:
+                for name, place in places.items():
+                    if tensor.numel() and overlaps(tensor, [place]):
+                        found.setdefault(name, user)
 
-    trial.watch(Traffic(done=note), lambda outputs: note("the caller", (tensor for _, tensor in named(outputs))))
-    trial.reraise("the look at what a step reads")
+    class TakenByHost(TorchFunctionMode):
+        """Notes tensors that the host reads as numbers, for which no operator runs if they are on the CPU."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            del types
+            if getattr(func, "__name__", "") in _BY_HOST:
+                note("the host", args[:1])
+            return func(*args, **(kwargs or {}))
+
+    trial.run(
+        lambda outputs: note("the caller", (tensor for _, tensor in named(outputs))),
+        by=lambda: run_under(TakenByHost(), lambda: run_seen(Traffic(done=note), trial.eagerly)),
+    )
+    with trial.raising("the look at what a step reads"):
+        if trial.error is not None:
+            raise trial.error
     return found
 
 
 def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run each batch over two kinds of garbage, and find slots that nothing writes or no operator reads."""
-    is_unwritten, read, present = False, set(trial.read_outside), set[str]()
+    is_unwritten, present = False, set[str]()
+    read = {*trial.read_outside, *(need for slot in trial.slots.values() for need in slot.needs)}
     for number, one in enumerate(batches):
         trial.fill(one)
         found = [*_unwritten(trial, number)]
         yield from found
         is_unwritten = trial.any(is_unwritten or found)
         if not is_unwritten:  # else the step would run on slots that nothing writes
-            present.update(name for name, value in vars(trial.view).items() if value is not None)
-            read.update(_read_slots(trial))
+            views = {name: vars(trial.view)[name] for name in trial.slots}
+            spans = {name: span(view) for name, view in views.items() if view is not None}
+            present.update(spans)
+            read.update(users(trial, spans))
     for name, slot in trial.slots.items():
         if is_unwritten or name not in present - read or slot.writers == BY_STEP or slot.argument is not None:
             continue
@@ -130,39 +162,6 @@ def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
             must = "write every live row in each step, or leave the slot out of the declaration"
         if rows := unequal_rows(one, other):
             yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
-
-
-def _read_slots(trial: Trial) -> set[str]:
-    """Return the slots that operators of an eager run, and functions of computed slots, read.
-
-    Making a view reads none.
-    """
-    spans = {name: span(vars(trial.view)[name]) for name in trial.slots if vars(trial.view)[name] is not None}
-    read = {need for slot in trial.slots.values() for need in slot.needs}
-
-    def note(tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.numel():
-                read.update(name for name, place in spans.items() if overlaps(tensor, [place]))
-
-    class TakenByHost(TorchFunctionMode):
-        """Notes tensors that the host reads as numbers, for which no operator runs if they are on the CPU."""
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            del types
-            if getattr(func, "__name__", "") in _BY_HOST:
-                note(args[:1])
-            return func(*args, **(kwargs or {}))
-
-    traffic = Traffic(done=lambda _, taken, __: note(taken))
-    trial.run(
-        lambda outputs: note(tensor for _, tensor in named(outputs)),
-        by=lambda: run_under(TakenByHost(), lambda: run_seen(traffic, trial.eagerly)),
-    )
-    trial.reraise("the look at what a step reads")
-    return read
 
 
 def check_races(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:

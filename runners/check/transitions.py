@@ -18,8 +18,7 @@ from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests
 from ..engine.sampling import Sample
 from ..testing.ground import fill_faults
-from .compare import OTHER_SHAPES, live_part, mismatches, tails_of
-from .trial import Finding, Tensors, Trial, cloned
+from .trial import OTHER_SHAPES, Finding, Tensors, Trial, cloned, live_part, mismatches, tails_of
 
 TRANSITION: Final = "transition"
 LAST: Final = 3
@@ -105,41 +104,38 @@ def _leave_stale_rows(trial: Trial, step: Step) -> None:
 
 def _bucket_faults(trial: Trial, step: Step, absent: Absent) -> Iterator[Finding]:
     """Find rules whose live rows depend on the bucket, or on padded rows whose values no rule defines."""
-    sizes, held, cpu = trial.runner.sizes, cloned(trial.buffers), torch.device("cpu")
+    declaration, record, sizes = trial.declaration, trial.backend.capabilities, trial.runner.sizes
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **sizes[max(sizes)]})
-    # on the host an invalid index raises, and does not stop a device
-    on_host, extreme, negative = (cloned(trial.buffers, cpu) for _ in range(3))
+
+    def advanced(buffers: Buffers, sizes: Step = step) -> Tensors:
+        """Return the live rows that rules make, or nothing if one cannot run on such values."""
+        try:
+            rows = advance_slot_by_slot(declaration, cloned(buffers), record, sizes)
+        except SlotGraphError:
+            return {}
+        return {name: rows[name] for name in declaration.rules if name not in absent}
+
+    held, negative = cloned(trial.buffers), cloned(trial.buffers)
+    on_host, extreme = (cloned(trial.buffers, torch.device("cpu")) for _ in range(2))  # where invalid indices raise
     with torch.no_grad():
+        for name in trial.signed:
+            live = live_part(trial.slots[name], negative[name].tensor, step)
+            live.copy_(-live.abs() - 1)
         for name, slot in trial.slots.items():
             rule = slot.rule()
             is_free = slot.writers == BY_STEP or not (rule is None or isinstance(rule, Pad))
             for tail in tails_of(slot, extreme[name].view(step.padded_sizes), step) if is_free else ():
                 is_float = tail.is_floating_point() or tail.is_complex()
                 tail.fill_(math.nan if is_float else tail.dtype == torch.bool or torch.iinfo(tail.dtype).max)
-            if name in trial.signed:
-                live = live_part(slot, negative[name].tensor, step)
-                live.copy_(-live.abs() - 1)
-
-    def advanced(buffers: Buffers, sizes: Step) -> Tensors:
-        """Return the live rows that rules make, or nothing if one cannot run on such values."""
-        try:
-            rows = advance_slot_by_slot(trial.declaration, cloned(buffers), trial.backend.capabilities, sizes)
-        except SlotGraphError:
-            return {}
-        return {name: rows[name] for name in trial.declaration.rules if name not in absent}
-
-    exactly = exact, "where the bucket has no padded rows"
-    in_largest = largest, "in the largest bucket"
-    anywhere = step, "where padded rows that no rule tells hold other values"
-    for right, other, (padded, where) in (
-        (held, held, exactly),
-        (held, held, in_largest),
-        (on_host, extreme, anywhere),
-        (negative, negative, exactly),
-        (negative, negative, in_largest),
-    ):
-        usual, found = advanced(right, step), advanced(other, padded)
+    pairs = [("where padded rows that no rule tells hold other values", advanced(on_host), advanced(extreme))]
+    for buffers in (negative, held):
+        usual = advanced(buffers)
+        pairs[:0] = [
+            ("where the bucket has no padded rows", usual, advanced(buffers, exact)),
+            ("in the largest bucket", usual, advanced(buffers, largest)),
+        ]
+    for where, usual, found in pairs:
         for name in [apart.where for apart in mismatches(found, usual, OTHER_SHAPES)] if usual and found else ():
             fault = next(fill_faults(found, {name: usual[name]}, trial.slots, step.live_sizes))
             yield Finding(TRANSITION, name, f"{fault}, {where}: {ALONE}")

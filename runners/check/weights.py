@@ -19,10 +19,8 @@ from ..engine.runner import Runner
 from ..engine.sampling import Sample
 from ..engine.state import CLOSED, Piece, State, reached
 from ..engine.traffic import Traffic
-from .compare import USUAL, mismatches
-from .parity import COPIES, parity_fault
-from .poison import Operators
-from .trial import Finding, Trial
+from .replays import COPIES, parity_fault
+from .trial import USUAL, Finding, Trial, mismatches
 
 WEIGHTS: Final = "weights"
 CHUNK: Final = 1 << 24
@@ -184,7 +182,7 @@ def _changed(trial: Trial, changes: Sequence[Changes], *, varied: bool) -> Itera
 
 def _reaches_outputs(trial: Trial, loose: State) -> bool:
     """Return whether a step gives other outputs on what an earlier one left in some tensors."""
-    first = trial.run(lambda made: (loose.copy(), trial.seen(made).outputs))
+    first = trial.run(lambda made: (loose.copy(), trial.seen(made)))
     if first is None:
         return False
     left, usual = first
@@ -193,7 +191,7 @@ def _reaches_outputs(trial: Trial, loose: State) -> bool:
         loose.restore(left)
         return trial.runner.replay(trial.view)
 
-    later = trial.run(lambda made: trial.seen(made).outputs, by=go_on)
+    later = trial.run(trial.seen, by=go_on)
     return trial.any(later is not None and any(mismatches(usual, later, step=trial.step)))
 
 
@@ -242,17 +240,12 @@ def _frozen(trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
             found = with_own_casts(lambda: parity_fault(trial))
         if trial.any(found) and not trial.any(trial.error is not None):  # which other numbers may lead to
             guilty, fault, parts = part, found, halves
-    if not trial.any(fault):
-        return
-    operators = Operators(trial.backend.device)
-    trial.watch(operators)
     if fault is not None:
         names = ", ".join(one.label for one in guilty)
         message = (
             f"{fault.message.partition('; ')[0]}, after a change of {names}: the graph goes on with what the step "
-            f"made of it at capture, such as a number on the host{''.join(f' ({one})' for one in operators.to_host[:1])} "
-            "or a tensor that no operator of the graph makes; make it by operators in the step, or capture anew where "
-            "it changes"
+            "made of it at capture, such as a number on the host or a tensor that no operator of the graph makes; make "
+            "it by operators in the step, or capture anew where it changes"
         )
         yield Finding(WEIGHTS, None, message)
 

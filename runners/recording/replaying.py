@@ -13,9 +13,8 @@ from ...backends.base import Event
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
-from ..check.compare import USUAL, copies, info_of, live_part, mismatches
-from ..check.parity import COPIES, apart_from_step
-from ..check.trial import Trial, unwatched
+from ..check.replays import COPIES, apart_from_step
+from ..check.trial import USUAL, Trial, copies, info_of, live_part, mismatches, unwatched
 from ..engine.runner import Runner
 from ..engine.sampling import Sample, rebuilt
 from ..engine.stage import Stage

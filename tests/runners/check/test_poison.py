@@ -11,7 +11,7 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, co
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.extend import once
-from slotgraph.runners.check.poison import PoisonPair, poison_pair
+from slotgraph.runners.check.replays import PoisonPair, poison_pair
 from tests.runners.check.test_planted import OURS, found_by, runner_of, sound
 from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES

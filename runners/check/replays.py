@@ -1,4 +1,4 @@
-"""Check of poison: fills leave the declared bytes, and live rows depend neither on tails nor on random numbers."""
+"""Checks of poison and parity: live rows do not depend on tails, and graphs do what their steps do."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -7,7 +7,6 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ...backends.operators import OperatorWatch
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import place_now
@@ -15,14 +14,31 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import BY_STEP, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
 from ..engine.bits import first_unequal, unequal_rows
-from ..engine.config import POISON
+from ..engine.config import PARITY, POISON
 from ..engine.sampling import Sample, is_location
+from ..engine.traffic import Traffic
 from ..testing.ground import fill_faults, spoil
-from .compare import copies, live_part, mismatches, tails_of
-from .trial import NOTHING, Finding, Tensors, Trial, cloned, error_text
+from .trial import (
+    BITWISE,
+    NOTHING,
+    OTHER_SHAPES,
+    USUAL,
+    Finding,
+    Leaves,
+    Tensors,
+    Trial,
+    cloned,
+    copies,
+    error_text,
+    live_part,
+    mismatches,
+    seen,
+    tails_of,
+)
 
 MOST_VALUES: Final = 4096  # the most values of live rows to choose poison from
 DRAWS: Final = 8  # runs with other random numbers for one batch
+COPIES: Final = 2  # copies of the state: as it was, and as the step left it
 PoisonPair = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values that a tail is drawn from, in one run and in another."""
 
@@ -203,13 +219,12 @@ class Poisoning:
 
     def drawn(self) -> list[Finding]:
         """Find random numbers that the step draws, if other ones change a live row."""
-        effect, operators = self._effect(draws=1), Operators(self.trial.backend.device)
-        self.trial.watch(operators)
-        for draws in range(2, DRAWS if self.trial.any(operators.drawing) else 0):  # few rows may draw one mask twice
+        effect, operators = self._effect(draws=1), _drawing(self.trial)
+        for draws in range(2, DRAWS if self.trial.any(operators) else 0):  # few rows may draw one mask twice
             effect = effect or self._effect(draws=draws)
         if effect is None or not effect[1]:
             return []
-        by = next(iter(operators.drawing), "Python's or NumPy's random")
+        by = next(iter(operators), "Python's or NumPy's random")
         message = (
             f"two replays of one batch differ: {effect[0].rstrip(',')}, with other random numbers, which {by} draws: "
             "call eval() on a model whose dropout is still on; if the step draws on purpose, as a sampler, say "
@@ -284,33 +299,25 @@ class Poisoning:
         return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
 
 
-class Operators(OperatorWatch):
-    """Notes which operators of a step draw random numbers, and which give numbers to the host, each with its line.
+def _drawing(trial: Trial) -> list[str]:
+    """Return the operators of the step that draw random numbers, each with its line."""
+    device, found = trial.backend.device, list[str]()
 
-    Attributes:
-        drawing: Those that draw. Attention with a dropout of 0 does not, though torch marks it as one that may.
-        to_host: Those whose results the host may read.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.drawing: list[str] = []
-        self.to_host: list[str] = []
-        self._generators: list[Callable[[], torch.Tensor]] = [torch.get_rng_state]
+    def generators() -> list[bytes]:
+        states = [torch.get_rng_state()]
         if device.type != "cpu":
-            self._generators.append(lambda: torch.get_device_module(device).get_rng_state(device))
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        return [state.numpy().tobytes() for state in states]
 
-    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note an operator, and run it."""
-        tags = getattr(operator, "tags", ())
-        may_draw = torch.Tag.nondeterministic_seeded in tags
-        before = [read() for read in self._generators if may_draw]
-        result = operator(*args, **kwargs)
-        is_drawing = any(not torch.equal(was, read()) for was, read in zip(before, self._generators, strict=False))
-        for found, holds in (self.drawing, is_drawing), (self.to_host, torch.Tag.data_dependent_output in tags):
-            if holds:
-                found.append(f"{operator.name().partition('.')[0]}{place_now()}")
-        return result
+    def note(operator: str, *_: object) -> None:
+        nonlocal last
+        if generators() != last:
+            found.append(f"{operator}{place_now()}")
+            last = generators()
+
+    last = generators()
+    trial.watch(Traffic(done=note))
+    return found
 
 
 def _is_index(tensor: torch.Tensor) -> bool:
@@ -319,3 +326,126 @@ def _is_index(tensor: torch.Tensor) -> bool:
 
 def _of(poison: Tensors, names: Collection[str]) -> Tensors:
     return {name: poison[name] for name in names if name in poison}
+
+
+def check_parity(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
+    """Compare graphs with their step: on the padded view, and then with the batch alone."""
+    trial.state.check_room(COPIES)
+    yield from filter(None, (apart_from_step(trial, one) for one in batches))
+
+
+def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
+    """Return what the graph of a batch does differently from the step, padded or not, or None."""
+    alone = _seen_alone(trial, one)
+    trial.fill(one)
+    finding = parity_fault(trial)
+    if trial.any(finding):
+        return finding
+    if isinstance(alone, Exception):
+        has_rows = trial.runner.size(one.batch, one.side)[-1]  # a batch without rows is always padded
+        message = f"the step raised on the batch without padding: {error_text(alone)}"
+        return Finding(PARITY, None, message) if has_rows else None
+    graph = trial.run(trial.seen)
+    if graph is None:
+        return None
+    apart = [*mismatches(graph, alone, OTHER_SHAPES, step=trial.step)]
+    computed = [one for one in apart if one.slot in trial.declaration.functions]
+    found = next((one for one in apart if one.slot not in trial.declaration.functions), None)
+    is_drawn = trial.any(found) and _redraws(trial, graph)
+    if found is not None and found.slot in trial.declaration.sources:
+        return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
+    if found is None or is_drawn:  # a step draws other numbers for another shape
+        return None
+    slots = "; ".join(map(str, computed)) or "all slots agree in their live rows"
+    message = (
+        f"{found}; {slots}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
+        "for the bucket, reach live ones"
+    )
+    return Finding(PARITY, computed[0].slot if computed else None, message)
+
+
+def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
+    """Run the step as it is written on a batch without padding. Return what it raises."""
+    runner = trial.runner
+    if trial.declaration.ranks is not None:
+        trial.fill(one)  # computed slots may need the sizes of all ranks, which a fill exchanges
+    with trial.state.kept(), trial.slots_kept():
+        live = runner.size(one.batch, one.side)
+        route, view = runner.eager.fill(one.batch, live, one.side)
+        trial.produce(view)
+        try:
+            return seen(view, route.run(view, live))
+        except Exception as error:  # noqa: BLE001 - an error of a step at other sizes is a result
+            return error
+
+
+def _redraws(trial: Trial, usual: Leaves, by: Callable[[], Any] | None = None) -> bool:
+    """Return whether another run by the same way makes something else with other random numbers."""
+    other = trial.run(trial.seen, by=by, draws=1)
+    return other is not None and any(mismatches(usual, other, USUAL))
+
+
+def parity_fault(trial: Trial) -> Finding | None:
+    """Return what a graph does differently from its step, or None.
+
+    The usual tolerances apply if two runs of the step differ.
+    """
+    state = trial.state
+    eager = trial.run(lambda outputs: (trial.seen(outputs), state.copy()), by=trial.eagerly)
+    if eager is None:
+        return _raised(trial)
+    expected, left = eager
+
+    def look(outputs: Any) -> tuple[Any, Any]:
+        return trial.seen(outputs), state.apart(left)
+
+    graph = trial.run(look)
+    if graph is None:
+        return _raised(trial)
+    is_left = bool(state.labels(graph[1]))
+    if not trial.any(is_left or any(mismatches(graph[0], expected, step=trial.step))):
+        return None
+    again = trial.run(look, by=trial.eagerly)
+    if again is None:
+        return _raised(trial)
+    besides = [again[1]]
+    for turn in (0, 1) if trial.any(is_left) else ():
+        other = trial.run(look, _bearable_tails(trial, turn), by=trial.eagerly)
+        besides += [] if other is None else [other[1]]
+    differs = any(mismatches(expected, again[0], step=trial.step))  # a graph need not be more exact than its step
+    every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
+    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot says more than an output
+    is_drawn = trial.any(found and not differs) and _redraws(trial, expected, trial.eagerly)
+    if found is not None:
+        where = "" if trial.graph is None else f" (bucket {trial.graph.rows})"
+        why = "the step reads something that is not a slot, such as a host value or an address at capture"
+        if is_drawn:
+            why = "the step draws random numbers on the host, and the graph keeps those of its capture: draw by torch"
+        return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
+    changed = next(iter(state.labels(graph[1], besides)), None)
+    message = (
+        f"a replay leaves other bytes than the step in {changed}, though all slots and outputs agree: the step reads "
+        "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
+    )
+    return None if changed is None else Finding(PARITY, None, message)
+
+
+def _bearable_tails(trial: Trial, turn: int) -> Tensors:
+    """Make slots with other values that tails may have.
+
+    Padded rows may all write one reserved row, and any of them may be the last.
+    """
+    spared = set[str]()
+    for name, filled in trial.filled.items():
+        slot = trial.slots[name]
+        is_index = isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point  # eager steps check indices
+        if is_index or slot.rewritten or slot.writers == BY_STEP:
+            spared.add(name)
+    return other_tails(trial, turn, torch.Generator().manual_seed(turn), spared)
+
+
+def _raised(trial: Trial) -> Finding | None:
+    """Return a finding if the step raised on this rank, or None."""
+    if trial.error is None:
+        return None
+    return Finding(PARITY, None, f"the step raised {error_text(trial.error)} where its graph is replayed")
