@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import attrs
 import torch
 
 from ..dataflow import log
@@ -15,8 +14,8 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Path, Side, keys_of
 from ..dataflow.tails import Pad, resolve_value
 from .check.memory import readers
-from .check.replays import COPIES, Poisoning, parity_fault
-from .check.trial import Finding, Trial, error_text, graph_of, info_of, tails_of, unwatched
+from .check.replays import COPIES, parity_fault, poison_faults
+from .check.trial import Finding, Trial, error_text, info_of, tails_of, unwatched
 from .engine.bits import first_unequal
 from .engine.config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
 from .engine.graphs import Captured
@@ -26,7 +25,6 @@ from .engine.sampling import Sample
 from .engine.state import Change, State
 
 
-@attrs.define(eq=False)
 class Prover(Watcher):
     """Examines each step that a graph takes, and keeps what the step changes outside of its slots.
 
@@ -34,75 +32,79 @@ class Prover(Watcher):
     watch is skipped, with an event for each reason.
 
     Attributes:
-        mode: The debug mode.
-        look: Returns what is wrong with the step of the trial, which is about to run.
-        copies: How many copies of the state a look needs at once.
-        runner: The runner.
-        given: The state. By default each bucket's is found.
-        off: Whether the mode is off.
         trial: Runs the step again.
+        off: Whether the mode is off.
     """
 
-    mode: str
-    look: Callable[[Any], Iterable[Finding]]
-    copies: int
-    runner: Runner[Any]
-    given: State | None = None
-    off: bool = False
-    trial: Trial = attrs.field(init=False)
-    _found: dict[int, State] = attrs.field(init=False, factory=dict)
-    _skipped: set[str] = attrs.field(init=False, factory=set)
-    _batch: Sample | None = attrs.field(init=False, default=None)
-    _filled: tuple[int, int] | None = attrs.field(init=False, default=None)
-    _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
+    def __init__(
+        self,
+        mode: str,
+        look: Callable[[Any], Iterable[Finding]],
+        copies: int,
+        runner: Runner[Any],
+        given: State | None = None,
+    ) -> None:
+        """Examine the steps of a runner.
 
-    def __attrs_post_init__(self) -> None:
-        """Raise ConfigError if the runner has no graphs."""
-        if self.runner.graphs is None:
-            raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.name} has none")
-        self.trial = Trial(self.runner, self.runner.graphs)
+        Args:
+            mode: The debug mode.
+            look: Returns what is wrong with the step of `trial`, which is about to run.
+            copies: How many copies of the state a look needs at once.
+            runner: The runner.
+            given: The state. By default each bucket's is found.
+
+        Raises:
+            ConfigError: The runner has no graphs.
+        """
+        if runner.graphs is None:
+            raise ConfigError(f"debug mode {mode} looks at graphs, and this {runner.name} has none")
+        self.trial, self.off = Trial(runner, runner.graphs), False
+        self._mode = mode
+        self._look = look
+        self._copies = copies
+        self._runner = runner
+        self._given = given
+        self._found = dict[int, State]()
+        self._skipped = set[str]()
+        self._batch: Sample | None = None
+        self._unread = set[tuple[int, str, int]]()
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew after a look that ended early."""
         self._batch = Sample(batch, dict(side))
 
-    def filled(self, view: Inputs) -> None:
-        """Keep the view. The runner refuses all others."""
-        self._filled = id(view), self.trial.buffers.turn.others
-
     def before_replay(self, view: Inputs) -> None:
         """Examine a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
         trial = self.trial
-        is_refused = self._filled not in (None, (id(view), trial.buffers.turn.others))
-        graph = None if self.off or is_refused else graph_of(self.runner, view)
+        graph = None if self.off else self._runner.graph_of(view)
         if trial.any(graph is None):
             return
-        with unwatched(self.runner.watch):
+        with unwatched(self._runner.watch):
             trial.take(view, self._batch)
             state = self._state_of(graph)
             if state is not None:
                 trial.state = state
-                found = [*self.look(self)]
+                found = [*self._look(self)]
                 self.judge(found[0].message if found else "")
 
     def _state_of(self, graph: Captured | None) -> State | None:
         """Return the state of the trial's step, or None if some rank has no room for copies."""
-        state = self.given or self._found.get(id(graph))
+        state = self._given or self._found.get(id(graph))
         is_sought = self.trial.any(state is None)
         try:
             if is_sought:
                 found = self.trial.find_state()
                 state = self._found[id(graph)] = state or found
             if state is not None:
-                state.check_room(self.copies)
+                state.check_room(self._copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
+            log.warning("debug_off", runner=self._runner.name, mode=self._mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may fail under watch although its graph is right
             state, reason = None, error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self.runner.name, mode=self.mode, reason=reason)
+                log.warning("debug_skipped", runner=self._runner.name, mode=self._mode, reason=reason)
         return None if self.trial.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -111,7 +113,7 @@ class Prover(Watcher):
         if first is None:
             return
         self.trial.buffers.distrust()
-        raise CheckError(f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}")
+        raise CheckError(f"debug mode {self._mode}: {message or f'rank {first[0]} found: {first[1]}'}")
 
 
 class AddressProver(Prover):
@@ -153,7 +155,7 @@ class AddressProver(Prover):
         return [one for one in self.trial.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
-        return id(graph_of(self.runner, view)), change[0].name, change[1].data_ptr()
+        return id(self._runner.graph_of(view)), change[0].name, change[1].data_ptr()
 
 
 class KeyWatcher(Watcher):
@@ -184,7 +186,7 @@ class KeyWatcher(Watcher):
 
 WATCHERS[KEYS] = KeyWatcher
 WATCHERS[ADDRESSES] = functools.partial(AddressProver, ADDRESSES, AddressProver.read, 1)
-WATCHERS[POISON] = functools.partial(Prover, POISON, lambda prover: Poisoning(prover.trial).findings(), 1)
+WATCHERS[POISON] = functools.partial(Prover, POISON, lambda prover: poison_faults(prover.trial), 1)
 WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda prover: filter(None, [parity_fault(prover.trial)]), COPIES)
 
 

@@ -1,11 +1,12 @@
 """Checking a runner: every bucket and pattern, on drawn or given batches, by one check after the other."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -20,6 +21,7 @@ from ..engine.config import checked
 from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
 from ..engine.state import State, draw_on
+from ..engine.statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition
@@ -136,10 +138,13 @@ def check(
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
     signed = signed_slots(stage.declaration, values) if batches is None else ()
     trial = Trial(runner, graphs, seed=seed, read_outside=read_outside, random=random, signed=signed)
-    shown = progress and trial.ranks.rank == 0
+    given, shown = stage.state if state is None else state, progress and trial.ranks.rank == 0
     with unwatched(runner.watch), trial.state.kept():
         draw_on(trial.backend)  # else a step that draws on the host would draw what its capture drew
-        report = trial.ranks.run(_checked, trial, wanted, makers, stage.state if state is None else state, shown)
+        try:
+            report = trial.ranks.run(lambda: _checked(trial, wanted, makers, given, shown=shown))
+        finally:
+            trial.buffers.distrust()
     return attrs.evolve(report, seconds=time.perf_counter() - start)
 
 
@@ -174,6 +179,23 @@ def batches_of(
         if not given:
             raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
         return given
+    stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
+
+    def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
+        """Make a batch of so many rows for a bucket, by the caller's function, or draw it."""
+        generator, live = torch.Generator().manual_seed(seed + number), {lead: rows}
+        if batches is not None:
+            return _sample(batches(rows, generator))
+        for axis, size in runner.sizes[bucket].items():
+            if axis.fixed:
+                live[axis] = size
+            elif axis != lead and axis not in stage.relations:
+                most = min(size, rows) if lead == TOKENS and axis == BATCH else size
+                live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
+        live.update({axis: size.at(live) for axis, size in stage.relations.items()})
+        given = stage.declaration, stage.backend.capabilities, live, generator
+        return sample_batch(*given, absent=absent, values=values, device=stage.backend.device)
+
     plans, below, generator = list[tuple[int, int, Absent]](), 0, torch.Generator().manual_seed(seed)
     patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
     for bucket in sorted(runner.sizes):  # each with rows that do not fit the bucket below
@@ -181,33 +203,7 @@ def batches_of(
         every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
         plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
         below = bucket
-    return [functools.partial(_made, runner, batches, values, seed + at, *plan) for at, plan in enumerate(plans)]
-
-
-def _made(
-    runner: Runner[Any],
-    make: Callable[[int, torch.Generator], Any] | None,
-    values: Values,
-    seed: int,
-    bucket: int,
-    rows: int,
-    absent: Absent,
-) -> Sample:
-    """Make a batch of so many rows for a bucket, by the caller's function, or draw it."""
-    stage, generator = runner.stage, torch.Generator().manual_seed(seed)
-    if make is not None:
-        return _sample(make(rows, generator))
-    lead = BATCH if runner.is_whole else TOKENS
-    live = {lead: rows}
-    for axis, size in runner.sizes[bucket].items():
-        if axis.fixed:
-            live[axis] = size
-        elif axis != lead and axis not in stage.relations:
-            most = min(size, rows) if lead == TOKENS and axis == BATCH else size
-            live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
-    live.update({axis: size.at(live) for axis, size in stage.relations.items()})
-    given = stage.declaration, stage.backend.capabilities, live, generator
-    return sample_batch(*given, absent=absent, values=values, device=stage.backend.device)
+    return [functools.partial(made, number, *plan) for number, plan in enumerate(plans)]
 
 
 def _sample(made: Any) -> Sample:
@@ -219,11 +215,11 @@ def _sample(made: Any) -> Sample:
 
 
 def _checked(
-    trial: Trial, wanted: Sequence[str], makers: Makers, state: Iterable[torch.Tensor] | None, shown: bool
+    trial: Trial, wanted: Sequence[str], makers: Makers, state: Iterable[torch.Tensor] | None, *, shown: bool
 ) -> CheckReport:
     """Find the state, and run the checks on the batches that a graph takes. shown: Whether to show a progress bar."""
     runner, ranks, taken = trial.runner, trial.ranks, list[Callable[[], Sample]]()
-    decisions, firsts = [], dict[Absent, Callable[[], Sample]]()
+    decisions, firsts = list[Decision](), dict[Absent, Callable[[], Sample]]()
     for make in progress_over(makers, lambda _: "looking at batches", show=shown):
         one = make()
         decisions.append(runner.decide(one.batch, **one.side))
@@ -244,7 +240,7 @@ def _checked(
         them = f"{count} batches were" if count > 1 else "a batch was"
         trial.notes[f"{them} passed over, which no graph takes: {reason}"] = None
     if taken:
-        findings = _run(trial, wanted, taken, shown)
+        findings = [*_findings(trial, wanted, taken, shown=shown)]
     else:
         message = f"nothing was checked: {'; '.join(trial.notes)}; give batches that a captured bucket takes"
         findings = [Finding(wanted[0], None, message)]
@@ -252,37 +248,28 @@ def _checked(
     return CheckReport(runner=runner.name, findings=tuple(findings), steps=steps, notes=tuple(trial.notes))
 
 
-def _run(trial: Trial, wanted: Sequence[str], makers: Makers, shown: bool) -> list[Finding]:
+def _findings(trial: Trial, wanted: Sequence[str], makers: Makers, *, shown: bool) -> Iterator[Finding]:
     """Run one check after the other, until the device fails. Each names a slot, or an output, once."""
-    findings, slots = list[Finding](), [None, *trial.slots]
-    every = [(name, make) for name in wanted for make in makers]  # one progress bar shows the time left for all
-    turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=shown)
-    try:
+    slots, every = [None, *trial.slots], [(name, make) for name in wanted for make in makers]
+    turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=shown)  # one bar shows the time left for all
+    with contextlib.closing(turns):
         for name in wanted:
             left = itertools.islice(turns, len(makers))
             found: dict[str, Finding] = {}
             for one in CHECKS[name](trial, (make() for _, make in left)):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
             collections.deque(left, 0)  # skip the rest of a check that ended early
-            findings += found.values()
+            yield from found.values()
             own = next(iter(found.values()), Finding(name, None, ""))
             first = trial.first(own.message, slots.index(own.slot))
             if first is not None and not found:  # report what another rank has found
                 rank, message, slot = first
-                findings.append(Finding(name, slots[slot], f"rank {rank} found: {message}"))
-            if trial.any(_has_stopped(trial)):
+                yield Finding(name, slots[slot], f"rank {rank} found: {message}")
+            has_stopped = False
+            try:
+                trial.backend.synchronize()
+            except Exception:  # noqa: BLE001 - a fault in a kernel, whose error differs by device
+                has_stopped = True
+            if trial.any(has_stopped):
                 trial.notes["the device has stopped for good, and what was left to check was not checked"] = None
-                break
-    finally:
-        turns.close()
-        trial.buffers.distrust()
-    return findings
-
-
-def _has_stopped(trial: Trial) -> bool:
-    """Return whether the device has failed for good."""
-    try:
-        trial.backend.synchronize()
-    except Exception:  # noqa: BLE001 - a fault in a kernel, whose error differs by device
-        return True
-    return False
+                return

@@ -234,7 +234,8 @@ def _calls(trial: Trial, batches: Sequence[Sample], *, flight: bool) -> list[tup
 
 def _call(trial: Trial, one: Sample) -> tuple[Tensors, Tensors]:
     """Run a step, and return copies of its outputs and of its copied slots on the device."""
-    sizes, held = trial.step_of(one).live_sizes, dict[str, torch.Tensor]()
+    live, held = trial.runner.size(one.batch, one.side), dict[str, torch.Tensor]()
+    sizes = {**trial.runner.stage.sizes, **dict(zip(trial.declaration.varying, live, strict=False))}
     outputs = copies(trial.runner(one.batch, **one.side), "output")
     for name, source in trial.sources(one).items():
         if trial.slots[name].placement != HOST and source is not None:

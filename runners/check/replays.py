@@ -1,13 +1,13 @@
 """Checks of poison and parity: live rows do not depend on tails, and graphs do what their steps do."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-import attrs
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS, Step
+from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import place_now
 from ...dataflow.oracle import fill_slot_by_slot
@@ -47,16 +47,15 @@ def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Fill and replay each batch with poison in its tails, except tails of slots that were found guilty before."""
     guilty, drawn = set[str | None](), list[Finding]()
     for number, one in enumerate(batches):
-        found = _unlike_oracle(trial, one, number)
+        found = _fill_faults(trial, one, number)
         guilty.update(finding.slot for finding in found)
         trial.fill(one)
-        poisoning = Poisoning(trial, trial.seed + number, {name for name in guilty if name})
-        found += poisoning.findings()
+        found += poison_faults(trial, trial.seed + number, guilty)
         guilty.update(finding.slot for finding in found)
         yield from found
         is_over = trial.any(trial.lost or None in guilty)
         if not (is_over or drawn or trial.random):
-            drawn = poisoning.drawn()
+            drawn = _drawn_numbers(trial)
             yield from drawn
         for name, filled in trial.filled.items():
             slot = trial.slots[name]
@@ -67,12 +66,12 @@ def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
             return
 
 
-def _unlike_oracle(trial: Trial, one: Sample, number: int) -> list[Finding]:
+def _fill_faults(trial: Trial, one: Sample, number: int) -> list[Finding]:
     """Find slots that a fill leaves wrong, after a step on the same batch (it may write tails) or over garbage."""
     buffers, seed = trial.buffers, trial.seed + number
     with trial.state.kept():
         trial.runner(one.batch, **one.side)
-    found = [*_compared(trial, one, None)]
+    found = [*_compared(trial, one, [cloned(buffers)])]
     if trial.any(found):
         return found
     with trial.slots_kept():
@@ -83,18 +82,14 @@ def _unlike_oracle(trial: Trial, one: Sample, number: int) -> list[Finding]:
             for source, held in own:
                 source.copy_(held)
         buffers.distrust()
-        return [*_compared(trial, one, seed)]
+        inverse = cloned(buffers)
+        spoil(inverse, buffers.capacity, seed, flipped=True)
+        return [*_compared(trial, one, [cloned(buffers), inverse])]
 
 
-def _compared(trial: Trial, one: Sample, seed: int | None) -> Iterator[Finding]:
-    """Fill, and compare with the oracle over the same bytes.
-
-    seed: Of garbage. The oracle then also fills over its inverse.
-    """
-    declaration, oracles = trial.declaration, [cloned(trial.buffers)]
-    if seed is not None:
-        oracles.append(cloned(trial.buffers))
-        spoil(oracles[1], trial.buffers.capacity, seed, flipped=True)
+def _compared(trial: Trial, one: Sample, oracles: Sequence[Buffers]) -> Iterator[Finding]:
+    """Fill, and compare with the oracle over the same bytes. What it leaves over others must not differ."""
+    declaration = trial.declaration
     trial.fill(one)
     for oracle in oracles:
         fill_slot_by_slot(declaration, oracle, trial.backend.capabilities, trial.step, one.batch, one.side)
@@ -102,18 +97,23 @@ def _compared(trial: Trial, one: Sample, seed: int | None) -> Iterator[Finding]:
         held = vars(trial.view)[name]
         if held is None or not trial.is_filled(name):
             continue
-        expected, other = (oracle[name].view(trial.step.padded_sizes) for oracle in (oracles[0], oracles[-1]))
-        is_written = name in declaration.functions or name in declaration.sources
-        if is_written and (rows := unequal_rows(expected, other)):
+        expected, *others = (oracle[name].view(trial.step.padded_sizes) for oracle in oracles)
+        unwritten = [rows for other in others if (rows := unequal_rows(expected, other))]
+        if unwritten and (name in declaration.functions or name in declaration.sources):
             message = (
-                f"slot {name!r} is not written by a fill: {rows} still hold what lay there before; a kind of slot that "
-                "a fill copies or resets must say so, by reads() and rule()"
+                f"slot {name!r} is not written by a fill: {unwritten[0]} still hold what lay there before; a kind of "
+                "slot that a fill copies or resets must say so, by reads() and rule()"
             )
             yield Finding(POISON, name, message)
             continue
         for fault in fill_faults({name: held}, {name: expected}, trial.slots, trial.step.live_sizes):
             declared = "what the step or someone else writes there must be declared, by rewritten=True or restored=True"
             yield Finding(POISON, name, f"{fault}; {declared}")
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which poison is drawn, since torch cannot make each dtype of numbers."""
+    return torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
 
 
 def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> PoisonPair | None:
@@ -147,7 +147,7 @@ def _poison_in(trial: Trial, name: str) -> PoisonPair | None:
     return poison_pair(trial.slots[name], trial.filled[name], trial.step, trial.backend.capabilities)
 
 
-def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:
+def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str | None]) -> Tensors:
     """Make slots with poison in their tails, or in all of an output, if that differs from their contents without."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
@@ -155,8 +155,7 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
         poison = None if name in spared else _poison_in(trial, name)
         if poison is None:
             continue
-        wide = torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
-        values = torch.tensor(poison[turn], dtype=wide, device="cpu").to(tensor.dtype)
+        values = torch.tensor(poison[turn], dtype=_wide(tensor), device="cpu").to(tensor.dtype)
         for part in [tensor] if slot.writers == BY_STEP else tails_of(slot, tensor, trial.step):
             order = torch.randint(0, len(values), (part.numel(),), device="cpu", generator=generator)
             order[:1] = 0
@@ -166,137 +165,140 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
     return made
 
 
-@attrs.define(eq=False)
-class Poisoning:
-    """Poisons tails of one filled step on all ranks, and finds the slot at fault.
+def poison_faults(trial: Trial, seed: int = 0, spared: Collection[str | None] = ()) -> list[Finding]:
+    """Poison tails of the filled step, and return what is wrong: an empty list if no live row depends on a tail.
 
-    Attributes:
+    Args:
         trial: The step.
         seed: The seed of the poison that is drawn.
         spared: Slots that are not poisoned.
-        usual: The live rows of its outputs without poison.
     """
-
-    trial: Trial
-    seed: int = 0
-    spared: Collection[str] = ()
-    usual: Tensors = NOTHING
-
-    def findings(self) -> list[Finding]:
-        """Return what is wrong with the step: an empty list if no live row depends on a tail."""
-        usual = self.trial.run(self._live)
-        error = self.trial.error
-        if error is not None:
-            return [Finding(POISON, None, f"the step raised {error_text(error)} on a batch that was filled as ever")]
-        self.usual = usual or NOTHING
-        for poison in (NOTHING, *self._rounds()) if usual is not None else ():
-            effect = self._effect(poison)
-            if effect is not None:
-                return self._blamed(poison, *effect)
-        return []
-
-    def _rounds(self) -> Iterator[Tensors]:
-        """Yield what to poison at once: all slots, twice, and last, one by one, indices, which may stop a device."""
-        generator = torch.Generator().manual_seed(self.seed)
-        first, second = (other_tails(self.trial, turn, generator, self.spared) for turn in (0, 1))
-        yield first
-        apart = list[str]()
-        for name, slot in self.trial.slots.items():
-            is_unread = isinstance(slot.rule(), Keep) and slot.poison is None
-            if is_unread and self.trial.any(name in second and _is_index(second[name])):
-                apart.append(name)
-        yield {name: tensor for name, tensor in second.items() if name not in apart}
-        yield from (_of(second, [name]) for name in apart)
-
-    def _live(self, outputs: Any) -> Tensors:
-        """Return the live rows of outputs. Their sizes show whether the step returned padded rows, too."""
-        found, step = copies(outputs, "output"), self.trial.step
-        for name, tensor in found.items() if not self.trial.runner.cuts else ():
-            for axis in (BATCH, TOKENS):  # the last axis that fits counts
-                if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
-                    found[name] = tensor[: step.live_sizes[axis]]
-        return found
-
-    def drawn(self) -> list[Finding]:
-        """Find random numbers that the step draws, if other ones change a live row."""
-        effect, operators = self._effect(draws=1), _drawing(self.trial)
-        for draws in range(2, DRAWS if self.trial.any(operators) else 0):  # few rows may draw one mask twice
-            effect = effect or self._effect(draws=draws)
-        if effect is None or not effect[1]:
-            return []
-        by = next(iter(operators), "Python's or NumPy's random")
-        message = (
-            f"two replays of one batch differ: {effect[0].rstrip(',')}, with other random numbers, which {by} draws: "
-            "call eval() on a model whose dropout is still on; if the step draws on purpose, as a sampler, say "
-            "random=True"
-        )
+    usual = trial.run(lambda outputs: _live(trial, outputs))
+    if trial.error is not None:
+        message = f"the step raised {error_text(trial.error)} on a batch that was filled as ever"
         return [Finding(POISON, None, message)]
+    if usual is None:
+        return []
+    trial.usual = usual
+    for poison in _rounds(trial, seed, spared):
+        effect = _effect(trial, poison)
+        if effect is not None:
+            return _blamed(trial, poison, *effect)
+    return []
 
-    def _effect(self, poison: Tensors = NOTHING, draws: int = 0) -> tuple[str, bool] | None:
-        """Return what poison changes on this rank, or else on another, and whether on this one.
 
-        Return None on all ranks if nothing changes.
-        """
-        found, change = self.trial.run(self._live, poison, draws=draws), ""
-        if self.trial.error is not None:
-            change = f"the step raised {error_text(self.trial.error)}"
-        elif found is not None and (apart := next(mismatches(self.usual, found), None)):
-            where = f"the {apart.where}" if apart.row is None else f"live row {apart.row} of the {apart.where}"
-            change = f"{where} changed, from {apart.values[0]} to {apart.values[1]},"
-        first = self.trial.first(change)
-        if change or first is None:
-            return (change, True) if change else None
-        return f"on rank {first[0]} {first[1]}", False
+def _rounds(trial: Trial, seed: int, spared: Collection[str | None]) -> list[Tensors]:
+    """Return what to poison at once: nothing, all slots, twice, and one by one indices, which may stop a device."""
+    generator = torch.Generator().manual_seed(seed)
+    first, second = (other_tails(trial, turn, generator, spared) for turn in (0, 1))
+    apart = [name for name in trial.slots if trial.any(name in second and _may_index(trial, name))]
+    together = {name: tensor for name, tensor in second.items() if name not in apart}
+    return [NOTHING, first, together, *(_of(second, [name]) for name in apart)]
 
-    def _blamed(self, poison: Tensors, change: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
-        """Return findings of this rank: the slots that make a difference alone, or else the fewest that do together."""
-        trial, found, is_alone = self.trial, list[Finding](), False
-        names = [name for name in trial.slots if trial.any(name in poison)]
-        if not names:
-            message = (
-                f"the step gives other outputs for the same inputs ({change.rstrip(',')}): its kernels are not "
-                "deterministic, or it has state that no operator's schema tells; pass that as state=[...]"
-            )
-            return [Finding(POISON, None, message)] if is_own else []
-        if trial.any(trial.lost):
-            only = next(iter(poison)) if len(poison) == 1 else None
-            tails = f"tails of slots {', '.join(map(repr, poison))}" if only is None else f"tail of slot {only!r}"
-            lost = "nothing could be replayed after that, on which slots are told apart"
-            return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
-        for name in names:
-            effect = self._effect(_of(poison, [name]))
-            if effect is None:
-                continue
-            is_alone, (alone, is_own) = True, effect
-            # ranks report changes of their own; if none has one, all with poison report
-            is_elsewhere = trial.any(is_own and name in poison) and not is_own
-            if name in poison and not is_elsewhere:
-                found.append(Finding(POISON, name, f"{alone} when {self._place(name, poison[name])}"))
-        if is_alone:
-            return found
-        for name in names:
-            rest = [other for other in names if other != name]
-            if rest and self._effect(_of(poison, rest)) is not None:
-                names = rest
-        message = f"{change} when the tails of slots {', '.join(map(repr, names))} held other values together"
-        return [Finding(POISON, None, message)] if _of(poison, names) else []
 
-    def _place(self, name: str, now: torch.Tensor) -> str:
-        """Return what the tail of a slot had, and what to do, as text."""
-        slot, before = self.trial.slots[name], self.trial.filled[name]
-        rule, place = slot.rule(), f"the tail of slot {name!r}"
-        if slot.writers == BY_STEP:
-            place = f"output slot {name!r}"
-            rest = " before the step: it must write every live row that it returns, and add to none"
-        elif isinstance(rule, Keep):
-            rest = (
-                f": its tail is kept for {rule.reason!r}, but something reads it; say pad=value, or poison='stale' if "
-                "it need only accept what live rows had"
-            )
-        else:
-            rest = ": keep padded rows out of live ones, or say what its tail may hold, poison=(...), nothing being ()"
-        at = first_unequal(before, now) or ()
-        return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
+def _may_index(trial: Trial, name: str) -> bool:
+    """Return whether padded rows of a slot, which nobody is to read, may be indices."""
+    slot, dtype = trial.slots[name], trial.filled[name].dtype
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return is_whole and isinstance(slot.rule(), Keep) and slot.poison is None
+
+
+def _live(trial: Trial, outputs: Any) -> Tensors:
+    """Return the live rows of outputs. Their sizes show whether the step returned padded rows, too."""
+    found, step = copies(outputs, "output"), trial.step
+    for name, tensor in found.items() if not trial.runner.cuts else ():
+        for axis in (BATCH, TOKENS):  # the last axis that fits counts
+            if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
+                found[name] = tensor[: step.live_sizes[axis]]
+    return found
+
+
+def _effect(trial: Trial, poison: Tensors = NOTHING, draws: int = 0) -> tuple[str, bool] | None:
+    """Return what poison changes on this rank, or else on another, and whether on this one.
+
+    Return None on all ranks if nothing changes.
+    """
+    found, change = trial.run(lambda outputs: _live(trial, outputs), poison, draws=draws), ""
+    if trial.error is not None:
+        change = f"the step raised {error_text(trial.error)}"
+    elif found is not None and (apart := next(mismatches(trial.usual, found), None)):
+        where = f"the {apart.where}" if apart.row is None else f"live row {apart.row} of the {apart.where}"
+        change = f"{where} changed, from {apart.values[0]} to {apart.values[1]},"
+    first = trial.first(change)
+    if change or first is None:
+        return (change, True) if change else None
+    return f"on rank {first[0]} {first[1]}", False
+
+
+def _blamed(trial: Trial, poison: Tensors, change: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
+    """Return findings of this rank: the slots that make a difference alone, or else the fewest that do together."""
+    found, is_alone = list[Finding](), False
+    names = [name for name in trial.slots if trial.any(name in poison)]
+    if not names:
+        message = (
+            f"the step gives other outputs for the same inputs ({change.rstrip(',')}): its kernels are not "
+            "deterministic, or it has state that no operator's schema tells; pass that as state=[...]"
+        )
+        return [Finding(POISON, None, message)] if is_own else []
+    if trial.any(trial.lost):
+        only = next(iter(poison)) if len(poison) == 1 else None
+        tails = f"tails of slots {', '.join(map(repr, poison))}" if only is None else f"tail of slot {only!r}"
+        lost = "nothing could be replayed after that, on which slots are told apart"
+        return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
+    for name in names:
+        effect = _effect(trial, _of(poison, [name]))
+        if effect is None:
+            continue
+        is_alone, (alone, is_own) = True, effect
+        # ranks report changes of their own; if none has one, all with poison report
+        is_seen = trial.any(is_own and name in poison)
+        if name in poison and (is_own or not is_seen):
+            found.append(Finding(POISON, name, f"{alone} when {_place(trial, name, poison[name])}"))
+    if is_alone:
+        return found
+    for name in names:
+        rest = [other for other in names if other != name]
+        if rest and _effect(trial, _of(poison, rest)) is not None:
+            names = rest
+    message = f"{change} when the tails of slots {', '.join(map(repr, names))} held other values together"
+    return [Finding(POISON, None, message)] if _of(poison, names) else []
+
+
+def _of(poison: Tensors, names: Collection[str]) -> Tensors:
+    return {name: poison[name] for name in names if name in poison}
+
+
+def _place(trial: Trial, name: str, now: torch.Tensor) -> str:
+    """Return what the tail of a slot had, and what to do, as text."""
+    slot, before = trial.slots[name], trial.filled[name]
+    rule, place = slot.rule(), f"the tail of slot {name!r}"
+    if slot.writers == BY_STEP:
+        place = f"output slot {name!r}"
+        rest = " before the step: it must write every live row that it returns, and add to none"
+    elif isinstance(rule, Keep):
+        rest = (
+            f": its tail is kept for {rule.reason!r}, but something reads it; say pad=value, or poison='stale' if "
+            "it need only accept what live rows had"
+        )
+    else:
+        rest = ": keep padded rows out of live ones, or say what its tail may hold, poison=(...), nothing being ()"
+    at = first_unequal(before, now) or ()
+    return f"{place} held {now[at].item()} instead of {before[at].item()}{rest}"
+
+
+def _drawn_numbers(trial: Trial) -> list[Finding]:
+    """Find random numbers that the step draws, if other ones change a live row."""
+    effect, operators = _effect(trial, draws=1), _drawing(trial)
+    for draws in range(2, DRAWS if trial.any(operators) else 0):  # few rows may draw one mask twice
+        effect = effect or _effect(trial, draws=draws)
+    if effect is None or not effect[1]:
+        return []
+    by = next(iter(operators), "Python's or NumPy's random")
+    message = (
+        f"two replays of one batch differ: {effect[0].rstrip(',')}, with other random numbers, which {by} draws: call "
+        "eval() on a model whose dropout is still on; if the step draws on purpose, as a sampler, say random=True"
+    )
+    return [Finding(POISON, None, message)]
 
 
 def _drawing(trial: Trial) -> list[str]:
@@ -309,23 +311,16 @@ def _drawing(trial: Trial) -> list[str]:
             states.append(torch.get_device_module(device).get_rng_state(device))
         return [state.numpy().tobytes() for state in states]
 
+    last = generators()
+
     def note(operator: str, *_: object) -> None:
         nonlocal last
         if generators() != last:
             found.append(f"{operator}{place_now()}")
             last = generators()
 
-    last = generators()
     trial.watch(Traffic(done=note))
     return found
-
-
-def _is_index(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _of(poison: Tensors, names: Collection[str]) -> Tensors:
-    return {name: poison[name] for name in names if name in poison}
 
 
 def check_parity(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
@@ -435,13 +430,9 @@ def _bearable_tails(trial: Trial, turn: int) -> Tensors:
 
     Padded rows may all write one reserved row, and any of them may be the last.
     """
-    spared = set[str]()
-    for name, filled in trial.filled.items():
-        slot = trial.slots[name]
-        is_index = isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point  # eager steps check indices
-        if is_index or slot.rewritten or slot.writers == BY_STEP:
-            spared.add(name)
-    return other_tails(trial, turn, torch.Generator().manual_seed(turn), spared)
+    others = (name for name, slot in trial.slots.items() if slot.rewritten or slot.writers == BY_STEP)
+    indices = (name for name in trial.filled if _may_index(trial, name))  # which eager steps check
+    return other_tails(trial, turn, torch.Generator().manual_seed(turn), {*others, *indices})
 
 
 def _raised(trial: Trial) -> Finding | None:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import attrs
@@ -12,7 +12,6 @@ from ...dataflow.axes import Step
 from ...dataflow.buffers import Buffers, at_rest
 from ...dataflow.errors import BatchError, ConfigError, SlotGraphError
 from ...dataflow.oracle import advance_slot_by_slot, fill_slot_by_slot
-from ...dataflow.plan import Absent
 from ...dataflow.slots import BY_STEP
 from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests
@@ -38,10 +37,10 @@ def check_transition(trial: Trial, batches: Iterable[Sample]) -> Iterator[Findin
 
 def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
     """Find what is wrong with rules on one batch, or with what runs them."""
+    trial.fill(one)
     runner: Any = trial.runner  # a DecodeRunner, which has steps
-    declaration, record, step = trial.declaration, trial.backend.capabilities, trial.step_of(one)
-    absent, when = runner.stage.absent(one.batch, one.side), "on initial values, as captures run it"
-    right = cloned(trial.buffers)
+    declaration, record, step = trial.declaration, trial.backend.capabilities, trial.step
+    right, when = cloned(trial.buffers), "on initial values, as captures run it"
     try:
         with at_rest(right, record):
             rows = advance_slot_by_slot(declaration, right, record, step)
@@ -49,29 +48,19 @@ def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
         _leave_stale_rows(trial, step)
         for last in runner.steps(one.batch):
             trial.backend.synchronize()
-            for name in (*rows, *trial.slots) if last.number else ():
-                slot = trial.slots[name]
-                mine, other = ({name: held[name].view(step.padded_sizes)} for held in (trial.buffers, right))
-                if name not in absent and not slot.rewritten and slot.writers != BY_STEP:
-                    for fault in fill_faults(mine, other, trial.slots, step.live_sizes):
-                        yield Finding(TRANSITION, name, f"{fault}, {when}")
+            if last.number:
+                for name, fault in _unlike(trial, right, (*rows, *trial.slots), step):
+                    yield Finding(TRANSITION, name, f"{fault}, {when}")
+            else:
+                yield from _bucket_faults(trial)
             if last.number == LAST:
                 return
-            if not last.number:
-                yield from _bucket_faults(trial, step, absent)
             right = cloned(trial.buffers)
             rows = advance_slot_by_slot(declaration, right, record, step)
             when = "in a step without news"
             if last.number == 1:
-                when, requests = "in a step with an edit", len(last.keys)
-                stay = [max(requests - 2, 0), *range(1, requests - 2)]  # the first and the last of several leave
-                bucket = runner.buckets.fit(len(stay))
-                if trial.graphs.has(bucket, absent):
-                    last.leave({*last.keys} - {last.keys[row] for row in stay})
-                    rows = _of_requests(trial, rows, stay, step)
-                    live = [step.live_sizes[axis] // requests * len(stay) for axis in declaration.varying]
-                    step = declaration.step(live, runner.sizes[bucket])
-                last.edit()
+                when = "in a step with an edit"
+                rows, step = _edited(trial, last, rows, step)
             fill_slot_by_slot(declaration, right, record, step, one.batch, given=rows)
     except (BatchError, ConfigError) as error:
         trial.notes[f"no transition was checked: {error}"] = None
@@ -79,16 +68,36 @@ def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
         yield Finding(TRANSITION, None, f"{error}, {when}")
 
 
-def _of_requests(trial: Trial, rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
-    """Return the rows of some requests, in slots that have rows of requests."""
-    found = dict(rows)
-    for name, tensor in rows.items():
-        place = rows_of_requests(trial.slots[name], step.padded_sizes)
-        if place is not None:
-            dim, each = place
-            at = [row * each + part for row in stay for part in range(each)]
-            found[name] = tensor.index_select(dim, torch.tensor(at, device=tensor.device))
-    return found
+def _unlike(trial: Trial, right: Buffers, names: Iterable[str], step: Step) -> Iterator[tuple[str, str]]:
+    """Yield slots that are not as they should be, with what is wrong. What the step writes may be anything."""
+    for name in names:
+        slot = trial.slots[name]
+        if name not in trial.runner.stage.absent_in(trial.view) and not slot.rewritten and slot.writers != BY_STEP:
+            mine, other = ({name: held[name].view(step.padded_sizes)} for held in (trial.buffers, right))
+            yield from ((name, fault) for fault in fill_faults(mine, other, trial.slots, step.live_sizes))
+
+
+def _edited(trial: Trial, last: Any, rows: Tensors, step: Step) -> tuple[Tensors, Step]:
+    """Edit the next step: the first and the last of several requests leave, if there is a graph for the others.
+
+    Return the rows of those that stay, and its sizes.
+    """
+    runner: Any = trial.runner
+    requests, made = len(last.keys), dict(rows)
+    stay = [max(requests - 2, 0), *range(1, requests - 2)]
+    bucket = runner.buckets.fit(len(stay))
+    if trial.graphs.has(bucket, runner.stage.absent_in(trial.view)):
+        last.leave({*last.keys} - {last.keys[row] for row in stay})
+        for name, tensor in rows.items():
+            place = rows_of_requests(trial.slots[name], step.padded_sizes)
+            if place is not None:
+                dim, each = place
+                at = [row * each + part for row in stay for part in range(each)]
+                made[name] = tensor.index_select(dim, torch.tensor(at, device=tensor.device))
+        live = [step.live_sizes[axis] // requests * len(stay) for axis in trial.declaration.varying]
+        step = trial.declaration.step(live, runner.sizes[bucket])
+    last.edit()
+    return made, step
 
 
 def _leave_stale_rows(trial: Trial, step: Step) -> None:
@@ -102,9 +111,10 @@ def _leave_stale_rows(trial: Trial, step: Step) -> None:
     trial.buffers.distrust()
 
 
-def _bucket_faults(trial: Trial, step: Step, absent: Absent) -> Iterator[Finding]:
+def _bucket_faults(trial: Trial) -> Iterator[Finding]:
     """Find rules whose live rows depend on the bucket, or on padded rows whose values no rule defines."""
-    declaration, record, sizes = trial.declaration, trial.backend.capabilities, trial.runner.sizes
+    declaration, record, sizes, step = trial.declaration, trial.backend.capabilities, trial.runner.sizes, trial.step
+    absent = trial.runner.stage.absent_in(trial.view)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **sizes[max(sizes)]})
 

@@ -13,8 +13,8 @@ import torch
 from torch.nn import Module
 
 from ...backends.operators import OperatorWatch
-from ...dataflow.axes import BATCH, Step, extent
-from ...dataflow.buffers import Buffers, SharedMemory, span
+from ...dataflow.axes import Step, extent
+from ...dataflow.buffers import Buffers, SharedMemory, contents_kept, span
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import RankError, ReplayError
 from ...dataflow.guard import outside_inference
@@ -108,6 +108,7 @@ class Trial:
         view: The filled view.
         step: Its sizes.
         filled: The contents of slots that are not constant, after the fill.
+        usual: What the step returned as it was filled, to compare other runs with.
         error: What the last run raised on this rank.
         lost: Whether a step raised and nothing can be replayed since.
     """
@@ -127,6 +128,7 @@ class Trial:
         self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
         self.slots, self.buffers = self.declaration.slots, self.graphs.buffers
         self.ranks = self.runner.coordinator
+        self.usual = NOTHING
 
     # What ranks exchange, so that all run the same. These raise RankError if ranks do something else.
 
@@ -237,22 +239,17 @@ class Trial:
     @property
     def graph(self) -> Captured | None:
         """The graph of the filled view, or None if its bucket has none, or it runs eagerly."""
-        return graph_of(self.runner, self.view)
+        return self.runner.graph_of(self.view)
 
     @contextlib.contextmanager
     def slots_kept(self) -> Iterator[None]:
         """Run a block, and put the contents of all slots back. The next fill then resets their tails."""
         self.backend.synchronize()  # steps may still read slots in host memory
-        before = cloned(self.buffers)
-        try:
-            yield
-        finally:
-            self.backend.synchronize()
-            with torch.no_grad():
-                for buffer in self.buffers:
-                    if buffer.slot.writers:
-                        buffer.tensor.copy_(before[buffer.name].tensor)
-            self.buffers.distrust()
+        with contents_kept(self.buffers):
+            try:
+                yield
+            finally:
+                self.backend.synchronize()
 
     def find_state(self) -> State:
         """Return what the step changes besides its slots, on the view that was filled last."""
@@ -264,18 +261,14 @@ class Trial:
 
     def spans(self) -> list[tuple[int, int]]:
         """Return the address ranges of the slots."""
-        return [span(one.tensor) for held in (self.runner.eager.buffers, self.buffers) for one in held or () if one.nbytes]
+        every = [*self.buffers, *(self.runner.eager.buffers or ())]
+        return [span(one.tensor) for one in every if one.nbytes]
 
     # Batches.
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """Return a batch's values for slots."""
         return {name: source.read(one.batch, one.side) for name, source in self.declaration.sources.items()}
-
-    def step_of(self, one: Sample) -> Step:
-        """Return the sizes of a batch in its bucket. Only batches that a graph takes are checked."""
-        bucket = self.runner.decide(one.batch, **one.side).bucket or 0
-        return self.declaration.step(self.runner.size(one.batch, one.side)[:-1], self.runner.sizes[bucket])
 
     def is_filled(self, name: str) -> bool:
         """Return whether a fill writes all of a slot.
@@ -302,16 +295,6 @@ def unwatched(watch: Watch) -> Iterator[None]:
         yield
     finally:
         watch.watchers = (*watchers, *watch.watchers)
-
-
-def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
-    """Return the graph of a filled view, or None if its bucket has none, or it runs eagerly."""
-    info, graphs = info_of(view), runner.graphs
-    if info.exact or graphs is None:
-        return None
-    sizes = {axis: size for axis, size in info.step.padded_sizes.items() if axis != BATCH or runner.is_whole}
-    bucket = next((rows for rows, padded in runner.sizes.items() if sizes.items() <= padded.items()), 0)
-    return graphs.captured.get((bucket, runner.stage.absent_in(view)))
 
 
 def cloned(buffers: Buffers, device: torch.device | None = None) -> Buffers:
@@ -381,7 +364,7 @@ def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Ten
 
 
 def seen(view: Inputs, outputs: Any) -> Leaves:
-    """Copy what a run made: the live rows of its copied slots, what it returned, its output slots and computed slots."""
+    """Copy what a run made: live rows of copied slots, what it returned, its output slots and computed slots."""
     info, copied, written, computed = info_of(view), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, slot in info.declaration.slots.items():
         tensor, kind = vars(view)[name], None
