@@ -111,35 +111,44 @@ def _compared(trial: Trial, one: Sample, oracles: Sequence[Buffers]) -> Iterator
             yield Finding(POISON, name, f"{fault}; {declared}")
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which poison is drawn, since torch cannot make each dtype of numbers."""
-    return torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
-
-
 def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> PoisonPair | None:
     """Return what a slot's tail must tolerate: whole numbers of live rows, and any floats.
 
     Return None if the tail may have only its rule's value.
     """
-    rule, poison, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
-    unread, values = slot.writers == BY_STEP, tuple[Number, ...]()
-    if isinstance(poison, tuple) and not unread:
+    rule, poison, sizes, values = slot.rule(), slot.poison, step.padded_sizes, tuple[Number, ...]()
+    first, second = _extremes(filled.dtype)
+    if slot.writers == BY_STEP:  # nobody reads what lies there
+        return first, second
+    if isinstance(poison, tuple):
         values = tuple(resolve_value(value, capabilities, sizes) for value in poison)
-    elif not unread:
-        if poison is None and (rule is None or is_location(slot)):  # a location says where the step writes
-            return None
+    elif poison is None and (rule is None or is_location(slot)):  # a location says where the step writes
+        return None
+    else:
         usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
         values = tuple(dict.fromkeys([*live_part(slot, filled, step).reshape(-1)[:MOST_VALUES].tolist(), *usual]))
-    if unread or (poison is None and not isinstance(rule, Once)):
-        if dtype.is_floating_point or dtype.is_complex:
-            most = torch.finfo(dtype).max
-            return (math.nan,), (most, -most, math.inf)
-        if dtype == torch.bool:
-            return (True,), (False,)
-        if unread or isinstance(rule, Keep):
-            ends = torch.iinfo(dtype)
-            return values or (ends.min,), (ends.max, ends.min)
+    if poison is None and not isinstance(rule, Once):
+        if not _is_whole(filled.dtype):
+            return first, second
+        if isinstance(rule, Keep):
+            return values or first, second
     return (values, values[::-1]) if values else None
+
+
+def _extremes(dtype: torch.dtype) -> PoisonPair:
+    """Return the numbers of a dtype that do most harm."""
+    if dtype == torch.bool:
+        return (True,), (False,)
+    if _is_whole(dtype):
+        ends = torch.iinfo(dtype)
+        return (ends.min,), (ends.max, ends.min)
+    most = torch.finfo(dtype).max
+    return (math.nan,), (most, -most, math.inf)
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is one of whole numbers."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _poison_in(trial: Trial, name: str) -> PoisonPair | None:
@@ -155,7 +164,10 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
         poison = None if name in spared else _poison_in(trial, name)
         if poison is None:
             continue
-        values = torch.tensor(poison[turn], dtype=_wide(tensor), device="cpu").to(tensor.dtype)
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        values = torch.tensor(poison[turn], dtype=None if _is_whole(tensor.dtype) else wide, device="cpu").to(
+            tensor.dtype
+        )
         for part in [tensor] if slot.writers == BY_STEP else tails_of(slot, tensor, trial.step):
             order = torch.randint(0, len(values), (part.numel(),), device="cpu", generator=generator)
             order[:1] = 0
@@ -198,9 +210,8 @@ def _rounds(trial: Trial, seed: int, spared: Collection[str | None]) -> list[Ten
 
 def _may_index(trial: Trial, name: str) -> bool:
     """Return whether padded rows of a slot, which nobody is to read, may be indices."""
-    slot, dtype = trial.slots[name], trial.filled[name].dtype
-    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    return is_whole and isinstance(slot.rule(), Keep) and slot.poison is None
+    slot = trial.slots[name]
+    return isinstance(slot.rule(), Keep) and slot.poison is None and _is_whole(trial.filled[name].dtype)
 
 
 def _live(trial: Trial, outputs: Any) -> Tensors:

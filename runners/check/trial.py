@@ -439,12 +439,9 @@ def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bo
     """Return whether two tensors have the same dtype, and the same shape except for padding."""
     if one.dtype != other.dtype or step is None or one.dim() != other.dim():
         return (one.dtype, one.shape) == (other.dtype, other.shape)
-    padding = [(step.padded_sizes[axis], live) for axis, live in step.live_sizes.items() if axis in step.padded_sizes]
-    for pair in zip(one.shape[1:], other.shape[1:], strict=True):
-        big, small = max(pair), min(pair)
-        if big != small and all(big * live != small * padded for padded, live in padding):
-            return False
-    return True
+    padding = [(padded, step.live_sizes[axis]) for axis, padded in step.padded_sizes.items()]
+    pairs = [(max(pair), min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
+    return all(big == small or any(big * live == small * padded for padded, live in padding) for big, small in pairs)
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> torch.Tensor:

@@ -67,7 +67,9 @@ def check_weights(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     changes = [Changes(piece) for piece in _written(trial.state, held)]
     places = [span(piece.memory) for piece in trial.state.pieces]
     floats = [one for one in held if one.memory.dtype in USUAL and not overlaps(one.memory, places)]
-    steady, others = _owned(floats)
+    private = _private_memory()
+    steady = [one for one in floats if _is_owned(one.memory, private)]
+    others = [one for one in floats if one not in steady]
     if others:
         trial.notes[
             f"{len(others)} of {len(floats)} tensors that the step holds, such as {others[0].label}, were not "
@@ -105,24 +107,24 @@ def weights_of(trial: Trial) -> list[Piece]:
     return list(found.values())
 
 
-def _owned(weights: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Return the weights whose memory can be written and is this process's alone, and the others, such as a file's."""
+def _is_owned(weight: torch.Tensor, private: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a weight's memory can be written and is this process's alone. It may be that of a file."""
+    low, high = span(weight)
+    if weight.is_cpu and private:
+        return any(start <= low and high <= stop for start, stop in private)
+    storage = weight.untyped_storage()
+    return storage.resizable() and not (weight.is_cpu and storage.is_shared())
+
+
+def _private_memory() -> list[tuple[int, int]]:
+    """Return the address ranges that this process alone writes, as far as the system tells."""
     maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
         place, modes, *_ = line.split()
         low, high = (int(end, 16) for end in place.split("-"))
         if modes == "rw-p":
             private += [(private.pop()[0] if private and private[-1][1] == low else low, high)]
-    owned, others = list[Piece](), list[Piece]()
-    for one in weights:
-        low, high = span(one.memory)
-        storage = one.memory.untyped_storage()
-        if one.memory.is_cpu and private:
-            is_own = any(start <= low and high <= stop for start, stop in private)
-        else:
-            is_own = storage.resizable() and not (one.memory.is_cpu and storage.is_shared())
-        (owned if is_own else others).append(one)
-    return owned, others
+    return private
 
 
 def _written(state: State, held: Sequence[Piece]) -> list[Piece]:
@@ -262,9 +264,9 @@ def _fits(state: State) -> bool:
 def _change(tensor: torch.Tensor, seed: int) -> None:
     """Write other numbers: smaller ones of the same sign, which stay within any bounds, and small ones for zeros."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
-    rows = max(1, CHUNK * len(tensor) // tensor.numel()) if tensor.dim() else 0
+    whole = tensor if tensor.dim() else tensor[None]
     with torch.no_grad():
-        for part in torch.split(tensor, rows) if rows else [tensor]:
+        for part in whole.split(max(1, CHUNK * len(whole) // whole.numel())):
             noise = torch.rand(part.shape, device=part.device, generator=generator)
             wide = part.to(torch.promote_types(part.dtype, torch.float32))
             part.copy_(torch.where(wide == 0, noise / 8, wide * (noise + 1) / 2))
