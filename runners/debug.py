@@ -62,7 +62,6 @@ class Prover(Watcher):
         self._mode = mode
         self._look = look
         self._copies = copies
-        self._runner = runner
         self._given = given
         self._found = dict[int, State]()
         self._skipped = set[str]()
@@ -76,10 +75,10 @@ class Prover(Watcher):
     def before_replay(self, view: Inputs) -> None:
         """Examine a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
         trial = self.trial
-        graph = None if self.off else self._runner.graph_of(view)
+        graph = None if self.off else trial.runner.graph_of(view)
         if trial.any(graph is None):
             return
-        with unwatched(self._runner.watch):
+        with unwatched(trial.runner.watch):
             trial.take(view, self._batch)
             state = self._state_of(graph)
             if state is not None:
@@ -92,19 +91,18 @@ class Prover(Watcher):
         state = self._given or self._found.get(id(graph))
         is_sought = self.trial.any(state is None)
         try:
-            if is_sought:
+            if state is None or is_sought:
                 found = self.trial.find_state()
                 state = self._found[id(graph)] = state or found
-            if state is not None:
-                state.check_room(self._copies)
+            state.check_room(self._copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self._runner.name, mode=self._mode, reason=str(error))
+            log.warning("debug_off", runner=self.trial.runner.name, mode=self._mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may fail under watch although its graph is right
             state, reason = None, error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self._runner.name, mode=self._mode, reason=reason)
+                log.warning("debug_skipped", runner=self.trial.runner.name, mode=self._mode, reason=reason)
         return None if self.trial.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -155,7 +153,7 @@ class AddressProver(Prover):
         return [one for one in self.trial.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
-        return id(self._runner.graph_of(view)), change[0].name, change[1].data_ptr()
+        return id(self.trial.runner.graph_of(view)), change[0].name, change[1].data_ptr()
 
 
 class KeyWatcher(Watcher):

@@ -266,7 +266,7 @@ def _change(tensor: torch.Tensor, seed: int) -> None:
     generator = torch.Generator(tensor.device).manual_seed(seed)
     whole = tensor if tensor.dim() else tensor[None]
     with torch.no_grad():
-        for part in whole.split(max(1, CHUNK * len(whole) // whole.numel())):
+        for part in torch.split(whole, max(1, CHUNK * len(whole) // whole.numel())):
             noise = torch.rand(part.shape, device=part.device, generator=generator)
             wide = part.to(torch.promote_types(part.dtype, torch.float32))
             part.copy_(torch.where(wide == 0, noise / 8, wide * (noise + 1) / 2))
