@@ -128,7 +128,7 @@ class Trial:
         self.declaration, self.backend = self.runner.stage.declaration, self.runner.stage.backend
         self.slots, self.buffers = self.declaration.slots, self.graphs.buffers
         self.ranks = self.runner.coordinator
-        self.usual = NOTHING
+        self.usual: Tensors = NOTHING
 
     # What ranks exchange, so that all run the same. These raise RankError if ranks do something else.
 
