@@ -322,10 +322,17 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
 @contextlib.contextmanager
 def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
     """Set all slots to their initial values, on which a step does no harm, and restore their contents on exit."""
+    with contents_kept(buffers):
+        _initialise(buffers, capabilities)
+        yield
+
+
+@contextlib.contextmanager
+def contents_kept(buffers: Buffers) -> Iterator[None]:
+    """Run a block, and put the contents of all slots back. The next fill then resets their tails."""
     with outside_inference(), torch.no_grad():
         kept = [(buffer.tensor, buffer.tensor.clone()) for buffer in buffers]
     try:
-        _initialise(buffers, capabilities)
         yield
     finally:
         with outside_inference(), torch.no_grad():

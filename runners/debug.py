@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import attrs
 import torch
 
 from ..dataflow import log
@@ -15,19 +14,17 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Path, Side, keys_of
 from ..dataflow.tails import Pad, resolve_value
 from .check.memory import readers
-from .check.replays import COPIES, Poisoning, parity_fault
-from .check.trial import Finding, Together, Trial, error_text, unwatched
-from .comparison import graph_of, info_of, state_on, tails_of
+from .check.replays import COPIES, parity_fault, poison_faults
+from .check.trial import Finding, Trial, error_text, info_of, tails_of, unwatched
 from .engine.bits import first_unequal
 from .engine.config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
-from .engine.graphs import Captured, GraphSet
+from .engine.graphs import Captured
 from .engine.hooks import WATCHERS, Watcher, watchers_of
 from .engine.runner import Runner
 from .engine.sampling import Sample
 from .engine.state import Change, State
 
 
-@attrs.define(eq=False)
 class Prover(Watcher):
     """Examines each step that a graph takes, and keeps what the step changes outside of its slots.
 
@@ -35,86 +32,86 @@ class Prover(Watcher):
     watch is skipped, with an event for each reason.
 
     Attributes:
-        mode: The debug mode.
-        look: Returns what is wrong with a step that is about to run, if anything.
-        copies: How many copies of the state a look needs at once.
-        runner: The runner.
-        given: The state. By default each bucket's is found.
+        trial: Runs the step again.
         off: Whether the mode is off.
-        graphs: The runner's graphs.
     """
 
-    mode: str
-    look: Callable[[Any, Trial], Iterable[Finding]]
-    copies: int
-    runner: Runner[Any]
-    given: State | None = None
-    off: bool = False
-    graphs: GraphSet[Any] = attrs.field(init=False)
-    _found: dict[int, State] = attrs.field(init=False, factory=dict)
-    _skipped: set[str] = attrs.field(init=False, factory=set)
-    _batch: Sample | None = attrs.field(init=False, default=None)
-    _filled: tuple[int, int] | None = attrs.field(init=False, default=None)
-    _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
+    def __init__(
+        self,
+        mode: str,
+        look: Callable[[Any], Iterable[Finding]],
+        copies: int,
+        runner: Runner[Any],
+        given: State | None = None,
+    ) -> None:
+        """Examine the steps of a runner.
 
-    def __attrs_post_init__(self) -> None:
-        """Raise ConfigError if the runner has no graphs."""
-        if self.runner.graphs is None:
-            raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.name} has none")
-        self.graphs = self.runner.graphs
+        Args:
+            mode: The debug mode.
+            look: Returns what is wrong with the step of `trial`, which is about to run.
+            copies: How many copies of the state a look needs at once.
+            runner: The runner.
+            given: The state. By default each bucket's is found.
 
-    @property
-    def together(self) -> Together:
-        """The runner's ranks."""
-        return Together(self.runner.coordinator)
+        Raises:
+            ConfigError: The runner has no graphs.
+        """
+        if runner.graphs is None:
+            raise ConfigError(f"debug mode {mode} looks at graphs, and this {runner.name} has none")
+        self.trial, self.off = Trial(runner, runner.graphs), False
+        self._mode = mode
+        self._look = look
+        self._copies = copies
+        self._given = given
+        self._found = dict[int, State]()
+        self._skipped = set[str]()
+        self._batch: Sample | None = None
+        self._unread = set[tuple[int, str, int]]()
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew after a look that ended early."""
         self._batch = Sample(batch, dict(side))
 
-    def filled(self, view: Inputs) -> None:
-        """Keep the view. The runner refuses all others."""
-        self._filled = id(view), self.graphs.buffers.turn.others
-
     def before_replay(self, view: Inputs) -> None:
         """Examine a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
-        refused = self._filled not in (None, (id(view), self.graphs.buffers.turn.others))
-        graph = None if self.off or refused else graph_of(self.runner, view)
-        if self.together.any(graph is None):
+        trial = self.trial
+        graph = None if self.off else trial.runner.graph_of(view)
+        if trial.any(graph is None):
             return
-        state = self._state_for(view, graph)
-        if state is not None:
-            with unwatched(self.runner.watch):
-                found = [*self.look(self, Trial(self.runner, view, state, self._batch))]
-            self.judge(found[0].message if found else "")
-
-    def _state_for(self, view: Inputs, graph: Captured | None) -> State | None:
-        """Return the state of a step, or None if some rank has no room for copies."""
-        state = self.given or self._found.get(id(graph))
-        is_sought = self.together.any(state is None)
-        try:
-            if is_sought:
-                found = state_on(self.runner, view)
-                state = self._found[id(graph)] = state or found
+        with unwatched(trial.runner.watch):
+            trial.take(view, self._batch)
+            state = self._state_of(graph)
             if state is not None:
-                state.check_room(self.copies)
+                trial.state = state
+                found = [*self._look(self)]
+                self.judge(found[0].message if found else "")
+
+    def _state_of(self, graph: Captured | None) -> State | None:
+        """Return the state of the trial's step, or None if some rank has no room for copies."""
+        state = self._given or self._found.get(id(graph))
+        is_sought = self.trial.any(state is None)
+        try:
+            if state is None or is_sought:
+                found = self.trial.find_state()
+                state = self._found[id(graph)] = state or found
+            state.check_room(self._copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
+            log.warning("debug_off", runner=self.trial.runner.name, mode=self._mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may fail under watch although its graph is right
             state, reason = None, error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self.runner.name, mode=self.mode, reason=reason)
-        return None if self.together.any(state is None) else state
+                log.warning("debug_skipped", runner=self.trial.runner.name, mode=self._mode, reason=reason)
+        return None if self.trial.any(state is None) else state
 
     def judge(self, message: str) -> None:
         """Raise CheckError on all ranks if one of them found something. This one did if there is a message."""
-        first = self.together.first(message)
+        first = self.trial.first(message)
         if first is None:
             return
-        self.graphs.buffers.distrust()
-        raise CheckError(f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}")
+        self.trial.buffers.distrust()
+        raise CheckError(f"debug mode {self._mode}: {message or f'rank {first[0]} found: {first[1]}'}")
 
 
 class AddressProver(Prover):
@@ -123,21 +120,22 @@ class AddressProver(Prover):
     def before_replay(self, view: Inputs) -> None:
         """Examine the step only if something has moved, on some rank, which is rare."""
         fault = next(self._tail_faults(view), "")
-        if self.together.any(fault or self._changes(view)):
+        if self.trial.any(fault or self._changes(view)):
             self.judge(fault)
             super().before_replay(view)
 
-    def read(self, trial: Trial) -> Iterable[Finding]:
+    def read(self) -> Iterable[Finding]:
         """Return a finding for each tensor that has moved, with the operators that read it."""
-        changes = self._changes(trial.view)
-        told = readers(trial, changes)
-        self._unread.update(self._key(one, trial.view) for one in changes if one[0].name not in told)
+        view = self.trial.view
+        changes = self._changes(view)
+        told = readers(self.trial, changes)
+        self._unread.update(self._key(one, view) for one in changes if one[0].name not in told)
         return told.values()
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
         """Yield what is wrong with tails of memory that only the runner may write."""
-        capabilities, step = self.runner.stage.backend.capabilities, info_of(view).step
-        for buffer in self.graphs.buffers:
+        capabilities, step = self.trial.backend.capabilities, info_of(view).step
+        for buffer in self.trial.buffers:
             slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
             is_own = buffer.adopted and not (buffer.foreign or slot.rewritten)
             if tensor is None or not is_own or not isinstance(rule, Pad):
@@ -152,10 +150,10 @@ class AddressProver(Prover):
 
     def _changes(self, view: Inputs) -> list[Change]:
         """Return what has moved, except what the graph of this step was found not to read."""
-        return [one for one in self.graphs.holdings.changed() if self._key(one, view) not in self._unread]
+        return [one for one in self.trial.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
-        return id(graph_of(self.runner, view)), change[0].name, change[1].data_ptr()
+        return id(self.trial.runner.graph_of(view)), change[0].name, change[1].data_ptr()
 
 
 class KeyWatcher(Watcher):
@@ -186,8 +184,8 @@ class KeyWatcher(Watcher):
 
 WATCHERS[KEYS] = KeyWatcher
 WATCHERS[ADDRESSES] = functools.partial(AddressProver, ADDRESSES, AddressProver.read, 1)
-WATCHERS[POISON] = functools.partial(Prover, POISON, lambda _, trial: Poisoning(trial).findings(), 1)
-WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda _, trial: filter(None, [parity_fault(trial)]), COPIES)
+WATCHERS[POISON] = functools.partial(Prover, POISON, lambda prover: poison_faults(prover.trial), 1)
+WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda prover: filter(None, [parity_fault(prover.trial)]), COPIES)
 
 
 @contextlib.contextmanager

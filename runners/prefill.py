@@ -72,7 +72,7 @@ class StackRoute(Route[V]):
     """A step whose stack replays the graphs of a bucket."""
 
     def __init__(self, runner: StackRunner[V], captured: Captured, viewer: Viewer[V], counts: Counts) -> None:
-        super().__init__(captured.filling, viewer, counts)
+        super().__init__(captured.filling, viewer, counts, captured)
         self._replay = StackReplay(runner.graphs, runner.stack, captured)
         self._output_rows = runner.output_rows
         self._padded = captured.rows

@@ -1,11 +1,12 @@
 """Checking a runner: every bucket and pattern, on drawn or given batches, by one check after the other."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -14,7 +15,6 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.errors import CheckError, ConfigError, ReplayError, did_you_mean
 from ...dataflow.plan import Absent
-from ..comparison import state_on
 from ..decode import DecodeRunner
 from ..engine.capture import progress_over
 from ..engine.config import checked
@@ -25,7 +25,7 @@ from ..engine.statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition
-from .trial import Finding, Subject, unwatched
+from .trial import Finding, Trial, unwatched
 from .weights import WEIGHTS, check_weights
 
 CHECKS: Final = {
@@ -126,7 +126,7 @@ def check(
         CheckError: The state is too large to copy.
         RankError: Other ranks do not come, or check something else. The error names them.
     """
-    start, graphs = time.perf_counter(), runner.graphs
+    start, graphs, stage = time.perf_counter(), runner.graphs, runner.stage
     wanted = _chosen(runner, {only} if isinstance(only, str) else only)
     checked("rounds", "a whole number, at least 1", rounds, int, 1)
     if graphs is None:
@@ -134,14 +134,17 @@ def check(
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     if graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
-    runner.stage.declaration.check_names("read_outside", read_outside)
+    stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    signed = signed_slots(runner.stage.declaration, values) if batches is None else ()
-    nothing = State(runner.stage.backend)  # it has random numbers alone
-    subject = Subject(runner, graphs, nothing, seed, read_outside, random=random, signed=signed)
-    with unwatched(runner.watch), subject.state.kept():
-        draw_on(runner.stage.backend)  # else a step that draws on the host would draw what its capture drew
-        report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
+    signed = signed_slots(stage.declaration, values) if batches is None else ()
+    trial = Trial(runner, graphs, seed=seed, read_outside=read_outside, random=random, signed=signed)
+    given, shown = stage.state if state is None else state, progress and trial.ranks.rank == 0
+    with unwatched(runner.watch), trial.state.kept():
+        draw_on(trial.backend)  # else a step that draws on the host would draw what its capture drew
+        try:
+            report = trial.ranks.run(lambda: _checked(trial, wanted, makers, given, shown=shown))
+        finally:
+            trial.buffers.distrust()
     return attrs.evolve(report, seconds=time.perf_counter() - start)
 
 
@@ -172,17 +175,17 @@ def batches_of(
 ) -> Makers:
     """Return the given batches, or draw some that fill each bucket, leave the longest tail, the shortest and others."""
     if batches is not None and not callable(batches):
-        given = [functools.partial(_paired, one) for one in batches]
+        given = [functools.partial(_sample, one) for one in batches]
         if not given:
             raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
         return given
     stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
-    patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
 
     def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
+        """Make a batch of so many rows for a bucket, by the caller's function, or draw it."""
         generator, live = torch.Generator().manual_seed(seed + number), {lead: rows}
         if batches is not None:
-            return _paired(batches(rows, generator))
+            return _sample(batches(rows, generator))
         for axis, size in runner.sizes[bucket].items():
             if axis.fixed:
                 live[axis] = size
@@ -190,19 +193,20 @@ def batches_of(
                 most = min(size, rows) if lead == TOKENS and axis == BATCH else size
                 live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
         live.update({axis: size.at(live) for axis, size in stage.relations.items()})
-        over, device = (stage.declaration, stage.backend.capabilities, live, generator), stage.backend.device
-        return sample_batch(*over, absent=absent, values=values, device=device)
+        given = stage.declaration, stage.backend.capabilities, live, generator
+        return sample_batch(*given, absent=absent, values=values, device=stage.backend.device)
 
-    generator, below, plans = torch.Generator().manual_seed(seed), 0, list[tuple[int, int, Absent]]()
+    plans, below, generator = list[tuple[int, int, Absent]](), 0, torch.Generator().manual_seed(seed)
+    patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
     for bucket in sorted(runner.sizes):  # each with rows that do not fit the bucket below
         drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
         every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
         plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
         below = bucket
-    return [functools.partial(made, at, *plan) for at, plan in enumerate(plans)]
+    return [functools.partial(made, number, *plan) for number, plan in enumerate(plans)]
 
 
-def _paired(made: Any) -> Sample:
+def _sample(made: Any) -> Sample:
     """Make a sample of a batch, or of a pair of a batch and its side arguments."""
     match made:
         case (batch, Mapping() as side) if isinstance(made, tuple):
@@ -211,74 +215,61 @@ def _paired(made: Any) -> Sample:
 
 
 def _checked(
-    subject: Subject,
-    wanted: Sequence[str],
-    makers: Makers,
-    state: Iterable[torch.Tensor] | None,
-    *,
-    progress: bool,
+    trial: Trial, wanted: Sequence[str], makers: Makers, state: Iterable[torch.Tensor] | None, *, shown: bool
 ) -> CheckReport:
-    """Find the state, and run the checks on the batches that a graph takes."""
-    runner = subject.runner
-    ranks, stage = runner.coordinator, runner.stage
+    """Find the state, and run the checks on the batches that a graph takes. shown: Whether to show a progress bar."""
+    runner, ranks, taken = trial.runner, trial.ranks, list[Callable[[], Sample]]()
     decisions, firsts = list[Decision](), dict[Absent, Callable[[], Sample]]()
-    shown = progress and ranks.rank == 0
     for make in progress_over(makers, lambda _: "looking at batches", show=shown):
         one = make()
         decisions.append(runner.decide(one.batch, **one.side))
-        firsts.setdefault(stage.absent(one.batch, one.side), make)
-    taken = [make for make, decision in zip(makers, decisions, strict=True) if decision.bucket is not None]
-    given = stage.state if state is None else state
+        firsts.setdefault(runner.stage.absent(one.batch, one.side), make)
+        taken += [] if decisions[-1].bucket is None else [make]
     if ranks.size > 1:
         groups = itertools.groupby(one.bucket for one in decisions)  # the same on all ranks that run the same steps
         buckets = ", ".join(f"{len([*group])} for {bucket}" for bucket, group in groups)
         found = f"looked for on {len(firsts)} batches" if state is None else "known"
         ranks.gather(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
-    known = State(stage.backend) if given is None else State.of(stage.backend, given)
-    for make in firsts.values() if given is None else ():
-        view = subject.fill(make())
-        with subject.together.raising("the look at what a step changes"):
-            known = known.joined(state_on(runner, view))
-    subject.state = known
+    known = trial.state if state is None else State.of(trial.backend, state)
+    for make in firsts.values() if state is None else ():
+        trial.fill(make())
+        with trial.raising("the look at what a step changes"):
+            known = known.joined(trial.find_state())
+    trial.state = known
     for reason, count in collections.Counter(one.reason for one in decisions if one.bucket is None).items():
         them = f"{count} batches were" if count > 1 else "a batch was"
-        subject.notes[f"{them} passed over, which no graph takes: {reason}"] = None
+        trial.notes[f"{them} passed over, which no graph takes: {reason}"] = None
     if taken:
-        findings = _run(subject, wanted, taken, progress=shown)
+        findings = [*_findings(trial, wanted, taken, shown=shown)]
     else:
-        message = f"nothing was checked: {'; '.join(subject.notes)}; give batches that a captured bucket takes"
+        message = f"nothing was checked: {'; '.join(trial.notes)}; give batches that a captured bucket takes"
         findings = [Finding(wanted[0], None, message)]
     steps = dict.fromkeys(wanted, len(taken))
-    return CheckReport(runner=runner.name, findings=tuple(findings), steps=steps, notes=tuple(subject.notes))
+    return CheckReport(runner=runner.name, findings=tuple(findings), steps=steps, notes=tuple(trial.notes))
 
 
-def _run(subject: Subject, wanted: Sequence[str], makers: Makers, *, progress: bool) -> list[Finding]:
+def _findings(trial: Trial, wanted: Sequence[str], makers: Makers, *, shown: bool) -> Iterator[Finding]:
     """Run one check after the other, until the device fails. Each names a slot, or an output, once."""
-    findings, slots = list[Finding](), [None, *subject.slots]
-    every = [(name, make) for name in wanted for make in makers]  # one progress bar shows the time left for all
-    turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=progress)
-    try:
+    slots, every = [None, *trial.slots], [(name, make) for name in wanted for make in makers]
+    turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=shown)  # one bar shows the time left for all
+    with contextlib.closing(turns):
         for name in wanted:
             left = itertools.islice(turns, len(makers))
             found: dict[str, Finding] = {}
-            for one in CHECKS[name](subject, (make() for _, make in left)):
+            for one in CHECKS[name](trial, (make() for _, make in left)):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
             collections.deque(left, 0)  # skip the rest of a check that ended early
-            findings += found.values()
+            yield from found.values()
             own = next(iter(found.values()), Finding(name, None, ""))
-            first = subject.together.first(own.message, slots.index(own.slot))
+            first = trial.first(own.message, slots.index(own.slot))
             if first is not None and not found:  # report what another rank has found
                 rank, message, slot = first
-                findings.append(Finding(name, slots[slot], f"rank {rank} found: {message}"))
+                yield Finding(name, slots[slot], f"rank {rank} found: {message}")
             has_stopped = False
             try:
-                subject.backend.synchronize()
+                trial.backend.synchronize()
             except Exception:  # noqa: BLE001 - a fault in a kernel, whose error differs by device
                 has_stopped = True
-            if subject.together.any(has_stopped):
-                subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
-                break
-    finally:
-        turns.close()
-        subject.buffers.distrust()
-    return findings
+            if trial.any(has_stopped):
+                trial.notes["the device has stopped for good, and what was left to check was not checked"] = None
+                return

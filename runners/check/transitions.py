@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import attrs
 import torch
@@ -11,17 +11,13 @@ import torch
 from ...dataflow.axes import Step
 from ...dataflow.buffers import Buffers, at_rest
 from ...dataflow.errors import BatchError, ConfigError, SlotGraphError
-from ...dataflow.guard import outside_inference
 from ...dataflow.oracle import advance_slot_by_slot, fill_slot_by_slot
-from ...dataflow.plan import Absent
 from ...dataflow.slots import BY_STEP
 from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests
-from ..comparison import live_part, mismatches, slots_kept, tails_of
 from ..engine.sampling import Sample
 from ..testing.ground import fill_faults
-from .replays import OTHER_SHAPES, cloned
-from .trial import Finding, Subject, Tensors
+from .trial import OTHER_SHAPES, Finding, Tensors, Trial, cloned, live_part, mismatches, tails_of
 
 TRANSITION: Final = "transition"
 LAST: Final = 3
@@ -32,123 +28,124 @@ The first is a fill, the next has no edit, then come one with an edit and one wi
 ALONE: Final = "have its then= make live rows of live ones alone, or of tails that change nothing"
 
 
-def check_transition(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_transition(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Let slots advance from each batch, in steps without an edit and in one with, and compare with their rules."""
-    with subject.state.kept(), slots_kept(subject.runner):
+    with trial.state.kept(), trial.slots_kept():
         for one in batches:
-            yield from itertools.islice(_faults(subject, one), 1)  # the first fault causes the others
+            yield from itertools.islice(_faults(trial, one), 1)  # the first fault causes the others
 
 
-def _faults(subject: Subject, one: Sample) -> Iterator[Finding]:
+def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
     """Find what is wrong with rules on one batch, or with what runs them."""
-    runner, stage, buffers, step = subject.runner, subject.runner.stage, subject.buffers, subject.step_of(one)
-    declaration, record, absent = stage.declaration, stage.backend.capabilities, stage.absent(one.batch, one.side)
-    right, when = cloned(buffers), "on initial values, as captures run it"
-    written = {name for name, slot in subject.slots.items() if slot.rewritten or slot.writers == BY_STEP}
-    compared = [name for name in subject.slots if name not in absent | written]
+    trial.fill(one)
+    runner: Any = trial.runner  # a DecodeRunner, which has steps
+    declaration, record, step = trial.declaration, trial.backend.capabilities, trial.step
+    right, when = cloned(trial.buffers), "on initial values, as captures run it"
     try:
         with at_rest(right, record):
             rows = advance_slot_by_slot(declaration, right, record, step)
         runner(one.batch, **one.side)
-        _leave_stale_rows(subject, step)
-        for last in runner.steps(one.batch):  # type: ignore[attr-defined] # a DecodeRunner's
-            stage.backend.synchronize()
-            for name in [one for one in dict.fromkeys((*rows, *compared)) if one in compared and last.number]:
-                mine, other = ({name: held[name].view(step.padded_sizes)} for held in (buffers, right))
-                for fault in fill_faults(mine, other, subject.slots, step.live_sizes):
+        _leave_stale_rows(trial, step)
+        for last in runner.steps(one.batch):
+            trial.backend.synchronize()
+            if last.number:
+                for name, fault in _unlike(trial, right, (*rows, *trial.slots), step):
                     yield Finding(TRANSITION, name, f"{fault}, {when}")
+            else:
+                yield from _bucket_faults(trial)
             if last.number == LAST:
                 return
-            if not last.number:
-                yield from _bucket_faults(subject, step, absent)
-            right = cloned(buffers)
+            right = cloned(trial.buffers)
             rows = advance_slot_by_slot(declaration, right, record, step)
             when = "in a step without news"
             if last.number == 1:
-                when, requests = "in a step with an edit", len(last.keys)
-                stay = [max(requests - 2, 0), *range(1, requests - 2)]  # the first and the last of several leave
-                bucket = runner.buckets.fit(len(stay))  # type: ignore[attr-defined] # as above
-                if subject.graphs.has(bucket, absent):
-                    last.leave({*last.keys} - {last.keys[row] for row in stay})
-                    rows = _of_requests(subject, rows, stay, step)
-                    live = [step.live_sizes[axis] // requests * len(stay) for axis in declaration.varying]
-                    step = declaration.step(live, runner.sizes[bucket])
-                last.edit()
+                when = "in a step with an edit"
+                rows, step = _edited(trial, last, rows, step)
             fill_slot_by_slot(declaration, right, record, step, one.batch, given=rows)
     except (BatchError, ConfigError) as error:
-        subject.notes[f"no transition was checked: {error}"] = None
+        trial.notes[f"no transition was checked: {error}"] = None
     except SlotGraphError as error:
         yield Finding(TRANSITION, None, f"{error}, {when}")
 
 
-def _of_requests(subject: Subject, rows: Mapping[str, torch.Tensor], stay: list[int], step: Step) -> Tensors:
-    """Return the rows of some requests, in slots that have rows of requests."""
-    found = dict(rows)
-    for name, tensor in rows.items():
-        place = rows_of_requests(subject.slots[name], step.padded_sizes)
-        if place is not None:
-            dim, each = place
-            at = [row * each + part for row in stay for part in range(each)]
-            found[name] = tensor.index_select(dim, torch.tensor(at, device=tensor.device))
-    return found
+def _unlike(trial: Trial, right: Buffers, names: Iterable[str], step: Step) -> Iterator[tuple[str, str]]:
+    """Yield slots that are not as they should be, with what is wrong. What the step writes may be anything."""
+    for name in names:
+        slot = trial.slots[name]
+        if name not in trial.runner.stage.absent_in(trial.view) and not slot.rewritten and slot.writers != BY_STEP:
+            mine, other = ({name: held[name].view(step.padded_sizes)} for held in (trial.buffers, right))
+            yield from ((name, fault) for fault in fill_faults(mine, other, trial.slots, step.live_sizes))
 
 
-def _leave_stale_rows(subject: Subject, step: Step) -> None:
+def _edited(trial: Trial, last: Any, rows: Tensors, step: Step) -> tuple[Tensors, Step]:
+    """Edit the next step: the first and the last of several requests leave, if there is a graph for the others.
+
+    Return the rows of those that stay, and its sizes.
+    """
+    runner: Any = trial.runner
+    requests, made = len(last.keys), dict(rows)
+    stay = [max(requests - 2, 0), *range(1, requests - 2)]
+    bucket = runner.buckets.fit(len(stay))
+    if trial.graphs.has(bucket, runner.stage.absent_in(trial.view)):
+        last.leave({*last.keys} - {last.keys[row] for row in stay})
+        for name, tensor in rows.items():
+            place = rows_of_requests(trial.slots[name], step.padded_sizes)
+            if place is not None:
+                dim, each = place
+                at = [row * each + part for row in stay for part in range(each)]
+                made[name] = tensor.index_select(dim, torch.tensor(at, device=tensor.device))
+        live = [step.live_sizes[axis] // requests * len(stay) for axis in trial.declaration.varying]
+        step = trial.declaration.step(live, runner.sizes[bucket])
+    last.edit()
+    return made, step
+
+
+def _leave_stale_rows(trial: Trial, step: Step) -> None:
     """Write live rows of copied slots wherever a fill does not write, as after a fuller batch."""
-    for name in subject.declaration.sources:
-        slot, tensor = subject.slots[name], subject.buffers[name].tensor
+    for name in trial.declaration.sources:
+        slot, tensor = trial.slots[name], trial.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
             live = slot.shape[dim].at(step.live_sizes)
             if live:
                 tensor.copy_(tensor.index_select(dim, torch.arange(tensor.shape[dim], device=tensor.device) % live))
-    subject.buffers.distrust()
+    trial.buffers.distrust()
 
 
-def _bucket_faults(subject: Subject, step: Step, absent: Absent) -> Iterator[Finding]:
+def _bucket_faults(trial: Trial) -> Iterator[Finding]:
     """Find rules whose live rows depend on the bucket, or on padded rows whose values no rule defines."""
-    runner, stage, held = subject.runner, subject.runner.stage, cloned(subject.buffers)
+    declaration, record, sizes, step = trial.declaration, trial.backend.capabilities, trial.runner.sizes, trial.step
+    absent = trial.runner.stage.absent_in(trial.view)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
-    largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **runner.sizes[max(runner.sizes)]})
-    on_host, extreme, negative = _on_host(held), _on_host(held), _on_host(held)
+    largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **sizes[max(sizes)]})
+
+    def advanced(buffers: Buffers, sizes: Step = step) -> Tensors:
+        """Return the live rows that rules make, or nothing if one cannot run on such values."""
+        try:
+            rows = advance_slot_by_slot(declaration, cloned(buffers), record, sizes)
+        except SlotGraphError:
+            return {}
+        return {name: rows[name] for name in declaration.rules if name not in absent}
+
+    held, negative = cloned(trial.buffers), cloned(trial.buffers)
+    on_host, extreme = (cloned(trial.buffers, torch.device("cpu")) for _ in range(2))  # where invalid indices raise
     with torch.no_grad():
-        for name, slot in subject.slots.items():
+        for name in trial.signed:
+            live = live_part(trial.slots[name], negative[name].tensor, step)
+            live.copy_(-live.abs() - 1)
+        for name, slot in trial.slots.items():
             rule = slot.rule()
             is_free = slot.writers == BY_STEP or not (rule is None or isinstance(rule, Pad))
             for tail in tails_of(slot, extreme[name].view(step.padded_sizes), step) if is_free else ():
                 is_float = tail.is_floating_point() or tail.is_complex()
                 tail.fill_(math.nan if is_float else tail.dtype == torch.bool or torch.iinfo(tail.dtype).max)
-            if name in subject.signed:
-                live = live_part(slot, negative[name].tensor, step)
-                live.copy_(-live.abs() - 1)
-
-    def advanced(buffers: Buffers, sizes: Step) -> Tensors | None:
-        """Return the live rows that rules make, or None if one cannot run on such values."""
-        try:
-            rows = advance_slot_by_slot(stage.declaration, cloned(buffers), stage.backend.capabilities, sizes)
-        except SlotGraphError:
-            return None
-        return {name: rows[name] for name in stage.declaration.rules if name not in absent}
-
-    others = "where padded rows that no rule tells hold other values"
-    for right, other, sizes, where in (
-        (held, held, exact, "where the bucket has no padded rows"),
-        (held, held, largest, "in the largest bucket"),
-        (on_host, extreme, step, others),
-        (negative, negative, exact, "where the bucket has no padded rows"),
-        (negative, negative, largest, "in the largest bucket"),
-    ):
-        usual, found = advanced(right, step), advanced(other, sizes)
-        if usual is None or found is None:
-            continue
-        for name in [apart.where for apart in mismatches(found, usual, OTHER_SHAPES)]:
-            fault = next(fill_faults(found, {name: usual[name]}, subject.slots, step.live_sizes))
+    pairs = [("where padded rows that no rule tells hold other values", advanced(on_host), advanced(extreme))]
+    for buffers in (negative, held):
+        usual = advanced(buffers)
+        pairs[:0] = [
+            ("where the bucket has no padded rows", usual, advanced(buffers, exact)),
+            ("in the largest bucket", usual, advanced(buffers, largest)),
+        ]
+    for where, usual, found in pairs:
+        for name in [apart.where for apart in mismatches(found, usual, OTHER_SHAPES)] if usual and found else ():
+            fault = next(fill_faults(found, {name: usual[name]}, trial.slots, step.live_sizes))
             yield Finding(TRANSITION, name, f"{fault}, {where}: {ALONE}")
-
-
-def _on_host(buffers: Buffers) -> Buffers:
-    """Return the same bytes in host memory, where an invalid index raises and does not stop a device."""
-    found = cloned(buffers)
-    with outside_inference():
-        for buffer in found:
-            buffer.tensor = buffer.tensor.cpu()
-    return found

@@ -13,15 +13,14 @@ from ...backends.operators import storage_key
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CheckError, place_now
 from ...dataflow.views import ordinary_alias
-from ..comparison import USUAL, graph_of, mismatches, seen, spans_of_slots
 from ..engine.capture import with_own_casts
 from ..engine.graphs import Captured
 from ..engine.runner import Runner
 from ..engine.sampling import Sample
 from ..engine.state import CLOSED, Piece, State, reached
-from ..engine.traffic import Traffic, run_seen
-from .replays import COPIES, operators_of, parity_fault
-from .trial import Finding, Subject, Trial
+from ..engine.traffic import Traffic
+from .replays import COPIES, parity_fault
+from .trial import USUAL, Finding, Trial, mismatches
 
 WEIGHTS: Final = "weights"
 CHUNK: Final = 1 << 24
@@ -30,110 +29,117 @@ CHUNK: Final = 1 << 24
 
 @attrs.define(eq=False)
 class Changes:
-    """Which words of one tensor second replays of a batch change.
+    """What second replays of batches change of one piece of memory.
 
     Attributes:
-        some: Words that change in some batch.
-        each: Words that change in each batch.
-        first: Whether some first replay changed the tensor.
-        rows: Whether it had as many rows as the bucket in each batch.
+        piece: The memory.
+        words: The words that the second replay of the first batch changed.
+        is_first: Whether some first replay changed it.
+        is_same: Whether second replays changed the same words, whatever the batch.
+        has_rows: Whether it had as many rows as the bucket in each batch.
     """
 
-    some: Any = False
-    each: Any = True
-    first: bool = False
-    rows: bool = True
+    piece: Piece
+    words: torch.Tensor | None = None
+    is_first: bool = False
+    is_same: bool = True
+    has_rows: bool = True
 
-    def add(self, first: torch.Tensor, second: torch.Tensor, *, rows: bool) -> None:
-        """Add what two successive replays of one batch changed."""
-        self.first |= bool(first.any())
-        self.rows &= rows
-        self.some = second | self.some
-        self.each = second & self.each
+    def add(self, first: torch.Tensor, second: torch.Tensor, padded: Iterable[int]) -> None:
+        """Add what two successive replays of one batch changed. padded: The varying sizes of the bucket."""
+        self.is_first |= bool(first.any())
+        self.words = second if self.words is None else self.words
+        self.is_same &= torch.equal(self.words, second)
+        self.has_rows &= self.piece.memory.dim() > 0 and self.piece.memory.shape[0] in padded
 
     @property
     def drifts(self) -> bool:
         """Whether each replay changes most of it, and the same words whatever the batch: it has no row of a request."""
-        if self.some is False or self.rows:
+        if self.words is None or self.has_rows or not self.is_same:
             return False
-        return torch.equal(self.some, self.each) and 2 * int(self.each.sum()) >= self.each.numel()
+        return 2 * int(self.words.sum()) >= self.words.numel()
 
 
-def check_weights(subject: Subject, batches: Iterable[Sample]) -> Iterator[Finding]:
+def check_weights(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Replay batches twice in a row. Then change weights, compare a replay with the step, and put the weights back."""
-    subject.state.check_room(COPIES)
-    held = weights_of(subject.runner)
-    written = _written(subject, held)
-    places = [span(piece.memory) for piece in subject.state.pieces]
+    trial.state.check_room(COPIES)
+    held = weights_of(trial)
+    changes = [Changes(piece) for piece in _written(trial.state, held)]
+    places = [span(piece.memory) for piece in trial.state.pieces]
     floats = [one for one in held if one.memory.dtype in USUAL and not overlaps(one.memory, places)]
-    steady = list(_owned(floats))
-    for left in floats[:1] if len(steady) < len(floats) else ():
-        subject.notes[
-            f"{len(floats) - len(steady)} of {len(floats)} tensors that the step holds, such as {left.label}, were not "
+    private = _private_memory()
+    steady = [one for one in floats if _is_owned(one.memory, private)]
+    others = [one for one in floats if one not in steady]
+    if others:
+        trial.notes[
+            f"{len(others)} of {len(floats)} tensors that the step holds, such as {others[0].label}, were not "
             "changed: others share their memory, or it cannot be written"
         ] = None
-    changes = [Changes() for _ in written.pieces]
-    sizes, looked, trial = set[object](), set[int](), None
+    sizes, looked = set[object](), set[int]()
+    is_written = trial.any(changes)
     for one in batches:
-        trial = subject.trial(one)
+        trial.fill(one)
         sizes.add(tuple(trial.step.live_sizes.items()))
-        if subject.together.any(written.pieces):
-            _replay_twice(trial, written, changes)
-        captured = graph_of(trial.runner, trial.view)
+        if is_written:
+            _replay_twice(trial, changes)
+        captured = trial.graph
         if captured is not None and captured.graph.is_recorded and id(captured) not in looked:
             looked.add(id(captured))
-            yield from _taken_at_capture(subject, trial, captured, steady)
-            yield from _frozen(subject, trial, steady)
-    if trial is not None and subject.together.any(written.pieces):
-        yield from _changed(trial, written, changes, varied=len(sizes) > 1)
+            yield from _taken_at_capture(trial, captured, steady)
+            yield from _frozen(trial, steady)
+    if is_written:
+        yield from _changed(trial, changes, varied=len(sizes) > 1)
 
 
-def weights_of(runner: Runner[Any]) -> list[Piece]:
+def weights_of(trial: Trial) -> list[Piece]:
     """Return the tensors that a step reaches without its view, each once, except slots and tensors of other runners."""
-    step, found, slots = runner.stage.step, dict[object, Piece](), spans_of_slots(runner)
+    step, found, slots = trial.runner.stage.step, dict[object, Piece](), trial.spans()
     for name, leads, tensor in reached(step, (*CLOSED, Runner)):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or not tensor.numel() or overlaps(tensor, slots):
             continue
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         holder = functools.reduce(lambda one, lead: lead(one), leads[:-1], step)
         is_buffer = isinstance(holder, nn.Module) and any(one is tensor for one in holder.buffers(recurse=False))
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if is_buffer else "tensor"
         once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # one of several expanded rows
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         found.setdefault(key, Piece(ordinary_alias(tensor)[once], f"{kind} {name!r}", kind=kind))
     return list(found.values())
 
 
-def _owned(weights: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield the weights whose memory can be written and is this process's alone. It may be that of a file."""
+def _is_owned(weight: torch.Tensor, private: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a weight's memory can be written and is this process's alone. It may be that of a file."""
+    low, high = span(weight)
+    if weight.is_cpu and private:
+        return any(start <= low and high <= stop for start, stop in private)
+    storage = weight.untyped_storage()
+    return storage.resizable() and not (weight.is_cpu and storage.is_shared())
+
+
+def _private_memory() -> list[tuple[int, int]]:
+    """Return the address ranges that this process alone writes, as far as the system tells."""
     maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
         place, modes, *_ = line.split()
         low, high = (int(end, 16) for end in place.split("-"))
         if modes == "rw-p":
             private += [(private.pop()[0] if private and private[-1][1] == low else low, high)]
-    for one in weights:
-        low, high = span(one.memory)
-        storage = one.memory.untyped_storage()
-        is_own = storage.resizable() and not (one.memory.is_cpu and storage.is_shared())
-        if one.memory.is_cpu and private:
-            is_own = any(start <= low and high <= stop for start, stop in private)
-        if is_own:
-            yield one
+    return private
 
 
-def _written(subject: Subject, held: Sequence[Piece]) -> State:
+def _written(state: State, held: Sequence[Piece]) -> list[Piece]:
     """Return what the step changes and nobody named as its state: tensors that it reaches, or else unnamed memory."""
     pieces = dict[int, Piece]()
-    for piece in subject.state.pieces:
+    for piece in state.pieces:
         place = [span(piece.memory)]
         named = [one for one in held if overlaps(one.memory, place)] or [piece]
         pieces.update({id(one): one for one in named if not piece.given})
-    return State(subject.state.backend, tuple(pieces.values()))
+    return list(pieces.values())
 
 
-def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> None:
+def _replay_twice(trial: Trial, changes: Sequence[Changes]) -> None:
     """Replay a batch, and again on the state that this has left. Note which words change."""
+    written = State(trial.backend, tuple(one.piece for one in changes))
 
     def twice() -> Any:
         before = written.copy()
@@ -141,25 +147,22 @@ def _replay_twice(trial: Trial, written: State, changes: Sequence[Changes]) -> N
         first, before = written.apart(before), written.copy()
         trial.write(trial.filled)
         trial.runner.replay(trial.view)
-        return first, written.apart(before)
+        return zip(changes, first, written.apart(before), strict=True)
 
-    found = trial.run(lambda pair: pair, by=twice)
-    if isinstance(found, Exception):  # other checks find it
-        return
     padded = {size for axis, size in trial.step.padded_sizes.items() if not axis.fixed}
-    for piece, change, first, second in zip(written.pieces, changes, *found, strict=True):
-        change.add(first, second, rows=piece.memory.dim() > 0 and piece.memory.shape[0] in padded)
+    for change, first, second in trial.run(tuple, by=twice) or ():  # other checks find what it raises
+        change.add(first, second, padded)
 
 
-def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
+def _changed(trial: Trial, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
     """Find weights that the step changes, and other tensors that it changes and that later steps use."""
     guilty, loose = list[Piece](), list[Piece]()
-    for piece, change in zip(written.pieces, changes, strict=True):
-        if piece.kind == "parameter" and change.first:
-            guilty.append(piece)
-        elif varied and change.drifts:  # with batches of one size, rows of requests look the same
-            (guilty if piece.kind == "buffer" else loose).append(piece)
-    if trial.together.any(loose) and _reaches_outputs(trial, State(written.backend, tuple(loose))):
+    for one in changes:
+        if one.piece.kind == "parameter" and one.is_first:
+            guilty.append(one.piece)
+        elif varied and one.drifts:  # with batches of one size, rows of requests look the same
+            (guilty if one.piece.kind == "buffer" else loose).append(one.piece)
+    if trial.any(loose) and _reaches_outputs(trial, State(trial.backend, tuple(loose))):
         guilty += loose
     writers = dict[int, str]()
 
@@ -168,8 +171,8 @@ def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied
             if overlaps(tensor, [span(piece.memory)]):
                 writers.setdefault(id(piece), f" ({operator}{place_now()})")
 
-    if trial.together.any(guilty):
-        trial.run(id, by=lambda: run_seen(Traffic(writes=note), trial.eagerly))
+    if trial.any(guilty):
+        trial.watch(Traffic(writes=note))
     for piece in guilty:
         message = (
             f"the step changes {piece.label} itself{writers.get(id(piece), '')}, and later steps go on with what it "
@@ -181,8 +184,8 @@ def _changed(trial: Trial, written: State, changes: Sequence[Changes], *, varied
 
 def _reaches_outputs(trial: Trial, loose: State) -> bool:
     """Return whether a step gives other outputs on what an earlier one left in some tensors."""
-    first = trial.run(lambda made: (loose.copy(), seen(trial.view, made).outputs))
-    if trial.raised or isinstance(first, Exception):
+    first = trial.run(lambda made: (loose.copy(), trial.seen(made)))
+    if first is None:
         return False
     left, usual = first
 
@@ -190,26 +193,25 @@ def _reaches_outputs(trial: Trial, loose: State) -> bool:
         loose.restore(left)
         return trial.runner.replay(trial.view)
 
-    later = trial.run(lambda made: seen(trial.view, made).outputs, by=go_on)
-    apart = not isinstance(later, Exception) and any(mismatches(usual, later, step=trial.step))
-    return trial.together.any(apart)
+    later = trial.run(trial.seen, by=go_on)
+    return trial.any(later is not None and any(mismatches(usual, later, step=trial.step)))
 
 
-def _taken_at_capture(subject: Subject, trial: Trial, captured: Captured, steady: Sequence[Piece]) -> Iterator[Finding]:
+def _taken_at_capture(trial: Trial, captured: Captured, steady: Sequence[Piece]) -> Iterator[Finding]:
     """Find weights that operators used only in the first run of the step, which has kept what it made of them."""
-    if not subject.runner.is_whole:  # around a stack a step may run other code for each batch
+    if not trial.runner.is_whole:  # around a stack a step may run other code for each batch
         return
     traffic = Traffic()
-    raised = with_own_casts(lambda: trial.run(id, by=lambda: run_seen(traffic, trial.eagerly)))
-    if isinstance(raised, Exception):
+    with_own_casts(lambda: trial.watch(traffic))
+    if trial.error is not None:
         return
-    known = {holding.storage.cdata for holding in subject.graphs.holdings.found.values() if not holding.is_freed}
+    known = {holding.storage.cdata for holding in trial.graphs.holdings.found.values() if not holding.is_freed}
     for one in steady:
         key = storage_key(one.memory)
-        if key not in known or one.memory.device != subject.backend.device:
+        if key not in known or one.memory.device != trial.backend.device:
             continue
         known.remove(key)
-        again = traffic.found.get(key, set()) | subject.state.taken.get(key, set())
+        again = traffic.found.get(key, set()) | trial.state.taken.get(key, set())
         operators = ", ".join(sorted(captured.taken.get(key, set()) - again))
         if operators:
             message = (
@@ -220,54 +222,51 @@ def _taken_at_capture(subject: Subject, trial: Trial, captured: Captured, steady
             yield Finding(WEIGHTS, None, message)
 
 
-def _frozen(subject: Subject, trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
+def _frozen(trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
     """Find the weight of which a graph keeps something, other than its memory, while the step sees each change."""
-    together, parts, found = subject.together, [list(steady)], None
-    if together.any(parity_fault(trial)):  # the parity check finds faults without a change
+    parts, guilty, fault = [list(steady)], list[Piece](), None
+    if trial.any(parity_fault(trial)):  # the parity check finds faults without a change
         return
     while parts:
         part = parts.pop()
-        halves = [part[: len(part) // 2], part[len(part) // 2 :]]
-        state = State(subject.state.backend, tuple(part))
-        is_several, is_full = together.any(len(part) > 1), False
-        try:
-            state.check_room()
-        except CheckError:
-            is_full = True
-        if together.any(is_full):
-            parts += halves if is_several else ()
-            for one in () if is_several else part:
-                subject.notes[f"{one.label} was not changed: there is no room for a copy"] = None
+        halves = [part[: len(part) // 2], part[len(part) // 2 :]] if trial.any(len(part) > 1) else []
+        state = State(trial.backend, tuple(part))
+        if trial.any(not _fits(state)):
+            parts += halves
+            for one in () if halves else part:
+                trial.notes[f"{one.label} was not changed: there is no room for a copy"] = None
             continue
         with state.kept():
             for one in part:
-                _change(one.memory, subject.seed)
-            fault = with_own_casts(lambda: parity_fault(trial))
-        if trial.raised or not together.any(fault):
-            continue
-        found = part, fault
-        parts = halves if is_several else []
-    if found is None:
-        return
-    reads = operators_of(trial, torch.Tag.data_dependent_output)
-    guilty, fault = found
+                _change(one.memory, trial.seed)
+            found = with_own_casts(lambda: parity_fault(trial))
+        if trial.any(found) and not trial.any(trial.error is not None):  # which other numbers may lead to
+            guilty, fault, parts = part, found, halves
     if fault is not None:
         names = ", ".join(one.label for one in guilty)
         message = (
             f"{fault.message.partition('; ')[0]}, after a change of {names}: the graph goes on with what the step "
-            f"made of it at capture, such as a number on the host{''.join(f' ({one})' for one in reads[:1])} or a "
-            "tensor that no operator of the graph makes; make it by operators in the step, or capture anew where it "
-            "changes"
+            "made of it at capture, such as a number on the host or a tensor that no operator of the graph makes; make "
+            "it by operators in the step, or capture anew where it changes"
         )
         yield Finding(WEIGHTS, None, message)
+
+
+def _fits(state: State) -> bool:
+    """Return whether there is room for a copy of a state."""
+    try:
+        state.check_room()
+    except CheckError:
+        return False
+    return True
 
 
 def _change(tensor: torch.Tensor, seed: int) -> None:
     """Write other numbers: smaller ones of the same sign, which stay within any bounds, and small ones for zeros."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
-    rows = max(1, CHUNK * len(tensor) // tensor.numel()) if tensor.dim() else 0
+    whole = tensor if tensor.dim() else tensor[None]
     with torch.no_grad():
-        for part in torch.split(tensor, rows) if rows else [tensor]:
+        for part in torch.split(whole, max(1, CHUNK * len(whole) // whole.numel())):
             noise = torch.rand(part.shape, device=part.device, generator=generator)
             wide = part.to(torch.promote_types(part.dtype, torch.float32))
             part.copy_(torch.where(wide == 0, noise / 8, wide * (noise + 1) / 2))

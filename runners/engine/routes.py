@@ -21,6 +21,7 @@ class Route(abc.ABC, Generic[V]):
         filling: Fills the bucket.
         viewer: Makes the views of its batches.
         counts: Counts the steps of this route.
+        captured: The graph, or None if the step runs eagerly.
         decision: Why there is no graph, or None if there is one.
     """
 
@@ -28,7 +29,8 @@ class Route(abc.ABC, Generic[V]):
     needs_view: ClassVar[bool] = True
     """Whether the step runs on the view. If not, it is a graph that reads slots alone."""
 
-    def __init__(self, filling: Filling, viewer: Viewer[V], counts: Counts) -> None:
+    def __init__(self, filling: Filling, viewer: Viewer[V], counts: Counts, captured: Captured | None = None) -> None:
+        self.captured = captured
         self.filling = filling
         self.filler: Filler[V] = filling.filler
         self.viewer = viewer
@@ -45,11 +47,7 @@ class Route(abc.ABC, Generic[V]):
 
 
 class GraphRoute(Route[V]):
-    """A graph of the whole step.
-
-    Attributes:
-        captured: The graph.
-    """
+    """A graph of the whole step."""
 
     needs_view: ClassVar[bool] = False
 
@@ -57,8 +55,8 @@ class GraphRoute(Route[V]):
         self, graphs: GraphSet[V], captured: Captured, viewer: Viewer[V], counts: Counts, rows_each: int | None
     ) -> None:
         """Take a graph. rows_each: Output rows for each live row, or None if outputs are whole."""
-        super().__init__(captured.filling, viewer, counts)
-        self.captured = captured
+        super().__init__(captured.filling, viewer, counts, captured)
+        self._captured = captured
         self._graphs = graphs
         self._rows_each = rows_each
         self._last_outputs: torch.Tensor | None = None
@@ -68,13 +66,13 @@ class GraphRoute(Route[V]):
     def run(self, view: V | None, live: Live) -> Any:
         """Replay the graph."""
         del view
-        self._graphs.replay(self.captured)
+        self._graphs.replay(self._captured)
         self.counts.steps += 1
         self.counts.live += live[-1]
         rows = None if self._rows_each is None else live[-1] * self._rows_each
-        outputs = self.captured.graph.outputs
+        outputs = self._captured.graph.outputs
         if type(outputs) is not torch.Tensor or self._graphs.stamps:  # the caller may change a container
-            return self._graphs.stamped(self.captured.live(rows))
+            return self._graphs.stamped(self._captured.live(rows))
         if rows is None:
             return outputs.detach()  # never the graph's own tensor, which the caller might change
         if outputs is self._last_outputs and rows == self._last_rows:

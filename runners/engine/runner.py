@@ -21,7 +21,7 @@ from ...dataflow.sources import NO_SIDE, Side
 from ...dataflow.views import ViewInfo
 from .config import RunnerConfig
 from .eagerly import Eagerly
-from .graphs import GraphSet, ReadBatch, Reader
+from .graphs import Captured, GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
 from .outputs import own_copy
 from .pool import Phase
@@ -249,6 +249,13 @@ class Runner(Unique, abc.ABC, Generic[V]):
             except BaseException:  # the step may have overwritten filled slots
                 self._filled = None
                 raise
+
+    def graph_of(self, view: Any) -> Captured | None:
+        """Return the graph that replays a view, or None if the step runs eagerly or `replay` refuses the view."""
+        filled = self._filled
+        if filled is None or filled.view is not view or filled.route.filler.buffers.turn.others != self._others:
+            return None
+        return filled.route.captured
 
     def _why_no_view(self, view: Any) -> str | None:
         """Return why something is no view of this runner, or None if it is one."""

@@ -17,7 +17,7 @@ from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import BY_PRODUCER
 from ...dataflow.sources import Side, look_up
-from ..comparison import live_part, named
+from ..check.trial import live_part, named
 from ..engine.config import checked
 from ..engine.hooks import Watcher
 from ..engine.runner import Runner

@@ -14,8 +14,7 @@ from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
 from ..check.replays import COPIES, apart_from_step
-from ..check.trial import Subject, unwatched
-from ..comparison import USUAL, copies, graph_of, info_of, live_part, mismatches, state_on
+from ..check.trial import USUAL, Trial, copies, info_of, live_part, mismatches, unwatched
 from ..engine.runner import Runner
 from ..engine.sampling import Sample, rebuilt
 from ..engine.stage import Stage
@@ -192,27 +191,22 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
     Raises as the step does.
     """
     found, produce = list[str](), functools.partial(_produce, step)
-
-    def filled() -> Any:
-        one = batch_of(step, runner.stage)  # made anew each time: a step may write its batch
-        view = runner.fill(one.batch, **one.side)
-        produce(view)
-        return view
-
-    view = filled()
-    if runner.graphs is not None and graph_of(runner, view) is not None:
-        try:
-            state = state_on(runner, view)
-            state.check_room(COPIES)
-        except CheckError as error:
-            lines.append(f"its graph is not compared with the step: {error}")
-        else:
-            subject = Subject(runner, runner.graphs, state, produce=produce)
-            with unwatched(runner.watch):
-                finding = apart_from_step(subject, batch_of(step, runner.stage))
-            if finding is not None:
-                found.append(finding.message)
-        view = filled()
+    if runner.graphs is not None:
+        trial = Trial(runner, runner.graphs, produce=produce)
+        trial.fill(batch_of(step, runner.stage))
+        if trial.graph is not None:
+            try:
+                trial.state = trial.find_state()
+                trial.state.check_room(COPIES)
+            except CheckError as error:
+                lines.append(f"its graph is not compared with the step: {error}")
+            else:
+                with unwatched(runner.watch):
+                    finding = apart_from_step(trial, batch_of(step, runner.stage))  # a step may write its batch
+                found += [] if finding is None else [finding.message]
+    one = batch_of(step, runner.stage)
+    view = runner.fill(one.batch, **one.side)
+    produce(view)
     outputs = copies(runner.replay(view), "outputs")
     if step.outputs is not None:
         known = {one.name: one.elements for one in step.outputs if one.elements is not None}

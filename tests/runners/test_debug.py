@@ -17,7 +17,7 @@ from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, Repla
 from slotgraph.dataflow.sources import look_up
 from slotgraph.extend import side
 from slotgraph.pool import InputPool
-from slotgraph.runners.comparison import named
+from slotgraph.runners.check.trial import named
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.engine.config import CHEAP, DEBUG_VARIABLE, MODES, modes_of
 from slotgraph.runners.engine.hooks import Watcher

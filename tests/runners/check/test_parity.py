@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners.check.trial import Finding
-from slotgraph.runners.comparison import USUAL, differences, seen
+from slotgraph.runners.check.trial import USUAL, Finding, info_of, mismatches, seen
 from tests.runners.check.test_addresses import broken_runner, runner_of
 from tests.runners.check.test_planted import found_by
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
@@ -164,21 +163,20 @@ def test_first_difference_is_the_first(data: st.DataObject, rows: int, seed: int
     pair = Pair(view.ids.double(), (view.pairs.clone(),))
     outputs = {"a": pair, "b": [Both(torch.rand(view.weights.shape[0], 2, 2))]}
     one, other = seen(view, outputs), seen(view, outputs)
-    assert list(differences(one, other, USUAL)) == []
+    assert list(mismatches(one, other, USUAL)) == []
     places = ["slot 'weights'", "slot 'pairs'", "outputs['a'].left", "outputs['a'].right[0]", "outputs['b'][0].rows"]
-    held = {**other.copied, **other.outputs}
     changed: dict[str, int] = {}
     for place in data.draw(st.sets(st.sampled_from(places), min_size=1)):
-        live = held[place][:rows] if place.startswith("outputs") else held[place]
+        live = other[place][:rows] if place.startswith("outputs") else other[place]
         at = changed[place] = data.draw(st.integers(0, live.numel() - 1))
         live.view(-1)[at] += 1
-    found = next(differences(one, other, USUAL), None)
+    found = next(mismatches(one, other, USUAL), None)
     expected = next(place for place in places if place in changed)
     assert found is not None
     assert found.index is not None
     assert found.where == expected
     assert found.slot == (expected[6:-1] if expected.startswith("slot") else None)
-    index = torch.unravel_index(torch.tensor(changed[expected]), held[expected].shape)
+    index = torch.unravel_index(torch.tensor(changed[expected]), other[expected].shape)
     assert found.index == tuple(int(i) for i in index)
     assert found.values[0] == pytest.approx(found.values[1] - 1, abs=1e-5)
     assert found.row == found.index[0]
@@ -190,7 +188,7 @@ def test_differences_in_kind() -> None:
     nan = torch.tensor([[float("nan"), 1.0]] * 3)
 
     def told(one: Any, other: Any, tolerance: Any = USUAL) -> str:
-        return str(next(differences(seen(view, one), seen(view, other), tolerance), None))
+        return str(next(mismatches(seen(view, one), seen(view, other), tolerance, step=info_of(view).step), None))
 
     assert told(nan, nan.clone()) == "None"
     assert told(torch.ones(4, 2), torch.ones(3, 2)) == "None"

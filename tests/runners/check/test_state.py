@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners.comparison import state_on
+from slotgraph.runners.check.trial import Trial
 from slotgraph.runners.engine import state as states
+from slotgraph.runners.engine.sampling import Sample
 from slotgraph.runners.engine.state import State
 from tests.runners.models import bytes_of, decoder, plain_runner, random_batch
 from tests.strategies import noise
@@ -136,8 +137,13 @@ def test_what_was_made_smaller_is_told() -> None:
 
 def test_state_of_a_runner(cpu: str) -> None:
     """A cache that the step closes over is found, with the operator that writes it; the fill and the slots are none."""
-    plain = plain_runner(cpu)
-    assert state_on(plain, plain.fill(random_batch(3, 3))).pieces == ()
+
+    def found_on(runner: Any, batch: Any) -> State:
+        trial = Trial(runner, runner.graphs)
+        trial.fill(Sample(batch, {}))
+        return trial.find_state()
+
+    assert found_on(plain_runner(cpu), random_batch(3, 3)).pieces == ()
     cache = torch.randn(64, 2)
 
     class Cached(Inputs):
@@ -150,7 +156,7 @@ def test_state_of_a_runner(cpu: str) -> None:
 
     runner = decoder(Cached, step, backend=cpu)
     before = cache.clone()
-    found = state_on(runner, runner.fill({"places": torch.tensor([5, 9, 33])}))
+    found = found_on(runner, {"places": torch.tensor([5, 9, 33])})
     assert torch.equal(cache, before)
     (piece,) = found.pieces
     assert piece.label == "the float32 tensor of shape [64, 2] that aten::index_put_ writes"
