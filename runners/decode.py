@@ -146,6 +146,7 @@ class GraphRunner(Runner[V]):
             rows_each: Rows of outputs for each row, or None if they are whole.
         """
         lead, *_ = leading
+        self._given = given
         self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
         self._rows_each, self.cuts = rows_each, rows_each is not None
         sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
@@ -358,7 +359,7 @@ class RequestRunner(GraphRunner[V]):
             config,
             stage,
             lambda rows: {BATCH: rows, TOKENS: rows * width},
-            given,
+            {"output_rows": output_rows, **given},
             said=f"buckets= and {factor}=",
             factor=factor,
             leading=(BATCH, TOKENS),
@@ -368,6 +369,13 @@ class RequestRunner(GraphRunner[V]):
     def _route_of(self, captured: Captured) -> Route[V]:
         viewer, counts = self.stage.viewer(captured.filling.bucket), self.tally.buckets[captured.rows]
         return GraphRoute(self.graphs, captured, viewer, counts, self._rows_each)
+
+    def remade(self, **options: Any) -> "DecodeRunner[V]":
+        """Make a decode runner of the same step and options but for some, with memory and graphs of its own."""
+        stage = self.stage
+        own = {"sizes": stage.sizes, "width": self.config.width, "backend": stage.backend, "state": stage.state}
+        taken = {name: value for name, value in self._given.items() if name not in {"bind", "phase"}}
+        return DecodeRunner(stage.inputs, stage.step, **{**taken, **own, **options})
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """Return a bucket's slots, with all padded rows, for a producer that writes them itself.

@@ -50,6 +50,22 @@ _Output = Annotated[
     ),
 ]
 _Backend = Annotated[str, typer.Option(metavar="NAME", help="A backend; see `slotgraph backends`.")]
+_Size = Annotated[
+    list[str] | None,
+    typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
+]
+_Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
+]
+_Batches = Annotated[
+    str | None,
+    typer.Option(
+        "--batches",
+        metavar="NAME",
+        help="What the module has to run with: a list of batches, or a function of rows and a torch.Generator.",
+    ),
+]
 _A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function that makes one."
 _EXPLAINED: Final = (
     "A declaration's class, or a runner, or a function that makes one: a module or a .py file, and a name."
@@ -93,18 +109,8 @@ def main() -> None:
 def explain(
     target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help=_EXPLAINED)],
     *,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."
-        ),
-    ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."
-        ),
-    ] = None,
+    size: _Size = None,
+    setting: _Setting = None,
     absent: Annotated[
         list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")
     ] = None,
@@ -148,12 +154,16 @@ def backends(*, form: _Form = "table", output: _Output = None) -> None:
 
 @app.command()
 def bench(
+    target: Annotated[str | None, typer.Argument(metavar="MODULE:NAME", help=_EXPLAINED)] = None,
     *,
+    batches: _Batches = None,
+    size: _Size = None,
+    setting: _Setting = None,
     backend: _Backend = _AUTO,
     slots: Annotated[
-        list[int], typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated.")
+        list[int], typer.Option(min=2, max=1000, help="Without a target, a number of slots; may be repeated.")
     ] = [4, 12, 48],  # noqa: B006 - nothing changes it
-    quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few rounds, and nothing is compiled.")] = False,
     form: _Form = "table",
     output: _Output = None,
     data: Annotated[
@@ -163,10 +173,14 @@ def bench(
 ) -> None:
     """Measure what a step's inputs cost host and device.
 
+    A runner is measured in its largest bucket, with its own step; a declaration with the smallest step there is, and so
+    are decode steps of our own, without a target.
+
     \b
     per_slot    by hand: one tail reset and one copy a slot
     regrouped   by hand: foreach copies, grouped anew in each step
-    in_graph, fused, foreach, slot_by_slot
+    compiled    by hand, under torch.compile: of a target, without --quick
+    in_graph, fused, direct, foreach, slot_by_slot
                 this library by each lowering that the backend has, whole: from
                 sizing to the outputs of the replay
     bare        the replay of a graph that holds the step alone, and no fill
@@ -177,7 +191,8 @@ def bench(
     \b
     Examples:
       slotgraph bench --quick --slots 12
-      slotgraph bench --backend cuda --format json --output figures.json
+      slotgraph bench engine.py:make_runner --batches make_batch
+      slotgraph bench inputs.py:DecodeInputs --size batch=512 --backend cuda
       slotgraph bench --format html --output figures.html
     """  # noqa: D301 - as above
     if data:
@@ -190,13 +205,7 @@ def bench(
 def check(
     target: Annotated[str, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)],
     *,
-    batches: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="What the module has to check with: a list of batches, or a function of rows and a torch.Generator.",
-        ),
-    ] = None,
+    batches: _Batches = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="CHECK", help="One of the checks above; may be repeated. All by default."),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slotgraph.backends import Backend
-    from slotgraph.runners.testing.benchmarks import Figures, Timer
+    from slotgraph.runners.testing.timing import Figures
 
 BACKEND: Final = "slotgraph_backend"
 BACKENDS: Final = "slotgraph_backends"
@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Add the marker."""
     what = "the backends that slotgraph_backend stands for in this test; all that there are, where none is named"
     config.addinivalue_line("markers", f"{BACKENDS}(*names): {what}")
+    if not config.pluginmanager.hasplugin("benchmark"):
+        config.pluginmanager.register(_NoBenchmark())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -83,24 +85,27 @@ def slotgraph_backend(request: pytest.FixtureRequest) -> "Backend":
     return kind()
 
 
+class _NoBenchmark:
+    """The fixture of pytest-benchmark, where that is not installed."""
+
+    @pytest.fixture
+    def benchmark(self, request: pytest.FixtureRequest) -> None:
+        """Fail, and say what to install."""
+        asked = " and ".join(sorted({"benchmark_fill", "benchmark_ways"} & {*request.fixturenames})) or "benchmark"
+        pytest.fail(f"{asked} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'")
+
+
 @pytest.fixture
-def benchmark_fill(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
+def benchmark_fill(benchmark: object, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
     """Times a declaration's fills on each backend: `benchmark_fill(MyInputs, padded={BATCH: 256}, most=1.0)`."""
-    return functools.partial(_timer(request).fill, slotgraph_backend)
-
-
-@pytest.fixture
-def benchmark_ways(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
-    """Times your own variants in turn: `benchmark_ways({"by hand": fill, "ours": runner.fill}, batches, "fill")`."""
-    return functools.partial(_timer(request).ways, slotgraph_backend)
-
-
-def _timer(request: pytest.FixtureRequest) -> "Timer":
-    """Return what measures times with pytest-benchmark's own fixture."""
-    if not request.config.pluginmanager.hasplugin("benchmark"):
-        pytest.fail(
-            f"{request.fixturename} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'"
-        )
     from slotgraph.runners.testing.benchmarks import Timer  # noqa: PLC0415 - as above
 
-    return Timer(request.getfixturevalue("benchmark"))
+    return functools.partial(Timer(benchmark).fill, slotgraph_backend)
+
+
+@pytest.fixture
+def benchmark_ways(benchmark: object, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
+    """Times your own variants in turn: `benchmark_ways({"by hand": fill, "ours": runner.fill}, batches, "fill")`."""
+    from slotgraph.runners.testing.benchmarks import Timer  # noqa: PLC0415 - as above
+
+    return functools.partial(Timer(benchmark).ways, slotgraph_backend)

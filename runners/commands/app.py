@@ -10,12 +10,10 @@ import pathlib
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, Final, NoReturn
 
-import torch
 import typer
 from rich.console import Console
 
@@ -40,13 +38,13 @@ from ..explained.declared import Explanation, Extents, explain_declaration, merm
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
 from ..explained.pages import WIDE, Page, Shown, Table, html, printable
-from ..recording.records import RecordedFile, versions
+from ..recording.records import RecordedFile
 from ..recording.replaying import RecordedRanks, replay_file, tables_of
 from ..serial import to_data
-from ..testing.timing import THREADS
-from .bench import FULL, QUICK, measured_rows, tables_of_rows
+from ..testing.bench import bench as measure_inputs
 
 FAILED: Final = 1  # a check failed, or a backend cannot run; typer exits with 2 for arguments it rejects
+_NEITHER: Final = "not a subclass of slotgraph.Inputs, nor a runner"
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 Result = tuple[Any, Shown, bool]
 """The result of a command: as data, as tables, and whether all is well."""
@@ -179,6 +177,30 @@ def _module(place: str) -> ModuleType:
     return module
 
 
+def _is_explained(value: Any) -> bool:
+    """Return whether a value is a runner, or a class of a user's inputs."""
+    return isinstance(value, Runner) or (isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs)
+
+
+def _refuse_own(**options: object) -> None:
+    """Refuse options for a declaration that were given for a runner."""
+    for option in filter(options.get, options):
+        exit_refused("is for a declaration; a runner has its own: leave it out", f"--{option}")
+
+
+def _batches(target: str | None, name: str | None) -> Any:
+    """Return what a target's module has under the name of `--batches`, or None without a name."""
+    if name is None:
+        return None
+    if target is None:
+        exit_refused("is for a target: name one", "--batches")
+    return find(
+        f"{target.rpartition(':')[0] or target}:{name}",
+        lambda value: callable(value) or (isinstance(value, Iterable) and not isinstance(value, str)),
+        "no batches: name several, or a function of two arguments, rows and a torch.Generator",
+    )
+
+
 def explain(
     target: str,
     *,
@@ -190,18 +212,10 @@ def explain(
     capture: bool,
 ) -> Result:
     """Explain a declaration or a runner."""
-
-    def is_explained(value: Any) -> bool:
-        is_class = isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs
-        return is_class or isinstance(value, Runner)
-
     found: Explanation | RunnerExplanation
-    named = find(target, is_explained, "not a subclass of slotgraph.Inputs, nor a runner")
+    named = find(target, _is_explained, _NEITHER)
     if isinstance(named, Runner):
-        own: Any = {"--size": size, "--set": setting, "--absent": absent}
-        own |= {"--backend": backend != AUTO, "--lowering": lowering != AUTO}
-        for option in filter(own.get, own):
-            exit_refused("is for a declaration; a runner has its own: leave it out", option)
+        _refuse_own(size=size, set=setting, absent=absent, backend=backend != AUTO, lowering=lowering != AUTO)
         if capture:
             try:
                 captured(named)
@@ -281,21 +295,31 @@ def _facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
-def bench(backend: str, slots: Iterable[int], *, quick: bool) -> Result:
-    """Measure whole steps of so many slots."""
-    on = choose(backend)
+def bench(
+    target: str | None,
+    *,
+    batches: str | None,
+    size: Sequence[str] | None,
+    setting: Sequence[str] | None,
+    backend: str,
+    slots: Iterable[int],
+    quick: bool,
+) -> Result:
+    """Measure a runner, a declaration, or decode steps of our own."""
+    named, options = None, dict[str, Any]()
+    if target is not None:
+        named = find(target, _is_explained, _NEITHER)
+        if isinstance(named, Runner):
+            _refuse_own(size=size, set=setting, backend=backend != AUTO)
+        else:
+            extents = _extents_of(size or (), named.slotgraph)
+            padded = {axis: most for axis, (_, most) in extents.items() if axis not in (TOKENS, WIDTH)}
+            options = {"settings": _settings_of(setting) if setting else None}
+            options |= {"buckets": [padded.pop(BATCH)]} if BATCH in padded else {}
+            options |= {"sizes": padded}
     with Console(stderr=True).status("measuring"):
-        rows = measured_rows(on, sorted({*slots}), QUICK if quick else FULL)
-    about = {
-        "ours": on.capabilities.lowerings[0],
-        "backend": on.name,
-        "device": getattr(torch.get_device_module(on.device), "get_device_name", str)(on.device),
-        "threads": THREADS,
-        "quick": quick,
-        "date": time.strftime("%Y-%m-%d"),
-        **versions(),
-    }
-    return {"rows": rows, "conditions": about}, Page([*tables_of_rows(rows, about)]), True
+        found = measure_inputs(named, _batches(target, batches), slots=slots, quick=quick, backend=backend, **options)
+    return found, found, True
 
 
 def check(
@@ -309,14 +333,7 @@ def check(
     seed: int,
 ) -> Result:
     """Check a runner. The command fails if something was found."""
-    runner, given = captured(find(target)), None
-    if batches is not None:
-        why = "no batches: name several, or a function of two arguments, rows and a torch.Generator"
-        given = find(
-            f"{target.rpartition(':')[0] or target}:{batches}",
-            lambda value: callable(value) or (isinstance(value, Iterable) and not isinstance(value, str)),
-            why,
-        )
+    runner, given = captured(find(target)), _batches(target, batches)
     options: dict[str, Any] = {"only": only or (), "read_outside": read_outside or (), "random": random}
     report = check_runner(runner, given, rounds=rounds, seed=seed, **options)
     title, *lines = str(report).splitlines()

@@ -156,6 +156,7 @@ def assert_fill_equals_oracle(
     Raises:
         WrongBytesError: An AssertionError, which names lowering, step, slot and row.
     """
+    __tracebackhide__ = True  # pytest then shows the user's line
     ground, own = Ground.of(inputs, backend, max_sizes, settings, relations), hypothesis.settings()
     declaration = ground.declaration
     read = {need for one in declaration.functions.values() for need in one.needs}
@@ -174,7 +175,10 @@ def assert_fill_equals_oracle(
         _play(ground, lowering, schedule, seed)
 
     for lowering in lowerings or ground.backend.capabilities.lowerings:
-        fills(lowering)
+        try:
+            fills(lowering)
+        except WrongBytesError as error:
+            raise error.with_traceback(None)  # noqa: B904 - without the frames of Hypothesis and of this module
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

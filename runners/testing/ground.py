@@ -25,6 +25,7 @@ from ..engine.stage import NO_SIZES, Stage
 from ..input_buffers import Layer
 
 NO_RELATIONS: Final[Relations] = {}
+LIVE: Final = 0.75  # by default, the share of an axis' rows that is live
 Slots = Mapping[str, torch.Tensor | None]
 
 
@@ -40,12 +41,10 @@ class Ground:
     Attributes:
         stage: The declaration under its settings, and its backend.
         most: The largest size of every axis.
-        leads: The varying axes whose sizes are drawn. The others follow from them.
     """
 
     stage: Stage[Any]
     most: Sizes
-    leads: tuple[Axis, ...]
 
     @classmethod
     def of(
@@ -57,20 +56,15 @@ class Ground:
         relations: Relations = NO_RELATIONS,
     ) -> "Ground":
         """Check the arguments of `batches`. Raise ConfigError if a size or relation does not fit."""
-        declaration, leads = inputs.slotgraph.under(settings), set[Axis]()
-        for axis in declaration.varying:
-            lead = (size := relations.get(axis, Dim.of(axis))).reveals()
-            if lead is None:
-                raise ConfigError(f"relations: {axis!r} follows from one other axis that varies, got {size}")
-            leads.add(lead)
-        known = leads | set(declaration.axes)
+        declaration = inputs.slotgraph.under(settings)
+        known = _leads(declaration, relations) | set(declaration.axes)
         for axis in max_sizes:
             if axis not in known or axis in relations:
                 raise ConfigError(f"max_sizes names {axis!r}, which no slot has, or relations= tells: leave it out")
         most = {axis: 3 if axis.fixed else 8 for axis in known} | dict(max_sizes)
         fixed = {axis: size for axis, size in most.items() if axis.fixed}
         stage = Stage.of(inputs, no_step, backend, fixed, settings, relations)
-        return cls(stage, _followed(most, relations), tuple(sorted(leads)))
+        return cls(stage, _followed(most, relations))
 
     @property
     def declaration(self) -> Declaration:
@@ -82,9 +76,21 @@ class Ground:
         """The backend that it is filled on."""
         return self.stage.backend
 
+    @property
+    def leads(self) -> list[Axis]:
+        """The varying axes whose sizes are drawn. The others follow from them."""
+        return sorted(_leads(self.declaration, self.stage.relations))
+
     def sizes(self, leads: Sizes) -> Sizes:
         """Return the sizes of all axes, given those of the leading ones."""
         return _followed({**self.stage.sizes, **leads}, self.stage.relations)
+
+    def part(self, live: Sizes) -> Sizes:
+        """Return the sizes of all axes, given some leading ones. The others have three quarters of their largest."""
+        sizes = {axis: live.get(axis, max(1, int(self.most[axis] * LIVE))) for axis in self.leads}
+        if not sizes.keys() >= live.keys() or any(size > self.most[axis] for axis, size in sizes.items()):
+            raise ConfigError(f"live: sizes of the axes {self.leads}, at most the padded ones, got {dict(live)}")
+        return self.sizes(sizes)
 
     def live(self, sizes: Sizes) -> Live:
         """Return sizes in the form that a fill takes: one for each varying axis."""
@@ -164,6 +170,17 @@ def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
 
 def _row(where: tuple[int, ...]) -> str:
     return str(where[0] if len(where) == 1 else list(where))
+
+
+def _leads(declaration: Declaration, relations: Relations) -> set[Axis]:
+    """Return the varying axes that others follow. Raise ConfigError if one follows from none, or from several."""
+    leads = set[Axis]()
+    for axis in declaration.varying:
+        lead = (size := relations.get(axis, Dim.of(axis))).reveals()
+        if lead is None:
+            raise ConfigError(f"relations: {axis!r} follows from one other axis that varies, got {size}")
+        leads.add(lead)
+    return leads
 
 
 def _followed(sizes: Sizes, relations: Relations) -> Sizes:

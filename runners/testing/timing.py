@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -47,6 +47,24 @@ class Spread:
     def of(cls, samples: Sequence[float]) -> "Spread":
         """Return the spread of at least one sample."""
         return cls(*map(float, np.percentile(samples, (50, 10, 90))))
+
+
+@attrs.frozen
+class Figures:
+    """The times of each way, in microseconds a step, and its ratio to the base way.
+
+    Ratios are medians over the rounds of one run, so that a slow machine is slow for both.
+    """
+
+    microseconds: Mapping[str, Spread]
+    ratios: Mapping[str, float]
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[float]], rounds: int, base: str) -> "Figures":
+        """Summarize the times of all steps, equally many a round. Ratios are to the way named `base`."""
+        medians = {name: np.median(np.reshape(times, (rounds, -1)), axis=1) for name, times in samples.items()}
+        ratios = {name: float(np.median(one / medians[base])) for name, one in medians.items() if name != base}
+        return cls({name: Spread.of(times) for name, times in samples.items()}, ratios)
 
 
 @attrs.define(eq=False)

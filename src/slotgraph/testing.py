@@ -1,5 +1,6 @@
-"""For your own test suite: an assertion and a Hypothesis strategy. The pytest plugin has the fixtures."""
+"""For your own test suite: an assertion, a Hypothesis strategy, and a benchmark. The pytest plugin has the fixtures."""
 
+from slotgraph.runners.testing.bench import bench
 from slotgraph.runners.testing.fills import assert_fill_equals_oracle, batches
 
-__all__ = ["assert_fill_equals_oracle", "batches"]
+__all__ = ["assert_fill_equals_oracle", "batches", "bench"]

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import attrs
 from rich.console import Console
-from rich.table import Table
 
 from slotgraph.backends import Backend
+from slotgraph.runners.explained.pages import Table
 from slotgraph.runners.testing.timing import Run, Spread, measure
 
 
@@ -30,13 +31,13 @@ def race(
 
 
 def show(title: str, times: Mapping[str, Sequence[float]]) -> None:
-    """Print medians and spreads, and each median's ratio to the first."""
-    table = Table(title=title, title_justify="left")
-    for name in ("", "us, median", "p10", "p90", "of the first"):
-        table.add_column(name, justify="right")
+    """Print medians and spreads in microseconds, and each median's ratio to the first."""
     spreads = {name: Spread.of(one) for name, one in times.items()}
-    for name, one in spreads.items():
-        ratio = one.median / next(iter(spreads.values())).median
-        table.add_row(name, *(f"{value:.2f}" for value in (one.median, one.p10, one.p90)), f"{ratio:.4f}")
-    if times:
-        Console(width=110).print("\n", table)
+    first = next(iter(spreads.values()), None)
+    rows = [
+        {"way": name, **attrs.asdict(one), "of the first": f"{one.median / first.median:.4f}"}
+        for name, one in spreads.items()
+        if first is not None
+    ]
+    if rows:
+        Console(width=110).print(f"\n{Table(title, rows).lines(110)}", highlight=False, markup=False)

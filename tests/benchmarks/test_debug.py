@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from slotgraph.backends import Backend
-from slotgraph.runners.commands.bench import declare_decode, draw, plus_one
 from slotgraph.runners.engine.config import DEBUG_VARIABLE, MODES
+from slotgraph.runners.testing.bench import declare_decode, smallest_step
+from tests.benchmarks.decoding import draw
 from tests.benchmarks.shown import race
 from tests.runners.models import decoder
 
@@ -24,7 +25,7 @@ def test_modes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, runners = declare_decode(9), dict[str, Any]()
     for name, debug in WAYS.items():
         told: dict[str, Any] = {} if debug is None else {"debug": debug}
-        runners[name] = decoder(inputs, plus_one, buckets=[BUCKET], backend=backend, **told)
+        runners[name] = decoder(inputs, smallest_step, buckets=[BUCKET], backend=backend, **told)
     batches = [draw(inputs, backend, LIVE, number) for number in range(4)]
     title = f"{backend.name}: a small step of 9 slots, {LIVE} of {BUCKET} rows, under debug modes"
     race(title, runners, batches, backend)

@@ -21,9 +21,10 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LoweringName
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw
-from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch, verify
+from slotgraph.runners.testing.bench import declare_decode
+from slotgraph.runners.testing.benchmarks import ORACLE, SETS, Contestant, TakesBatch, verify
 from slotgraph.runners.testing.timing import Run, measure
+from tests.benchmarks.decoding import Batch, captured_runner, draw
 from tests.benchmarks.shown import show
 
 LIVE, PADDED = 200, 256

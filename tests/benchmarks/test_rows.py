@@ -12,8 +12,10 @@ import torch
 from slotgraph import BATCH, TOKENS, copied, output
 from slotgraph.backends import load
 from slotgraph.extend import LaunchedStep
-from slotgraph.runners.commands.bench import ORACLE, SIZES, contestants, declare_decode, draw
-from slotgraph.runners.testing.benchmarks import SETS, verify
+from slotgraph.runners.testing.bench import ANY, SIZES, cases, declare_decode, runner_of
+from slotgraph.runners.testing.benchmarks import ORACLE, SETS
+from slotgraph.runners.testing.by_hand import PER_SLOT, REGROUPED
+from tests.benchmarks.decoding import draw
 from tests.runners.models import decoder
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
@@ -21,17 +23,17 @@ pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 
 @functools.cache
 def held(backend: str, slots: int, live: int, padded: int) -> tuple[list[Any], dict[str, Any]]:
-    """Batches and contestants, compared with the oracle; the one that counts is second."""
-    on, inputs = load(backend)(), declare_decode(slots)
-    batches = [draw(inputs, on, live, number) for number in range(SETS)]
-    found = contestants(inputs, on, padded)
-    sizes = {BATCH: live, TOKENS: live}
-    verify(f"{slots} slots", inputs.slotgraph, on, found[ORACLE], found, [(sizes, batch) for batch in batches])
-    first = ["per_slot", on.capabilities.lowerings[0]]
-    return batches, {name: found[name].call for name in [*first, *(found.keys() - {*first})]}
+    """Batches and ways, compared with the oracle; the one that counts is second."""
+    runner = runner_of(declare_decode(slots), buckets=[padded], output_rows=TOKENS, backend=backend)
+    found = {row["lowering"]: run for row, run in cases(runner, (live,), (PER_SLOT, REGROUPED))}
+    first = [PER_SLOT, runner.stage.backend.capabilities.lowerings[0]]
+    return [*found[PER_SLOT].batches], {name: found[name].way for name in [*first, *(found.keys() - {*first})]}
 
 
-@pytest.mark.parametrize(("live", "padded"), SIZES)
+ROWS = [(live, padded) for padded, lives in SIZES.items() for live in lives if live != ANY]
+
+
+@pytest.mark.parametrize(("live", "padded"), ROWS)
 @pytest.mark.parametrize("slots", [4, 12, 48])
 def test_row(benchmark_ways: Callable[..., Any], backend_name: str, slots: int, live: int, padded: int) -> None:
     """All ways in turn."""

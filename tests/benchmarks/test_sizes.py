@@ -15,9 +15,11 @@ import torch
 from slotgraph import BATCH, TOKENS, Axis, InputBuffers, copied
 from slotgraph.backends import Backend
 from slotgraph.extend import HOST
-from slotgraph.runners.commands.bench import ORACLE, Batch, captured_runner, declare_decode, draw, shuffled
-from slotgraph.runners.testing.benchmarks import fill_by_hand
+from slotgraph.runners.testing.bench import declare_decode, shuffled
+from slotgraph.runners.testing.benchmarks import ORACLE
+from slotgraph.runners.testing.by_hand import fill_by_hand
 from slotgraph.runners.testing.timing import Run, measure
+from tests.benchmarks.decoding import Batch, captured_runner, draw
 from tests.benchmarks.shown import show
 from tests.runners.models import ready
 from tests.runners.prefilled import Model, Prefill, batch_of, runner_of

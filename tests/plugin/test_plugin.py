@@ -55,8 +55,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def within(project: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run a new Python in a folder, whose modules it finds."""
-    return python(*words, paths=[project], cwd=project, env={"PYTHONDONTWRITEBYTECODE": "1", **variables})
+    """Run a new Python in a folder, whose modules it finds, and those of this checkout."""
+    return python(*words, paths=[project, ROOT / "src"], cwd=project, env={"PYTHONDONTWRITEBYTECODE": "1", **variables})
 
 
 def beside(package: Path, *arguments: str) -> str:
@@ -190,13 +190,79 @@ def test_backends(project: Path) -> None:
 
 @pytest.mark.slow
 def test_fixtures(project: Path) -> None:
-    """Each times what it is given on the backends of the run, and pytest-benchmark saves the ratios."""
+    """Each way has a row in pytest-benchmark's table, in one group a test, with its ratio; the figures are saved."""
     (project / "mine.py").write_text(INPUTS)
     (project / "test_mine.py").write_text(SUITE)
-    assert "2 passed" in passed(project, "--slotgraph-backends=cpu-capture", "--benchmark-autosave")
+    said = passed(project, "--slotgraph-backends=cpu-capture", "--benchmark-autosave", "--benchmark-only")
+    assert "2 passed" in said
+    assert "benchmark 'cpu-capture: fill of Mine (test_fill[cpu-capture])': 5 tests" in said
+    assert "benchmark 'cpu-capture: a step (test_ways[cpu-capture])': 2 tests" in said
+    ways = {"per_slot", "regrouped", "direct", "foreach", "fused", "fill", "runner"}
+    rows = [line.split("  ")[0] for line in said.splitlines() if line.startswith(tuple(ways))]
+    assert {row.partition(",")[0] for row in rows} == ways
+    assert all(re.fullmatch(r"\w+(, \d+\.\d\d of the first)?", row) for row in rows), rows
+    assert said.count(" (1.0) ") >= 2
     (file,) = (project / ".benchmarks").rglob("0001_*.json")
     saved = json.loads(file.read_text())["benchmarks"]
+    assert len({one["fullname"] for one in saved}) == len(saved) == 7
+    for one in saved:
+        told = one["extra_info"]["slotgraph"]
+        assert one["stats"]["rounds"] == 50
+        assert one["stats"]["median"] * 1e6 == pytest.approx(told["microseconds"][told["way"]]["median"])
     assert {way for one in saved for way in one["extra_info"]["slotgraph"]["ratios"]} >= {"foreach", "runner"}
+    assert "2 passed" in passed(project, "--slotgraph-backends=cpu-capture", "--benchmark-compare")
+
+
+@pytest.mark.slow
+def test_fixtures_where_nothing_is_measured(project: Path) -> None:
+    """Disabled, each way runs and no ratio is checked; skipped, nothing runs."""
+    (project / "mine.py").write_text(INPUTS)
+    (project / "test_mine.py").write_text(SUITE.replace("rounds=5", "most=0.001, rounds=5"))
+    assert "2 passed" in passed(project, "--slotgraph-backends=cpu", "--benchmark-disable")
+    assert "2 skipped" in passed(project, "--slotgraph-backends=cpu", "--benchmark-skip")
+
+
+FAILING = """
+import torch
+from mine import BATCH, Inputs, Mine, copied, counted
+from slotgraph import computed
+from slotgraph.testing import assert_fill_equals_oracle
+
+class Wrong(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    count: torch.Tensor = computed(lambda step: next(counted), shape=1, dtype=torch.int32)
+
+def test_limit(benchmark_fill):
+    benchmark_fill(Mine, {BATCH: 64}, most=0.001, rounds=2, steps=5)  # the user's
+
+def test_bytes(benchmark_fill):
+    benchmark_fill(Wrong, {BATCH: 64})  # the user's
+
+def test_ways(benchmark_ways):
+    benchmark_ways({"one": print}, [1], "a step")  # the user's
+
+def test_oracle():
+    assert_fill_equals_oracle(Wrong, backend="cpu", max_examples=3)  # the user's
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_shows_the_users_line(project: Path) -> None:
+    """Tracebacks end at the test's own line, with the message below it; no frame of the library is shown."""
+    (project / "mine.py").write_text("import itertools\ncounted = itertools.count()\n" + INPUTS)
+    (project / "test_failing.py").write_text(FAILING)
+    done = within(project, "-m", "pytest", "--slotgraph-backends=cpu", "--benchmark-warmup=off")
+    said = re.split(r"\n_+ (test_\w+).*? _+\n", done.stdout.partition("short test summary")[0])
+    shown = dict(zip(said[1::2], said[2::2], strict=True))
+    errors = {
+        "test_limit": "RegressionError: cpu",
+        "test_bytes": "WrongBytesError: Wrong filled by",
+        "test_ways": "ConfigError: ways: ",
+    }
+    for name, error in {**errors, "test_oracle": "WrongBytesError: Wrong filled by"}.items():
+        assert re.search(r">       (benchmark|assert)_.*# the user's", shown[name]), shown[name]
+        assert error in shown[name]
+        assert "runners/testing" not in shown[name], shown[name]
 
 
 def test_without_pytest_benchmark(project: Path) -> None:

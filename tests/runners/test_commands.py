@@ -12,26 +12,24 @@ import subprocess
 import sys
 from typing import Any, Final
 
-import attrs
 import pytest
 import torch
 import typer.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, record
-from slotgraph.backends import Availability, Backend, choose, names
+from slotgraph import record
+from slotgraph.backends import Availability, choose, names
 from slotgraph.backends.cpu import CpuBackend
-from slotgraph.dataflow.errors import BatchError, WrongBytesError
+from slotgraph.dataflow.errors import BatchError
 from slotgraph.runners.check.checks import CHECKS, CheckReport
 from slotgraph.runners.commands import app as application
-from slotgraph.runners.commands import bench
-from slotgraph.runners.commands.bench import contestants, declare_decode, draw
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import Page, Table, cell, html
+from slotgraph.runners.explained.pages import Table, cell, html
 from slotgraph.runners.serial import from_data
-from slotgraph.runners.testing.benchmarks import verify
+from slotgraph.runners.testing import bench
+from slotgraph.runners.testing.bench import BenchReport
 from slotgraph_cli import app
 from tests.programs import python
 from tests.runners.models import ready
@@ -307,7 +305,8 @@ def test_runner_and_function() -> None:
 def test_every_command_prints_or_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same forms on the screen and in a file, 80 columns wide; what cannot be is refused before anything is run."""
     row = {"slots": 4, "live": 7, "padded": 8, "lowering": "per_slot", "host_us": 50.2, "gpu_us": None}
-    monkeypatch.setattr(application, "measured_rows", lambda *_: [row, {**row, "lowering": "foreach"}])
+    measured = BenchReport([row, {**row, "lowering": "foreach"}], CONDITIONS)
+    monkeypatch.setattr(application, "measure_inputs", lambda *_, **__: measured)
     report = CheckReport(runner="R", findings=(), steps={"poison": 3})
     monkeypatch.setattr(application, "check_runner", lambda *_, **__: report)
     monkeypatch.setenv("COLUMNS", "80")
@@ -632,70 +631,33 @@ def test_an_output_that_takes_nothing() -> None:
     assert done.stderr.decode() == ""
 
 
-def test_batches_differ_in_addresses_and_values() -> None:
-    """No step finds the sources of the one before, nor their values."""
-    drawn = [vars(draw(declare_decode(12), choose("cpu"), 200, number)) for number in range(3)]
-    for one, other in itertools.pairwise(drawn):
-        for name in one.keys() - {"rows", "is_greedy"}:
-            assert one[name] is not other[name]
-            assert not torch.equal(one[name], other[name])
-
-
-def test_every_contestant_leaves_the_oracles_bytes(backend: Backend) -> None:
-    """Over growing and shrinking batches, tails and outputs included; but a bare replay fills nothing."""
-    inputs = declare_decode(12)
-    found = contestants(inputs, backend, 48)
-    batches = [({BATCH: rows, TOKENS: rows}, draw(inputs, backend, rows)) for rows in (37, 48, 1, 37)]
-    verify("twelve", inputs.slotgraph, backend, found["slot_by_slot"], found, batches)
-    assert set(found) == {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
-    bare = found["bare"]
-    before = {one.name: one.tensor.clone() for one in bare.buffers}
-    bare.call(draw(inputs, backend, 3))
-    assert all(torch.equal(one.tensor, before[one.name]) for one in bare.buffers)
-
-
-@pytest.mark.parametrize("changed", ["slots", "outputs"])
-def test_wrong_bytes_end_the_benchmark(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is timed that leaves other slots or returns other outputs than the oracle: the command fails."""
-
-    def stale(*given: Any) -> Any:
-        found = contestants(*given)
-        right = found["per_slot"]
-
-        def call(batch: Any) -> Any:
-            returned = right.call(batch)
-            right.buffers["seq_lens"].tensor[batch.rows :] += int(changed == "slots")
-            return returned + int(changed == "outputs")
-
-        return {**found, "per_slot": attrs.evolve(right, call=call)}
-
-    inputs, cpu = declare_decode(4), choose("cpu")
-    found, batches = stale(inputs, cpu, 8), [({BATCH: 7, TOKENS: 7}, draw(inputs, cpu, 7))]
-    what = {"outputs": "it returned other outputs", "slots": "slot 'seq_lens', row 7 (its tail)"}[changed]
-    with pytest.raises(WrongBytesError, match=re.escape(f"device by 'per_slot': {what}")):
-        verify("device", inputs.slotgraph, cpu, found["slot_by_slot"], found, batches)
-    monkeypatch.setattr(bench, "contestants", stale)
-    monkeypatch.setattr(bench, "measure", pytest.fail)
-    result = run("bench", "--quick", "--slots", "4", "--backend", "cpu")
-    assert result.exit_code == 1
-    assert "WrongBytesError: 4 slots by 'per_slot': " in result.stderr
+CONDITIONS: Final = {
+    "target": "",
+    "measured": "whole step",
+    "ours": "in_graph",
+    "device": "H200",
+    "slotgraph": "0.1.0",
+    "torch": "2.13.0",
+    "date": "2026-11-23",
+}
 
 
 def test_bench_page_draws_every_figure() -> None:
-    """Host and device have bars and a table each, with every lowering; ratios are to ours. The title says where."""
+    """Host and device have bars and a table each, with every way and ours marked; ratios are to ours; notes say why."""
     names = ("per_slot", "regrouped", "in_graph", "fused", "foreach", "slot_by_slot", "bare")
     rows: list[dict[str, Any]] = [
         {"slots": slots, "live": 7, "padded": 8, "lowering": name, "host_us": 10.25 + n, "gpu_us": 1000.5 * n or None}
         for n, (slots, name) in enumerate(itertools.product((4, 12), names))
     ]
-    about = {"ours": "in_graph", "device": "H200", "slotgraph": "0.1.0", "torch": "2.13.0", "date": "2026-11-23"}
-    page = html(Page([*bench.tables_of_rows(rows, about)]))
+    missing = {"slots": 4, "live": 7, "padded": 8, "lowering": "compiled", "note": "no compiler here"}
+    page = html(BenchReport([*rows, {**missing, "host_us": None, "gpu_us": None}], CONDITIONS))
     figures = [(one["lowering"], cell(one[time])) for time in ("host_us", "gpu_us") for one in rows if one[time]]
-    assert re.findall(r'<div style="--part:[\d.]+%">(\w+) <b>([\d.,]+)</b></div>', page) == figures
+    figures = [(f"{name} (ours)" if name == "in_graph" else name, figure) for name, figure in figures]
+    assert re.findall(r'<div style="--part:[\d.]+%">([\w ()]+) <b>([\d.,]+)</b></div>', page) == figures
     parts = (f"<td>{figure}</td>" for _, figure in figures)
     title = "<title>slotgraph bench on H200; slotgraph 0.1.0, torch 2.13.0; 2026-11-23</title>"
     more = (title, "host microseconds of a whole step on H200", "device microseconds", "0.8 x", "--part:100.0%")
-    assert [part for part in (*parts, *more) if part not in page] == []
+    assert [part for part in (*parts, *more, "compiled: no compiler here") if part not in page] == []
     assert bench.ON_A_CPU not in page
 
 
@@ -706,11 +668,11 @@ def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pat
     result = run(*quick, "--json", str(file))
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
     data = json.loads(file.read_text(encoding="utf-8"))
-    monkeypatch.setattr(application, "measured_rows", lambda *_: data["rows"])
+    monkeypatch.setattr(application, "measure_inputs", lambda *_, **__: from_data(data, BenchReport))
     shown = " ".join(run(*quick).stdout.split())
     found = {(one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
     steps = {"per_slot", "regrouped", *choose("cpu").capabilities.lowerings, "bare"}
-    sizes = (*bench.SIZES, (bench.ANY, bench.ANY_OF))
+    sizes = [(live, padded) for padded, lives in bench.SIZES.items() for live in lives]
     assert found == {(name, slots, *size) for name, slots, size in itertools.product(steps, (4, 12), sizes)}
     for one in data["rows"]:
         assert 0 < one["host_p10_us"] <= one["host_us"] <= one["host_p90_us"]
@@ -719,6 +681,46 @@ def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pat
     assert told.items() <= data["conditions"].items()
     for part in ("200/256", "4096/4096", "bench on cpu; slotgraph 0.1.0", "Ours is direct", bench.ON_A_CPU):
         assert part in shown
+
+
+BENCHED: Final = {
+    "checked_engine:make_sound": "bench of DecodeRunner of DecodeInputs on cpu; ",
+    "checked_engine:make_sound --batches make_batch": "2, 3/4 ",
+    "checked_engine:make_sound --batches TWO": "2, given/4 ",
+    "explained_inputs:DecodeInputs --set model.swa --size batch=7/8 --size hidden=16 --backend cpu": "5, 6/8 ",
+}
+
+
+@pytest.mark.usefixtures("folder")
+def test_bench_of_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner and a declaration, with batches that are drawn, of a function, and in a list."""
+    monkeypatch.setattr(bench, "QUICK", (1, 2, 0))
+    for arguments, part in BENCHED.items():
+        found = run("bench", *arguments.split(), "--quick")
+        assert (found.exit_code, found.stderr) == (0, ""), found.output
+        assert part in found.stdout, found.stdout
+        assert {"per_slot", "regrouped", "slot_by_slot", "bare"} <= {*found.stdout.split()}
+        assert "(ours)" in found.stdout
+
+
+NOT_BENCHED: Final = {
+    "explained_serving:number": "'number' in explained_serving returned int, which is not a subclass",
+    "explained_serving:make --size batch=4": "--size: is for a declaration; a runner has its own: leave it out",
+    "explained_serving:make --backend cpu": "--backend: is for a declaration",
+    "checked_engine:make_sound --batches number": "'number' in checked_engine is no batches",
+    "replayed_runners:right": "a batch that suits a function cannot be drawn; give batches of your own",
+    "--batches TWO": "--batches: is for a target: name one",
+}
+
+
+@pytest.mark.usefixtures("folder")
+def test_bench_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not understood exits with 2, before anything is measured."""
+    monkeypatch.setattr(bench, "measure", pytest.fail)
+    for arguments, said in NOT_BENCHED.items():
+        found = run("bench", *arguments.split())
+        assert found.exit_code == 2, found.output
+        assert said in " ".join(found.stderr.split()), found.stderr
 
 
 def test_wrong_options_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

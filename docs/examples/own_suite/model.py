@@ -4,7 +4,7 @@ import torch
 from inputs import MAX_LEN, PAGES, DecodeInputs
 
 from slotgraph import DecodeRunner
-from slotgraph.backends import Backend
+from slotgraph.backends import Backend, choose
 
 VOCAB, HIDDEN, ADAPTERS, LOCATIONS = 100, 16, 4, 64
 
@@ -32,8 +32,9 @@ class Model:
         return (hidden + context) @ self.embeddings.T / view.temperatures[:, None]
 
 
-def make_runner(backend: Backend) -> DecodeRunner[DecodeInputs]:
+def make_runner(on: str | Backend = "auto") -> DecodeRunner[DecodeInputs]:
     """A captured runner, with graphs for batches with adapters and for those without."""
+    backend = choose(on)
     runner = DecodeRunner(
         DecodeInputs,
         Model(backend.device).step,

@@ -1,7 +1,9 @@
 """Benchmarks: what is timed does the same by each way, ways take turns, and ratios are taken round by round."""
 
 import contextlib
+import statistics
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -12,26 +14,30 @@ from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from slotgraph.dataflow.fill.tails import CleanTails
 from slotgraph.runners.testing import benchmarks
-from slotgraph.runners.testing.benchmarks import KEY, Figures, Timer, ways_to_fill
-from slotgraph.runners.testing.ground import Ground
-from slotgraph.runners.testing.timing import QUEUED, Run, device_time, measure
+from slotgraph.runners.testing.benchmarks import KEY, Timer
+from slotgraph.runners.testing.timing import QUEUED, Figures, Run, device_time, measure
 from tests.runners.explained.houses import HIDDEN, PAGES, FullInputs
 from tests.runners.models import PlainInputs
 
 
 @attrs.define
 class Stub:
-    """What pytest-benchmark's fixture has."""
+    """What pytest-benchmark's fixture has. Its copies share what they saw."""
 
     disabled: bool = False
+    name: str = "test_it"
+    fullname: str = "tests.py::test_it"
     extra_info: dict[str, Any] = attrs.field(factory=dict)
     group: str | None = None
-    calls: list[tuple[int, int, int]] = attrs.field(factory=list)
+    stats: Any = None
+    rows: list[tuple[str, str, Any]] = attrs.field(factory=list)
 
-    def pedantic(self, target: Any, *, rounds: int, iterations: int, warmup_rounds: int) -> None:
-        """Call it once, and note what was asked for."""
-        target()
-        self.calls.append((rounds, iterations, warmup_rounds))
+    def pedantic(self, target: Any, args: tuple[Any, ...]) -> None:
+        """Call it once, and keep the row and its times."""
+        target(*args)
+        if not self.disabled:
+            self.stats = SimpleNamespace(stats=SimpleNamespace(data=[1.0]))
+        self.rows.append((self.name, self.fullname, self.stats))
 
 
 def test_ratios_are_taken_round_by_round() -> None:
@@ -48,7 +54,7 @@ def test_fills(slotgraph_backend: Backend) -> None:
     figures = timer.fill(slotgraph_backend, FullInputs, {BATCH: 8, TOKENS: 9, PAGES: 5}, {PAGES: 4}, rounds=2, steps=3)
     assert {"regrouped", "foreach"} <= set(figures.ratios)
     assert figures.microseconds.keys() == {"per_slot", *figures.ratios}
-    assert stub.group == f"{slotgraph_backend.name}: fill of FullInputs"
+    assert stub.group == f"{slotgraph_backend.name}: fill of FullInputs (test_it)"
     told: dict[str, Any] = {"absent": {"hidden_states"}, "lowerings": ("foreach",), "rounds": 1, "steps": 1}
     assert set(timer.fill(slotgraph_backend, FullInputs, {HIDDEN: 5}, **told).ratios) == {"regrouped", "foreach"}
     follow, settings = {TOKENS: BATCH * 4}, standard.Sharding()
@@ -59,17 +65,24 @@ def test_fills(slotgraph_backend: Backend) -> None:
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lowering that leaves tails is named, with slot and row."""
     monkeypatch.setattr(CleanTails, "begin", lambda *_: None)
+    monkeypatch.setattr(benchmarks, "measure", pytest.fail)
     with pytest.raises(WrongBytesError, match=r"PlainInputs filled by 'direct': slot 'ids', row 3 \(its tail\)"):
-        ways_to_fill(Ground.of(PlainInputs, "cpu"), {BATCH: 3, TOKENS: 3}, {}, (), ())
+        Timer(Stub()).fill(choose("cpu"), PlainInputs, {BATCH: 8, TOKENS: 8}, {BATCH: 3, TOKENS: 3})
 
 
 def test_ways_of_ones_own() -> None:
-    """All are called with the batches in turn; the first is what the others are held to."""
+    """All are called with the batches in turn; the first is what the others are held to; each has a row of its own."""
     seen: list[tuple[str, int]] = []
     ways = {name: lambda number, name=name: seen.append((name, number)) for name in ("theirs", "mine", "other")}
-    figures = Timer(Stub()).ways(choose("cpu"), ways, [1, 2, 3], "fill", rounds=2, steps=3)
+    figures = Timer(stub := Stub()).ways(choose("cpu"), ways, [1, 2, 3], "fill", rounds=2, steps=3)
     assert figures.ratios.keys() == {"mine", "other"}
     assert set(seen) == {(name, number) for name in ways for number in (1, 2, 3)}
+    shown = ["theirs", *(f"{name}, {figures.ratios[name]:.2f} of the first" for name in ("mine", "other"))]
+    assert [name for name, _, _ in stub.rows] == shown
+    assert [full for _, full, _ in stub.rows] == [f"tests.py::test_it {name}" for name in ways]
+    for name, (_, _, row) in zip(ways, stub.rows, strict=True):
+        assert len(row.stats.data) == 6
+        assert statistics.median(row.stats.data) * 1e6 == pytest.approx(figures.microseconds[name].median)
 
 
 def test_refusals() -> None:
@@ -102,7 +115,7 @@ def test_ratios_that_are_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RegressionError, match=why):
         timed(timer, 1.4, 1.3, 1.2, most=1.1)
     assert stub.extra_info[KEY]["ratios"] == {"foreach": 1.2}
-    assert stub.calls == [(1, 6, 1)]
+    assert [row.stats.data for _, _, row in stub.rows] == [[1e-6], [1.2e-6]]
     assert timed(timer, 1.4, 1.05, most=1.1) == 1.05
     assert timed(timer, 9.0) == 9.0
     assert timed(Timer(Stub(disabled=True)), 1.2, most=1.1) == 1.2

@@ -11,10 +11,9 @@ import torch
 
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import BackendUnavailableError
-from slotgraph.runners.commands import bench as workload
 from spans.draw import draw
 from spans.record import Recording, record
-from spans.ways import BUCKET, LIVE, SLOTS, make_ways
+from spans.ways import BUCKET, LIVE, SLOTS, drawn, make_ways
 
 ON_A_DEVICE: Final = 2048
 ON_A_CPU: Final = 64
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _recorded(backend: Backend, hidden: int, layers: int) -> list[Recording]:
     inputs, ways = make_ways(backend, hidden, layers)
-    batches = [workload.draw(inputs, backend, rows) for rows in LIVE]
+    batches = [drawn(inputs, backend, rows) for rows in LIVE]
     return [record(way, batches, backend) for way in ways]
 
 

@@ -15,8 +15,7 @@ import torch
 from slotgraph.backends import Backend
 
 if TYPE_CHECKING:  # `spans.ahead` needs none of what these load
-    from slotgraph.runners.commands.bench import Batch
-    from spans.ways import Way
+    from spans.ways import Batch, Way
 
 STEP: Final = "slotgraph.timeline.step"
 """The name under which the profiler notes a call."""

@@ -7,11 +7,12 @@ from typing import Any, Final
 import attrs
 import torch
 
-from slotgraph import DecodeRunner, Inputs
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.tails import Pad, resolve_value
-from slotgraph.runners.commands.bench import Batch, declare_decode
+from slotgraph.runners.engine.sampling import sample_batch
+from slotgraph.runners.testing.bench import declare_decode
 
 SLOTS: Final = 12
 BUCKET: Final = 256
@@ -21,6 +22,19 @@ COUNT: Final = "num_token_non_padded"
 _WORDS: Final = 128
 
 Step = Callable[[Any], torch.Tensor]
+
+
+class Batch(types.SimpleNamespace):
+    """One batch: its sources as attributes, and how many rows it has."""
+
+    rows: int
+
+
+def drawn(inputs: type[Inputs], backend: Backend, rows: int) -> Batch:
+    """A batch of so many rows."""
+    live, seeded = {BATCH: rows, TOKENS: rows}, torch.Generator().manual_seed(rows)
+    sample = sample_batch(inputs.slotgraph, backend.capabilities, live, seeded, device=backend.device)
+    return Batch(rows=rows, **sample.batch)
 
 
 @attrs.frozen
