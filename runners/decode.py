@@ -31,12 +31,11 @@ from .engine.config import (
     config_of,
     patterns_of,
 )
-from .engine.eagerly import Eagerly
 from .engine.graphs import Captured, Filler, GraphSet, ReadBatch
 from .engine.hooks import watchers_of
 from .engine.outputs import rows_each
 from .engine.pool import Phase
-from .engine.routes import GraphRoute, Route
+from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
 from .engine.stage import NO_SIZES, Stage, joined
 from .engine.statistics import CaptureReport, Decision, PathName, Why
@@ -209,9 +208,9 @@ class GraphRunner(Runner[V]):
         )
 
     @functools.cached_property
-    def eager(self) -> Eagerly[V]:  # type: ignore[override] # one that is kept
+    def eager(self) -> EagerRoutes[V]:  # type: ignore[override] # one that is kept
         """Runs the batches that no graph takes, in the same buffers."""
-        return Eagerly(self.stage, self.name, self._table, buffers=self.graphs.buffers)
+        return EagerRoutes(self.stage, self.name, self._table, buffers=self.graphs.buffers)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first. With `lazy`, capture each when the first batch comes for it.
@@ -366,8 +365,7 @@ class RequestRunner(GraphRunner[V]):
         )
 
     def _route_of(self, captured: Captured) -> Route[V]:
-        viewer, counts = self.stage.viewer(captured.filling.bucket), self.tally.buckets[captured.rows]
-        return GraphRoute(self.graphs, captured, viewer, counts, self._rows_each)
+        return GraphRoute(self.graphs, captured, self.tally.buckets[captured.rows])
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """Return a bucket's slots, with all padded rows, for a producer that writes them itself.
@@ -476,7 +474,7 @@ class DecodeRunner(RequestRunner[V]):
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, self.buckets, self._rows_each, loop, why)
+            chain = Chain(self, batch, self.buckets, loop, why)
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))
 
     def _why_by_calls(self) -> str:

@@ -20,12 +20,11 @@ from ...dataflow.sizing import Sizer, limits_of
 from ...dataflow.sources import NO_SIDE, Side
 from ...dataflow.views import ViewInfo
 from .config import RunnerConfig
-from .eagerly import Eagerly
 from .graphs import GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
 from .outputs import own_copy
 from .pool import Phase
-from .routes import Route
+from .routes import EagerRoutes, Route
 from .running import Gate, Unique, opaque
 from .sampling import sample_batch
 from .stage import Stage
@@ -78,7 +77,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     is_whole: ClassVar[bool] = True
     cuts: bool = True
     graphs: GraphSet[V] | None = None
-    eager: Eagerly[V]
+    eager: EagerRoutes[V]
     phase: Phase | None = None
 
     def __init__(

@@ -15,7 +15,7 @@ from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.bucket import Bucket
 from ...dataflow.inputs import Inputs, V
 from ...dataflow.sources import Side
-from ...dataflow.views import Aliases, Viewer, ViewInfo
+from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 from .running import shown_class
@@ -127,13 +127,13 @@ class Stage(Generic[V]):
         """Return the optional slots that a view lacks."""
         return frozenset(name for name, _ in self.declaration.optional if view.__dict__[name] is None)
 
-    def viewer(self, bucket: Bucket) -> Viewer[V]:
-        """Return what makes the views of a bucket's batches."""
+    def viewer(self, bucket: Bucket, shown: Callable[[Live], Views] | None = None) -> Viewer[V]:
+        """Return what makes the views of a bucket's batches. shown: What they show, by default the bucket's slots."""
 
         def info_of(live: Live) -> ViewInfo:
             return ViewInfo(bucket.step(live), self.relations, self.declaration, exact=bucket.exact)
 
-        return Viewer(self.views, lambda live: bucket.at(live).shown(), self.declaration.fields, info_of)
+        return Viewer(self.views, shown or (lambda live: bucket.at(live).shown()), self.declaration.fields, info_of)
 
     def viewer_of_capture(self, bucket: Bucket) -> Viewer[V]:
         """Return what makes the views of a capture.

@@ -143,11 +143,11 @@ class RankFacts(RanksRecord):
     """The ranks that run each step together.
 
     Attributes:
-        on: Where they exchange before a step, "host" or a device's kind, or None if they do not.
+        over: What carries exchanges before a step, "shared memory" or "gloo", or None if there are none.
         agreed: What all did in the last step.
     """
 
-    on: str | None
+    over: str | None
     agreed: Decision | None
 
 
@@ -328,7 +328,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
         eager = _fill(plan, stage, parts=0, whole=False)
     configuration, statistics = json.loads(json.dumps([runner.config.as_data(), runner.stats()]))  # text for keys
     pool, ranks = None if phase is None else phase.layout, declared.ranks
-    where = None if ranks is None or ranks.quiet else ranks.on
+    over = None if ranks is None or ranks.quiet else ranks.over
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
@@ -343,7 +343,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
         statistics=statistics,
         member=None if phase is None else phase.member or None,
         pool=pool,
-        ranks=None if ranks is None else RankFacts.of(ranks, on=where, agreed=runner.agreed),
+        ranks=None if ranks is None else RankFacts.of(ranks, over=over, agreed=runner.agreed),
     )
 
 

@@ -28,16 +28,13 @@ Writes = list[tuple[RowWrite, Sequence[int]]]
 class Chain(Generic[V]):
     """Runs steps from a first batch on, with an edit before a step if requests leave, join or change."""
 
-    def __init__(
-        self, runner: Runner[V], batch: Any, buckets: Buckets, rows_each: int | None, loop: Loop, by_calls: str
-    ) -> None:
+    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
         """Check everything. Nothing is run yet.
 
         Args:
             runner: The runner, which captures graphs.
             batch: The first step's batch.
             buckets: The runner's buckets.
-            rows_each: Rows of outputs for each request, or None if outputs are whole.
             loop: The loop, as ranks know it.
             by_calls: Why each step is a whole call of the runner, or empty if it is not.
         """
@@ -51,7 +48,6 @@ class Chain(Generic[V]):
             raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
         self._runner = runner
         self._buckets = buckets
-        self._rows_each = rows_each
         self._graphs = graphs
         self._turn = graphs.buffers.turn
         self._hosts = graphs.filler.hosts
@@ -299,7 +295,7 @@ class Chain(Generic[V]):
         """Return the outputs of the last step, for live requests."""
         if self._by_calls:
             return self._outputs_of_call
-        each = self._rows_each
+        each = self._graphs.rows_each
         return self._captured.live(None if each is None else each * len(self._keys))
 
     def outputs_key(self) -> tuple[int, int] | None:

@@ -64,7 +64,7 @@ def test_shown(two: Processes) -> None:
         assert not any(before.statistics["ranks"]["forced"].values())
         ranks = after.ranks
         assert ranks is not None
-        assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
+        assert (ranks.rank, ranks.size, ranks.over, ranks.equal, ranks.shards) == (rank, 2, "shared memory", False, 1)
         assert ranks.agreed == Decision("eager", None, "too_large", reason, rank=1)
         forced = after.statistics["ranks"]["forced"]
         assert forced == {"0": {"fits": 1, "too_large": 1}, "1": {"fits": 1, "too_large": 2}}
@@ -99,4 +99,4 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
     """Ranks that exchange nothing say why; a decision of theirs is everyone's."""
     for one in two.run(quiet):
         assert one.ranks is not None
-        assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)
+        assert (one.ranks.over, one.ranks.equal, one.ranks.agreed) == (None, True, None)
