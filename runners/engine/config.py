@@ -205,14 +205,9 @@ def _option(kind: type, default: Any, least: float = -math.inf, most: float = ma
     return attrs.field(default=default, validator=check)
 
 
-def _one_of(*words: str) -> Any:
-    """Make an option that is one of some words. The first is the default."""
-
-    def check(_: object, field: Any, value: Any) -> None:
-        if value not in words:
-            refuse(f"option {field.name!r}", " or ".join(map(repr, words)), value)
-
-    return attrs.field(default=words[0], validator=check)
+def _check_outputs(_: object, field: Any, value: Any) -> None:
+    if value not in ("view", "copy"):
+        refuse(f"option {field.name!r}", "'view' or 'copy'", value)
 
 
 def _rows(value: Any) -> tuple[int, ...]:
@@ -338,7 +333,7 @@ class RunnerConfig:
     lowering: str = _option(str, AUTO)
     lazy: bool = _option(bool, default=False)
     error_mode: str | None = _option(str, None)
-    outputs: str = _one_of("view", "copy")
+    outputs: str = attrs.field(default="view", validator=_check_outputs)
     told: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
 
     @classmethod

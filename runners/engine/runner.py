@@ -1,7 +1,6 @@
 """The base of all runners: one step from the batch to the outputs, and the queries that every runner answers."""
 
 import abc
-import collections
 import reprlib
 import time
 from collections.abc import Collection, Mapping
@@ -155,9 +154,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
             BatchError: No source has a size, or sources differ in it.
             ReplayError: Nothing is captured yet.
         """
-        live = self.size(batch, side)
+        decision, _ = self._decide_alone(batch, side)
         self.size.compare(batch, side)
-        return self._decide(live, self.stage.absent(batch, side), batch)
+        return decision
 
     def _decide_alone(self, batch: Any, side: Side) -> tuple[Decision, Live]:
         """Return what this rank would do with a batch, and its live sizes.
@@ -383,18 +382,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
         Another thread may call it while steps run.
         """
-        graphs, own, tally = self.graphs, self.eager.buffers, self.tally
-        eager = 0 if own is None or (graphs is not None and own is graphs.buffers) else own.nbytes
-        report, made, lowered = None, 0, collections.Counter[str]()
-        if graphs is None:
-            memory, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
-        else:
-            memory, report, made = graphs.memory(), graphs.report, len(graphs.captured)
-            lowered = graphs.filler.lowered
-        report = report or CaptureReport((), {}, 0.0, memory)
+        graphs, own = self.graphs, self.eager.buffers
+        nbytes = 0 if own is None else own.nbytes
+        memory, report, made, eager, lowered = MemoryAccount(inputs=nbytes), CaptureReport(), 0, 0, dict[str, int]()
+        if graphs is not None:
+            memory, report, made = graphs.memory(), graphs.report or report, len(graphs.captured)
+            eager = 0 if own is graphs.buffers else nbytes
+            lowered = dict(graphs.filler.lowered)
         return {
-            **tally.as_data(),
-            "lowerings": dict(lowered),
+            **self.tally.as_data(),
+            "lowerings": lowered,
             "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
             "capture": {
                 "buckets": list(report.captured),

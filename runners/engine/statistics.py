@@ -192,9 +192,9 @@ class MemoryAccount:
         shared: Bytes of its slots in a pool's memory, which is not the runner's own.
     """
 
-    inputs: int
-    graphs: int
-    outputs: int
+    inputs: int = 0
+    graphs: int = 0
+    outputs: int = 0
     uploads: int = 0
     shared: int = 0
 
@@ -216,10 +216,10 @@ class CaptureReport:
         driver: Bytes of the device that torch's allocator did not take: the driver's for graphs, and of all else there.
     """
 
-    captured: tuple[int, ...]
-    failed: dict[int, str]
-    seconds: float
-    memory: MemoryAccount
+    captured: tuple[int, ...] = ()
+    failed: dict[int, str] = attrs.field(factory=dict)
+    seconds: float = 0.0
+    memory: MemoryAccount = MemoryAccount()
     driver: int = 0
 
     @property

@@ -26,7 +26,11 @@ Writes = list[tuple[RowWrite, Sequence[int]]]
 
 
 class Chain(Generic[V]):
-    """Runs steps from a first batch on, with an edit before a step if requests leave, join or change."""
+    """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
+
+    Attributes:
+        held: Why the host must see each step before the next, or an empty text if steps can be launched ahead.
+    """
 
     def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
         """Check everything. Nothing is run yet.
@@ -79,14 +83,11 @@ class Chain(Generic[V]):
             need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
         }
         written = [buffer.name for buffer in graphs.buffers if buffer.slot.rewritten or buffer.foreign]
-        self._advances_host = next((name for name in declaration.rules if slots[name].placement == HOST), None)
-        self._moves_host = self._advances_host is not None or not read.isdisjoint(written)
+        advancing = next((name for name in declaration.rules if slots[name].placement == HOST), None)
+        self._moves_host = advancing is not None or not read.isdisjoint(written)
+        self.held = by_calls or (f"host slot {advancing!r} advances" if advancing else "")
         self._works: dict[tuple[int, int], HostWork] = {}
         self._outputs_of_call: Any = None
-
-    def why_held(self) -> str:
-        """Return why the host must see each step before the next, or an empty text if steps can be launched ahead."""
-        return self._by_calls or (f"host slot {self._advances_host!r} advances" if self._advances_host else "")
 
     def looping(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that hands out the steps. If it ends early, ranks still in the loop are notified."""

@@ -5,6 +5,7 @@ are copied to a ring of host memory, and each step waits only for its own copy.
 """
 
 import collections
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final, Generic
 
@@ -178,8 +179,7 @@ class StepLoop(Generic[V]):
         self._chain = chain
         self._batch = batch
         self._read = read
-        self._why_held = chain.why_held()
-        self._ahead = 0 if self._why_held else ahead
+        self._ahead = 0 if chain.held else ahead
         self._hold_next = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # the first step of each request that does not leave, by key
@@ -190,7 +190,7 @@ class StepLoop(Generic[V]):
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
         self._growths = {name: chain.growth_of(name) for name in needs}
-        self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
+        self._values: dict[str, dict[Hashable, tuple[int, Callable[[], Any], int]]] = {name: {} for name in needs}
         for name in self._growths:
             self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
 
@@ -199,7 +199,7 @@ class StepLoop(Generic[V]):
 
         A tensor may be on the device, so it is read only later.
         """
-        values = source.detach().clone() if isinstance(source, torch.Tensor) else [*source]
+        values = functools.cache(source.detach().clone().tolist if isinstance(source, torch.Tensor) else [*source].copy)
         self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
 
     def __iter__(self) -> Iterator[LaunchedStep]:
@@ -216,7 +216,7 @@ class StepLoop(Generic[V]):
             with self._chain.looping():
                 yield None
                 while self._since or waiting or others:
-                    held = self._hold_next or self._why_held
+                    held = self._hold_next or self._chain.held
                     self._hold_next = ""
                     while (self._since or others) and len(waiting) <= (0 if held else self._ahead):
                         step = self._launch(idle=not self._since and not any(one.keys for one in waiting))
@@ -320,6 +320,8 @@ class StepLoop(Generic[V]):
         gone = self._live_keys(keys, "leave({})")
         for key in gone:
             since = self._since.pop(key)
+            for values in self._values.values():
+                del values[key]
             if not now:
                 self._ended.append((key, range(since, self.launched)))
         self._changed = self.launched
@@ -348,16 +350,11 @@ class StepLoop(Generic[V]):
         """See `LaunchedStep.needs`."""
         if slot not in [*self._growths]:  # a list: `slot` may be unhashable
             raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
-        growth, lists, kept = self._growths[slot], dict[int, list[Any]](), dict[Hashable, tuple[int, Any, int]]()
+        found = dict[Hashable, int]()
         for key in self._since:
             step, values, row = self._values[slot][key]
-            if isinstance(values, torch.Tensor):
-                if id(values) not in lists:
-                    lists[id(values)] = values.tolist()
-                values = lists[id(values)]
-            kept[key] = step, values, row
-        self._values[slot] = kept
-        return {key: int(values[row]) + growth * (self.launched - step) for key, (step, values, row) in kept.items()}
+            found[key] = int(values()[row]) + self._growths[slot] * (self.launched - step)
+        return found
 
     def hold(self, why: str) -> None:
         """See `LaunchedStep.hold`."""
