@@ -166,8 +166,7 @@ class Filling:
 
     def _fill_slot_by_slot(self, call: ReadBatch) -> None:
         filler = self.filler
-        if filler.buffers.turn.reading is not None:
-            filler.hosts.wait()
+        filler.hosts.wait()
         given = self.bucket.tensors(call.batch, call.live, call.side)
         filler.buffers.turn.fills += 1
         self.bucket.fill_slot_by_slot(call.batch, call.live, call.side, given)

@@ -249,8 +249,7 @@ class HandOver(Filling):
         """Check the batch, and compute the slots that follow from it."""
         del whole
         filler = self.filler
-        if filler.buffers.turn.reading is not None:
-            filler.hosts.wait()
+        filler.hosts.wait()
         self.handed = hand_over(self.bucket, call.batch, call.live, call.side)
         filler.buffers.turn.fills += 1
         self.handed.compute_on_device(call.batch)

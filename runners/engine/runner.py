@@ -1,6 +1,7 @@
 """The base of all runners: one step from the batch to the outputs, and the queries that every runner answers."""
 
 import abc
+import functools
 import reprlib
 import time
 from collections.abc import Collection, Mapping
@@ -25,7 +26,7 @@ from .outputs import own_copy
 from .pool import Phase
 from .routes import EagerRoutes, Route
 from .running import Gate, Unique, opaque
-from .sampling import sample_batch
+from .sampling import Sample, sample_batch
 from .stage import Stage
 from .statistics import CaptureReport, Decision, MemoryAccount, PathName, Statistics, Tally, human_bytes
 
@@ -243,7 +244,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 )
             try:
                 filler.order()
-                return self._outputs(filled.route, view, filled.live)
+                outputs = self.coordinator.run(filled.route.run, view, filled.live)
+                return own_copy(outputs) if self._owned else outputs
             except BaseException:  # the step may have overwritten filled slots
                 self._filled = None
                 raise
@@ -291,11 +293,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
         for limit in self.limits:
             if slots is None or limit.name in slots:
                 limit.check(batch, side)
-
-    def _outputs(self, route: Route[V], view: V | None, live: Live) -> Any:
-        """Run a filled step with the other ranks. Return outputs that are the caller's own if the option says so."""
-        outputs = self.coordinator.run(route.run, view, live)
-        return own_copy(outputs) if self._owned else outputs
 
     @property
     def agreed(self) -> Decision | None:
@@ -348,22 +345,24 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:
         """Return an idle rank's batch and side arguments: the given ones, or ones that are made once and kept."""
-        coordinator, stage = self.coordinator, self.stage
-        if batch is not None:
-            rows = max(self.size(batch, side), default=0)
-            if rows:
-                raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
-            return batch, side
-        if coordinator.empty is None:
-            live = {axis: stage.sizes[axis] if axis.fixed else 0 for axis in stage.declaration.axes}
-            made, device = (stage.declaration, stage.backend.capabilities, live), stage.backend.device
-            try:
-                coordinator.empty = sample_batch(*made, torch.Generator(), device=device)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
-                ) from error
-        return coordinator.empty.batch, {**coordinator.empty.side, **side}
+        if batch is None:
+            return self._sample.batch, {**self._sample.side, **side}
+        rows = max(self.size(batch, side), default=0)
+        if rows:
+            raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
+        return batch, side
+
+    @functools.cached_property
+    def _sample(self) -> Sample:
+        """A batch without rows, for an idle rank. Raises ConfigError if a field has no default."""
+        declaration, backend = self.stage.declaration, self.stage.backend
+        live = {axis: self.stage.sizes[axis] if axis.fixed else 0 for axis in declaration.axes}
+        try:
+            return sample_batch(declaration, backend.capabilities, live, torch.Generator(), device=backend.device)
+        except ConfigError as error:
+            raise ConfigError(
+                f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
+            ) from error
 
     def wait(self) -> None:
         """Wait until the device has done all its work, such as the last step.

@@ -234,8 +234,7 @@ class Chain(Generic[V]):
         """Do for the next step what its graph does not. moved: Whether other ranks change slots of this one."""
         edits, last, requests, wrote = self._edits, self._work, len(self._keys), self._moves_host
         is_edit = moved or bool(self._leaving or self._writes)
-        if self._hosts.possible:
-            self._hosts.wait()
+        self._hosts.wait()
         last.advance(before_edit=is_edit)
         moves, writes = self._rearrange() if is_edit else ((), [])
         moving = edits.rows if self._edit_graph is None else edits.apart
@@ -311,8 +310,7 @@ class Chain(Generic[V]):
         declaration = runner.stage.declaration
         with runner.gate.open():
             graphs.filler.order()
-            if self._hosts.possible:
-                self._hosts.wait()
+            self._hosts.wait()
             self._work.advance(before_edit=False)
             edits.write(*self._rearrange(), edits.rows)
             sizes = edits.bucket.step(edits.live_of(len(self._keys))).live_sizes
