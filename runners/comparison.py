@@ -15,9 +15,9 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.slots import BY_STEP, Slot
 from ..dataflow.views import ViewInfo
 from .engine.bits import text_of, unequal
+from .engine.current import CurrentStep, with_current
 from .engine.graphs import Captured
 from .engine.runner import Runner
-from .engine.running import Running, under_way
 from .engine.state import State
 
 MOST_NESTED: Final = 4
@@ -229,7 +229,7 @@ def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
     with torch.no_grad():
         if captured is not None and runner.tally.path == "graph":  # only the graph computes on the device
             captured.filling.bucket.compute_on_device()
-        return under_way(Running(view), runner.stage.run, view)
+        return with_current(CurrentStep(view), runner.stage.run, view)
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ class GraphRunner(Runner[V]):
         counts: Callable[[int], Sizes],
         given: Mapping[str, Any],
         *,
-        said: str,
+        sized_by: str,
         leading: Collection[Axis],
         factor: str = "",
         path: PathName = "graph",
@@ -138,7 +138,7 @@ class GraphRunner(Runner[V]):
             stage: The declaration, the backend and the step.
             counts: Returns a bucket's padded sizes of BATCH and TOKENS, given its rows.
             given: All arguments of the runner.
-            said: Options that decide these sizes, for errors.
+            sized_by: Options that decide these sizes, for errors.
             leading: The axes of the buckets, that of rows first.
             factor: The option that says how many tokens a request has, for errors.
             path: The path of a batch that fits a bucket.
@@ -147,7 +147,7 @@ class GraphRunner(Runner[V]):
         lead, *_ = leading
         self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
         self._rows_each, self.cuts = rows_each, rows_each is not None
-        sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
+        sizes = {rows: stage.padded(counts(rows), sized_by) for rows in buckets.sizes}
         self._capacity = sizes[buckets.largest]
         config.check(stage.backend.capabilities)
         patterns = patterns_of(stage.declaration, given.get("absent", ()))
@@ -222,7 +222,7 @@ class GraphRunner(Runner[V]):
                 names both.
         """
         try:
-            with self.gate.open():
+            with self.step_lock.open():
                 return self.graphs.capture()
         finally:
             modes = self.config.modes
@@ -358,7 +358,7 @@ class RequestRunner(GraphRunner[V]):
             stage,
             lambda rows: {BATCH: rows, TOKENS: rows * width},
             given,
-            said=f"buckets= and {factor}=",
+            sized_by=f"buckets= and {factor}=",
             factor=factor,
             leading=(BATCH, TOKENS),
             rows_each=rows_each(given.get("output_rows", output_rows), width),
@@ -383,7 +383,7 @@ class RequestRunner(GraphRunner[V]):
         pattern = frozenset(absent)
         captured = self.graphs.captured.get((bucket, pattern))
         if captured is None:
-            with self.gate.open():  # this may capture it
+            with self.step_lock.open():  # this may capture it
                 captured = self.graphs.get(bucket, pattern)
         if captured is None:
             without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""

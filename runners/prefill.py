@@ -17,8 +17,8 @@ from .engine.graphs import Captured
 from .engine.outputs import rows_each
 from .engine.routes import Route
 from .engine.stage import Stage
-from .stacked.capture import Operator, Splitter, capture_stack, live_viewer
-from .stacked.replay import Stack, StackRoute
+from .stacked.recipe import Operator, Splitter, capture_stack, live_viewer
+from .stacked.stack import Stack, StackRoute
 
 
 class StackRunner(GraphRunner[V]):
@@ -42,7 +42,7 @@ class StackRunner(GraphRunner[V]):
             stage,
             lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
             given,
-            said="max_batch= and buckets=",
+            sized_by="max_batch= and buckets=",
             leading=(TOKENS,),
             path="breakable" if splitter is None else "piecewise",
         )

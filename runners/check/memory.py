@@ -21,8 +21,8 @@ from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..engine.bits import garbage, unequal_rows
+from ..engine.current import current_step
 from ..engine.runner import Runner
-from ..engine.running import running
 from ..engine.sampling import Sample, rebuilt
 from ..engine.state import Change
 from ..engine.traffic import Traffic, run_seen
@@ -61,7 +61,7 @@ def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
     found: dict[str, Finding] = {}
 
     def note(operator: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
-        step = running()
+        step = current_step()
         for tensor in taken if step is None or step.inside is None else ():  # each step runs breaks anew
             holding = by_storage.get(storage_key(tensor))
             if holding is not None:

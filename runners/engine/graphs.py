@@ -33,18 +33,18 @@ from ...dataflow.views import alias
 from .capture import (
     FORKS,
     Clock,
+    capture_errors,
     capture_step,
     clock_of,
     frozen_garbage,
     progress_over,
-    told_as_capture_error,
     warm_up,
     with_place,
 )
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
+from .current import CurrentStep, with_current
 from .hooks import Coordinator
 from .outputs import Stamped, cut_rows, map_tensors, nbytes_of
-from .running import Running, under_way
 from .stage import Stage
 from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount, human_bytes
@@ -515,12 +515,12 @@ class GraphSet(Generic[V]):
         # With several ranks all must run a step equally often, whatever each has imported.
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
         for _ in range(self.config.warmups - looked):
-            with told_as_capture_error(), state.kept():
+            with capture_errors(), state.kept():
                 warm_up(stage.backend, functools.partial(around, as_warm_up(step)))
         views = filling.bucket.views  # None for an optional slot that is absent
         named = ((argument, views[name]) for argument, name in self.parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
-        with told_as_capture_error(), state.kept(), stage.backend.stream():
+        with capture_errors(), state.kept(), stage.backend.stream():
             mode = self.config.error_mode
             capture = functools.partial(capture_step, stage.backend, step, pool=self._pool, error_mode=mode)
             graph = around(functools.partial(capture, parameters=parameters))
@@ -564,7 +564,7 @@ class GraphSet(Generic[V]):
                 filler.first_node(filling)
                 bucket.compute_on_device()
                 view = view_of(None, bucket.padded)
-                return under_way(Running(view), stage.run, view)
+                return with_current(CurrentStep(view), stage.run, view)
 
         return step, operator.call, look(step)
 

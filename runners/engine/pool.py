@@ -16,7 +16,7 @@ from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.tails import CleanTails
 from ...dataflow.guard import outside_inference
 from .config import checked_names
-from .running import Unique
+from .current import Unique
 from .sharing import Layout, PooledSlot, Schedule, lay_out, pooled_slots
 from .stage import Stage
 

@@ -21,8 +21,8 @@ from ...dataflow.lowering import LOWERINGS
 from ...dataflow.plan import Absent
 from ...dataflow.sources import Side
 from ...dataflow.views import Viewer, Views
+from .current import CurrentStep, with_current
 from .graphs import Captured, Filler, Filling, GraphSet, ReadBatch
-from .running import Running, under_way
 from .stage import Stage
 from .statistics import Counts, Decision
 
@@ -119,10 +119,10 @@ class EagerRoute(Route[V]):
 
 def _run(step: Any, view: Any) -> Any:
     """Run a step on its view, without gradients."""
-    running = Running(view)
+    current = CurrentStep(view)
     if GRADIENTS():
-        return without_gradients(under_way, running, step, view)
-    return under_way(running, step, view)
+        return without_gradients(with_current, current, step, view)
+    return with_current(current, step, view)
 
 
 class EagerRoutes(Generic[V]):

@@ -20,12 +20,12 @@ from ...dataflow.sizing import Sizer, limits_of
 from ...dataflow.sources import NO_SIDE, Side
 from ...dataflow.views import ViewInfo
 from .config import RunnerConfig
+from .current import StepLock, Unique, opaque
 from .graphs import GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
 from .outputs import own_copy
 from .pool import Phase
 from .routes import EagerRoutes, Route
-from .running import Gate, Unique, opaque
 from .sampling import Sample, sample_batch
 from .stage import Stage
 from .statistics import CaptureReport, Decision, MemoryAccount, PathName, Statistics, Tally, human_bytes
@@ -65,7 +65,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         cuts: Whether outputs are cut to live rows.
         graphs: The captured buckets, and the buffers that they read. None if the runner captures nothing.
         eager: Runs the batches that no graph takes.
-        gate: Lets one step in at a time.
+        step_lock: Lets one step in at a time.
         limits: The largest values of slots' host data.
         phase: Its phase in the pool that it was given, or None without a pool.
         sizes: Each bucket's padded sizes, by its rows.
@@ -110,7 +110,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.size = size
         self.limits = limits_of(stage.declaration, capacity)
         self.tally = Tally(path)
-        self.gate = Gate(self.name)
+        self.step_lock = StepLock(self.name)
         self._table = table_for(stage.declaration, stage.sizes, size)
         self._reader = Reader(stage, self._table, size)
         self._filled: Filled[V] | None = None
@@ -126,15 +126,15 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def __repr__(self) -> str:
         """Return one line. It does not lay out the memory of a pool."""
-        stage, told = self.stage, "no memory yet"
+        stage, state = self.stage, "no memory yet"
         if self.phase is None or "graphs" in vars(self):
-            told, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
+            state, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
             if self.sizes:
                 failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
                 made = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}"
-                told = f"{made if self.config.graphs else 'graphs off'}, {told}"
+                state = f"{made if self.config.graphs else 'graphs off'}, {state}"
         buckets = f"buckets {reprlib.repr(sorted(self.sizes))}, " if self.sizes else ""
-        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{told}>"
+        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{state}>"
 
     @abc.abstractmethod
     def _route(self, call: ReadBatch) -> Route[V]:
@@ -183,9 +183,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """
         if self.watch.watchers:
             return self.replay(self.fill(batch, **side))
-        lock = self.gate.lock
+        lock = self.step_lock.lock
         if lock.locked():
-            raise self.gate.refusal()
+            raise self.step_lock.refusal()
         with lock:
             call, route = self._fill(batch, side, whole=True)
             self._filled = None
@@ -223,7 +223,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return self._replay_view(view)
 
     def _fill_view(self, batch: Any, side: Side) -> V:
-        with self.gate.open():
+        with self.step_lock.open():
             call, route = self._fill(batch, side, whole=False)
             view = route.viewer(batch, call.live)
             turn = route.filler.buffers.turn
@@ -232,7 +232,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return view
 
     def _replay_view(self, view: V) -> Any:
-        with self.gate.open():
+        with self.step_lock.open():
             filled = self._filled
             if filled is None or filled.view is not view:
                 raise ReplayError(self._why_no_view(view) or _NOT_LAST)

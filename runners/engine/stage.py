@@ -17,8 +17,8 @@ from ...dataflow.inputs import Inputs, V
 from ...dataflow.sources import Side
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
+from .current import shown_class
 from .outputs import map_tensors
-from .running import shown_class
 
 NO_SIZES: Final[Sizes] = {}
 NO_BINDINGS: Final[Mapping[str, Bound]] = {}
@@ -101,13 +101,13 @@ class Stage(Generic[V]):
         backend = self.backend
         return allocate(self.declaration, capacity, backend.capabilities, backend.empty, *given, **options)
 
-    def padded(self, counts: Sizes, said: str) -> Sizes:
+    def padded(self, counts: Sizes, options: str) -> Sizes:
         """Return the padded sizes of a bucket.
 
-        Raise ConfigError if `sizes=` has BATCH or TOKENS, which the options `said` decide.
+        Raise ConfigError if `sizes=` has BATCH or TOKENS, which `options` decide.
         """
         if BATCH in self.sizes or TOKENS in self.sizes:
-            raise ConfigError(f"sizes of BATCH and TOKENS follow from {said}: give those")
+            raise ConfigError(f"sizes of BATCH and TOKENS follow from {options}: give those")
         padded = {**counts, **self.sizes}
         return padded | self.complete(padded)
 

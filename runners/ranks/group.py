@@ -23,7 +23,7 @@ from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.guard import outside_inference
 from ..engine.config import check_seconds, checked
-from ..engine.running import Unique
+from ..engine.current import Unique
 from .shared import RankMemory
 
 Exchange = Callable[[], "list[Message]"]

@@ -196,7 +196,7 @@ class Chain(Generic[V]):
             raise ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
         if self._by_calls:
             return self._call(idle=idle)
-        with self._runner.gate.open():
+        with self._runner.step_lock.open():
             moved = not self._ranks.alone and self._agree(idle=idle)
             if moved is None:
                 return None
@@ -308,7 +308,7 @@ class Chain(Generic[V]):
         """Advance and edit slot by slot, and run the step as a call with a batch of the slots' contents."""
         runner, graphs, edits = self._runner, self._graphs, self._edits
         declaration = runner.stage.declaration
-        with runner.gate.open():
+        with runner.step_lock.open():
             graphs.filler.order()
             self._hosts.wait()
             self._work.advance(before_edit=False)

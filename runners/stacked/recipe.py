@@ -24,16 +24,16 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views, alias, carried
-from ..engine.capture import told_as_capture_error
+from ..engine.capture import capture_errors
 from ..engine.config import is_collection, refuse
+from ..engine.current import CurrentStep, current_step, with_current
 from ..engine.graphs import Around, Filling, Look
 from ..engine.outputs import cut_rows, map_tensors
-from ..engine.running import Running, running, under_way
 from ..engine.stage import Stage
 from ..engine.state import State
 from .breaks import broken
 from .rehearsal import Rehearsal, operator_name
-from .replay import Stack, StackCall, slots_of
+from .stack import Stack, StackCall, slots_of
 
 Operator = str | Callable[..., Any]
 _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
@@ -119,7 +119,7 @@ def capture_stack(
     sizes = {**bucket.sizes, BATCH: 1}
     live = tuple(sizes[axis] for axis in stage.declaration.varying)
     calls, outputs = list[tuple[Any, Any]](), None
-    with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
+    with capture_errors(), stage.backend.stream(), torch.no_grad():
         fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), bucket.absent)
         view_of = live_viewer(stage, bucket)
         view, shown = view_of(fields, live), view_of(None, live)
@@ -134,7 +134,7 @@ def capture_stack(
         def whole() -> None:
             nonlocal outputs
             calls.clear()
-            outputs = under_way(Running(view, "capture"), stack.run, stage, view, noted)
+            outputs = with_current(CurrentStep(view, "capture"), stack.run, stage, view, noted)
             if len(calls) != 1:
                 raise CaptureError(f"{stack.wrong_calls(len(calls))}: it is captured for one call a step")
 
@@ -151,7 +151,7 @@ def capture_stack(
                 raise CaptureError(f"{error} (splits names {', '.join(sorted(names))})") from error
             around = functools.partial(rehearsal.around, view)
             if splitter is not None:
-                parts = around(functools.partial(under_way, call.at_capture(), splitter, code, *call.arguments()))
+                parts = around(functools.partial(with_current, call.at_capture(), splitter, code, *call.arguments()))
                 call.run = lambda *_, **__: parts()  # the parts have their arguments already
         if output_rows is not None:
             each = "request of the placeholder" if output_rows == BATCH else "padded token"
@@ -262,7 +262,7 @@ def _reason(error: BaseException) -> str:
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:
         text += f" (in {file}, line {line})"
-    if str(running) in text:
+    if str(current_step) in text:
         text += (
             "; what asks for the step that runs, as graph_break and current_view do, belongs in an operator of splits"
         )

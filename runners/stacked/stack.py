@@ -19,10 +19,10 @@ from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import Inputs, V
 from ...dataflow.views import Viewer
 from ..engine.bits import text_of
+from ..engine.current import CURRENT, CurrentStep, Interrupts, OwnValue, current_step, untraced, with_current
 from ..engine.graphs import Captured, GraphSet
 from ..engine.outputs import cut_rows, map_tensors
 from ..engine.routes import Route
-from ..engine.running import RUNNING, Interrupts, OwnValue, Running, running, under_way, untraced
 from ..engine.stage import Stage
 from ..engine.statistics import Counts
 from .breaks import FACTS, VALUES, share_storage
@@ -145,22 +145,22 @@ class StackCall:
         """Return the arguments of the capture."""
         return pytree.tree_unflatten(self.leaves, self._structure)
 
-    def at_capture(self, recording: Interrupts | None = None) -> Running:
+    def at_capture(self, recording: Interrupts | None = None) -> CurrentStep:
         """Return the step of the capture."""
         arguments = [self.own if leaf is self.view else leaf for leaf in self.leaves]
-        return Running(self.own, "capture", arguments, self._live, recording, self.view)
+        return CurrentStep(self.own, "capture", arguments, self._live, recording, self.view)
 
     def __call__(self) -> Any:
         """Run the function as it is captured, and as a backend without graphs replays it."""
-        step, (args, kwargs) = running(), self.arguments()
+        step, (args, kwargs) = current_step(), self.arguments()
         if step is not None and step.sources is self._live:  # a replay
             outputs = self.run(*args, **kwargs)
             return self.named(outputs) if self.hands_out else outputs
         with torch.no_grad():
-            return under_way(self.at_capture(self.backend), lambda: self.named(self.run(*args, **kwargs)))
+            return with_current(self.at_capture(self.backend), lambda: self.named(self.run(*args, **kwargs)))
 
     def take(  # noqa: C901 - in one function, because each step calls it
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: CurrentStep
     ) -> None:
         """Move a step's arguments to where graphs read them, and keep them flat for breaks."""
         leaves, view = [*args, *kwargs.values()], step.view
@@ -243,7 +243,7 @@ class Own:
         self.source = source
 
 
-def hand_out(outputs: Any, step: Running) -> Any:
+def hand_out(outputs: Any, step: CurrentStep) -> Any:
     """Return the outputs of a replay, with the step's own in place of `Own`."""
     return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
 
@@ -252,7 +252,7 @@ def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> OwnValue:
     """Return what takes the same part of each step's argument."""
     size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
 
-    def part(step: Running) -> torch.Tensor:
+    def part(step: CurrentStep) -> torch.Tensor:
         leaf: torch.Tensor = step.arguments[place]
         if leaf.stride() != kept.stride():
             raise ReplayError(
@@ -333,8 +333,8 @@ class StackRoute(Route[V]):
         if GRADIENTS():
             return without_gradients(self.run, view, live)
         hosts = self.filler.hosts
-        step = Running(view, "replay")  # type: ignore[arg-type] # this route has a view
-        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call refers to it
+        step = CurrentStep(view, "replay")  # type: ignore[arg-type] # this route has a view
+        token = CURRENT.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call refers to it
         try:
             outputs = self._stack.run(self._graphs.stage, view, functools.partial(self._answer, step))
             if hosts.notes:
@@ -344,7 +344,7 @@ class StackRoute(Route[V]):
             self.filler.buffers.distrust()
             raise
         finally:
-            RUNNING.reset(token)
+            CURRENT.reset(token)
         self.count(live)
         return outputs
 
@@ -363,7 +363,7 @@ class StackRoute(Route[V]):
         return cut_rows(outputs, rows, each, kept, ReplayError)
 
     @untraced  # the step around it may be compiled
-    def _answer(self, step: Running, *args: Any, **kwargs: Any) -> Any:
+    def _answer(self, step: CurrentStep, *args: Any, **kwargs: Any) -> Any:
         """Run the stack of a step: take its arguments, and replay its graphs."""
         graphs, captured = self._graphs, self._captured
         call: StackCall = captured.step  # type: ignore[assignment] # made by `capture_stack`
