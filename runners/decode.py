@@ -466,7 +466,11 @@ class DecodeRunner(RequestRunner[V]):
         needs = checked_names("needs", needs)
         if read is not None:
             check_step("read", read, "a step's outputs, which chooses parts of them")
-        why = self._why_by_calls()
+        why = ""  # steps are calls of the runner, not replays
+        if not self.graphs.filler.lowering.runs_ahead:
+            why = f"the lowering is {self.lowering}"
+        elif self.watch.watchers or self.config.modes:
+            why = "each step is watched"
         every = 1 if why else agree_every
         with self.coordinator.loop(every) as loop:
             if batch is None:
@@ -476,9 +480,3 @@ class DecodeRunner(RequestRunner[V]):
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
             chain = Chain(self, batch, self.buckets, loop, why)
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))
-
-    def _why_by_calls(self) -> str:
-        """Return why `steps` runs each step as a call, or an empty text if it replays graphs by itself."""
-        if not self.graphs.filler.lowering.runs_ahead:
-            return f"the lowering is {self.lowering}"
-        return "each step is watched" if self.watch.watchers or self.config.modes else ""

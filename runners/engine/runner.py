@@ -128,7 +128,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Return one line. It does not lay out the memory of a pool."""
         stage, state = self.stage, "no memory yet"
         if self.phase is None or "graphs" in vars(self):
-            state, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
+            stats = self.stats()
+            state, capture = human_bytes(stats["memory"]["total"]), stats["capture"]
             if self.sizes:
                 failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
                 made = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}"

@@ -258,30 +258,16 @@ class Layout:
         """The bytes that sharing saves."""
         return self.apart - self.nbytes
 
-    def place(self, member: str, slot: str) -> PooledSlot:
-        """Return a slot's place. Raise ConfigError if it has none in this layout."""
-        for place in self.places:
-            if (place.member, place.slot) == (member, slot):
-                return place
-        raise ConfigError(
-            f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
-        )
-
-    def shared_with(self, member: str, slot: str) -> tuple[PooledSlot, ...]:
-        """Return the places that have a byte in common with a slot's."""
-        mine = self.place(member, slot)
+    def shared_with(self, mine: PooledSlot) -> tuple[PooledSlot, ...]:
+        """Return the places that have a byte in common with one of them."""
         return tuple(place for place in self.places if place is not mine and place.touches(mine))
-
-    def why(self, member: str, slot: str) -> str:
-        """Return why a slot has its place: what makes its lifetime, and which slots share its memory."""
-        mine, shared = self.place(member, slot), self.shared_with(member, slot)
-        return f"{mine.why}; shares with {', '.join(map(str, shared)) or 'none'}"
 
     def __str__(self) -> str:
         """Return a line for each slot, block by block, with the reason for its place."""
         lines = [f"phases: {self.schedule}"]
         for one in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
-            where, why = f"block {one.block}, byte {one.offset:,}", self.why(one.member, one.slot)
+            why = f"{one.why}; shares with {', '.join(map(str, self.shared_with(one))) or 'none'}"
+            where = f"block {one.block}, byte {one.offset:,}"
             lines.append(f"{where}: {one}, {one.nbytes:,} bytes, needed {one.needed}: {why}")
         saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
         return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])
@@ -291,21 +277,15 @@ def lay_out(slots: Sequence[PooledSlot], schedule: Schedule) -> Layout:
     """Lay out the slots of all members, and prove that no two share a byte that both may need at once.
 
     Args:
-        slots: The slots of all members, as `pooled_slots` returns them.
+        slots: The slots of all members, as `pooled_slots` returns them. No two members have one name.
         schedule: The phases that the members are used in.
 
     Raises:
-        ConfigError: Names or phases do not fit together.
         LayoutError: The proof fails.
     """
     homes = dict[tuple[str, Placement], list[PooledSlot]]()
     for one in slots:
-        if one.phase not in schedule.phases:
-            known = ", ".join(map(repr, schedule.phases)) or "none"
-            raise ConfigError(f"member {one.member!r}: phase {one.phase!r} is not in the schedule: phases are {known}")
         homes.setdefault((one.device, one.placement), []).append(one)
-    if len({str(one) for one in slots}) < len(slots):
-        raise ConfigError(f"two members have one name, of {', '.join(one.member for one in slots)}")
     blocks, places, peak = list[Block](), dict[str, PooledSlot](), 0
     for (device, placement), mine in sorted(homes.items()):
         placed = _first_fit(mine, schedule, len(blocks))

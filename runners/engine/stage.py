@@ -8,7 +8,7 @@ import torch
 
 from ...backends import choose
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes
+from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes, Step
 from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, did_you_mean
@@ -127,11 +127,25 @@ class Stage(Generic[V]):
         """Return the optional slots that a view lacks."""
         return frozenset(name for name, _ in self.declaration.optional if view.__dict__[name] is None)
 
-    def viewer(self, bucket: Bucket, shown: Callable[[Live], Views] | None = None) -> Viewer[V]:
-        """Return what makes the views of a bucket's batches. shown: What they show, by default the bucket's slots."""
+    def viewer(
+        self,
+        bucket: Bucket,
+        shown: Callable[[Live], Views] | None = None,
+        step_of: Callable[[Live], Step] | None = None,
+        **info: Any,
+    ) -> Viewer[V]:
+        """Return what makes the views of a bucket's batches.
+
+        Args:
+            bucket: The bucket.
+            shown: Returns the slots that they show, for live sizes. By default those of the bucket.
+            step_of: Returns the sizes that they remember. By default those of the bucket.
+            info: Further values of `ViewInfo`.
+        """
+        sizes_of = step_of or bucket.step
 
         def info_of(live: Live) -> ViewInfo:
-            return ViewInfo(bucket.step(live), self.relations, self.declaration, exact=bucket.exact)
+            return ViewInfo(sizes_of(live), self.relations, self.declaration, exact=bucket.exact, **info)
 
         return Viewer(self.views, shown or (lambda live: bucket.at(live).shown()), self.declaration.fields, info_of)
 
@@ -141,10 +155,8 @@ class Stage(Generic[V]):
         Their tensors are new, because whoever gets a tensor may change its shape. A micro-batch of such a view has
         nothing that the host computes, and no part of what replays pass to the graph.
         """
-        whole = self.whole_slots
-        info = ViewInfo(bucket.step(bucket.padded), self.relations, self.declaration, whole, captured=True)
-        shown = Aliases(bucket.views)
-        return Viewer(self.views, lambda _: shown(), self.declaration.fields, lambda _: info)
+        aliases = Aliases(bucket.views)
+        return self.viewer(bucket, lambda _: aliases(), **self.capture_info)
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another one, on a view.
@@ -171,7 +183,7 @@ class Stage(Generic[V]):
         return outputs
 
     @property
-    def whole_slots(self) -> frozenset[str]:
-        """The slots that a captured step must not cut, since operators take each whole."""
+    def capture_info(self) -> dict[str, Any]:
+        """What views of a capture remember: operators take some slots whole, so no step may cut them."""
         handed = self.backend.capabilities.host_parameters
-        return frozenset(self.declaration.parameters.values() if handed else ())
+        return {"whole": frozenset(self.declaration.parameters.values() if handed else ()), "captured": True}

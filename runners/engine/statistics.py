@@ -101,11 +101,6 @@ class Counts:
     timed: int = 0
     took: int = 0
 
-    def time(self, nanoseconds: int) -> None:
-        """Count one more timed fill."""
-        self.timed += 1
-        self.took += nanoseconds
-
     def times(self) -> FillTimesData:
         """Return the times of fills as plain data."""
         count, total = self.timed, self.took / 1000
@@ -142,7 +137,8 @@ class Tally:
             runner: The runner's name.
         """
         if start:
-            counts.time(time.perf_counter_ns() - start)
+            counts.timed += 1
+            counts.took += time.perf_counter_ns() - start
         if decision is None or decision.why == "always_eager":
             return
         if (decision.why, decision.rank) not in self._warned:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
 import torch
 from torch import fx
 
@@ -23,7 +22,7 @@ from ...dataflow.inputs import V
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
-from ...dataflow.views import Aliases, Viewer, ViewInfo, Views, alias, carried
+from ...dataflow.views import Aliases, Viewer, Views, carried
 from ..engine.capture import capture_errors
 from ..engine.config import is_collection, refuse
 from ..engine.current import CurrentStep, current_step, with_current
@@ -33,7 +32,7 @@ from ..engine.stage import Stage
 from ..engine.state import State
 from .breaks import broken
 from .rehearsal import Rehearsal, operator_name
-from .stack import Stack, StackCall, slots_of
+from .stack import Stack, StackCall
 
 Operator = str | Callable[..., Any]
 _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
@@ -67,8 +66,11 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     return carried(declaration.fields, values)
 
 
-def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
-    """Return what makes the views of a bucket: request slots are cut to the live requests, all else is padded."""
+def live_viewer(stage: Stage[V], bucket: Bucket, **info: Any) -> Viewer[V]:
+    """Return what makes the views of a bucket: request slots are cut to the live requests, all else is padded.
+
+    info: Further values of `ViewInfo`.
+    """
     slots, varying = stage.declaration.slots, stage.declaration.varying
     requests = varying.index(BATCH) if BATCH in varying else None
     over_requests = [name for name, slot in slots.items() if BATCH in slot.axes and bucket.views[name] is not None]
@@ -86,19 +88,11 @@ def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
     def aliases(live: Live) -> Aliases:
         return Aliases(views_of(live))
 
-    def info_of(live: Live) -> ViewInfo:
+    def step_of(live: Live) -> Step:
         step = bucket.step(live)
-        if requests is not None:
-            step = Step(step.live_sizes, {**step.padded_sizes, BATCH: live[requests]})
-        return ViewInfo(step, stage.relations, stage.declaration)
+        return step if requests is None else Step(step.live_sizes, {**step.padded_sizes, BATCH: live[requests]})
 
-    return Viewer(stage.views, lambda live: aliases(live)(), stage.declaration.fields, info_of)
-
-
-def seal(view: Any, stage: Stage[Any]) -> None:
-    """Mark a view as captured: narrowing it drops host-computed slots and refuses to cut host parameters."""
-    info = view._slotgraph_view  # noqa: SLF001 - a fill sets it for runners
-    vars(view)["_slotgraph_view"] = attrs.evolve(info, whole=stage.whole_slots, captured=True)
+    return stage.viewer(bucket, lambda live: aliases(live)(), step_of, **info)
 
 
 def capture_stack(
@@ -121,11 +115,8 @@ def capture_stack(
     calls, outputs = list[tuple[Any, Any]](), None
     with capture_errors(), stage.backend.stream(), torch.no_grad():
         fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), bucket.absent)
-        view_of = live_viewer(stage, bucket)
-        view, shown = view_of(fields, live), view_of(None, live)
-        seal(shown, stage)
-        for name in slots_of(shown).values():  # so that the stack's tensors differ from the step's
-            vars(shown)[name] = alias(vars(shown)[name])
+        view = live_viewer(stage, bucket)(fields, live)
+        shown = live_viewer(stage, bucket, **stage.capture_info)(None, live)  # its tensors are others than the step's
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))

@@ -29,7 +29,7 @@ class Chain(Generic[V]):
     """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
 
     Attributes:
-        held: Why the host must see each step before the next, or an empty text if steps can be launched ahead.
+        hold_reason: Why the host must see each step before the next, or an empty text if steps can be launched ahead.
     """
 
     def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
@@ -85,7 +85,7 @@ class Chain(Generic[V]):
         written = [buffer.name for buffer in graphs.buffers if buffer.slot.rewritten or buffer.foreign]
         advancing = next((name for name in declaration.rules if slots[name].placement == HOST), None)
         self._moves_host = advancing is not None or not read.isdisjoint(written)
-        self.held = by_calls or (f"host slot {advancing!r} advances" if advancing else "")
+        self.hold_reason = by_calls or (f"host slot {advancing!r} advances" if advancing else "")
         self._works: dict[tuple[int, int], HostWork] = {}
         self._outputs_of_call: Any = None
 

@@ -75,16 +75,7 @@ class LaunchedStep:
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
                 whole, by `output_rows=None`.
         """
-        outputs = self.outputs
-        if not isinstance(outputs, torch.Tensor):
-            raise ConfigError(
-                f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
-            )
-        self._loop.check_rows()
-        requests = len(self.keys)
-        if requests and outputs.shape != (requests,):  # several rows or numbers for each
-            outputs = outputs.view(requests, -1).squeeze(1)
-        return self._loop.counted(self.number, list(zip(self.keys, outputs.tolist(), strict=True)))
+        return self._loop.tokens(self.number, self.keys, self.outputs)
 
     def needs(self, slot: str) -> dict[Any, int]:
         """Return what a slot has for each request in step `lands`, which is launched next and must find room for it.
@@ -179,8 +170,8 @@ class StepLoop(Generic[V]):
         self._chain = chain
         self._batch = batch
         self._read = read
-        self._ahead = 0 if chain.held else ahead
-        self._hold_next = ""
+        self._ahead = 0 if chain.hold_reason else ahead
+        self._hold_reason = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # the first step of each request that does not leave, by key
         self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps that still count
@@ -216,8 +207,8 @@ class StepLoop(Generic[V]):
             with self._chain.looping():
                 yield None
                 while self._since or waiting or others:
-                    held = self._hold_next or self._chain.held
-                    self._hold_next = ""
+                    held = self._hold_reason or self._chain.hold_reason
+                    self._hold_reason = ""
                     while (self._since or others) and len(waiting) <= (0 if held else self._ahead):
                         step = self._launch(idle=not self._since and not any(one.keys for one in waiting))
                         if step is None:
@@ -298,13 +289,18 @@ class StepLoop(Generic[V]):
         """Return whether a later step uses the host memory of a step."""
         return self.launched > number + len(self._ring)
 
-    def check_rows(self) -> None:
-        """Raise ConfigError if outputs have no rows of requests."""
+    def tokens(self, number: int, keys: Keys, outputs: Any) -> list[tuple[Any, Any]]:
+        """Return the rows of a step that still count: of live requests, and of others until their known end."""
+        if not isinstance(outputs, torch.Tensor):
+            raise ConfigError(
+                f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
+            )
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
-
-    def counted(self, number: int, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Return the rows of a step that still count: of live requests, and of others until their known end."""
+        requests = len(keys)
+        if requests and outputs.shape != (requests,):  # several rows or numbers for each
+            outputs = outputs.view(requests, -1).squeeze(1)
+        pairs = list(zip(keys, outputs.tolist(), strict=True))
         if number >= self._changed:
             return pairs
         launched = self.launched
@@ -360,7 +356,7 @@ class StepLoop(Generic[V]):
         """See `LaunchedStep.hold`."""
         if not isinstance(why, str) or not why:
             refuse("hold", "a reason, such as 'grammar'", why)
-        self._hold_next = why
+        self._hold_reason = why
 
     def _live_keys(self, keys: SomeKeys, call: str) -> Keys:
         """Return keys of live requests.

@@ -411,10 +411,10 @@ def changed_values_are_ignored(old: Any, self: Any, *given: Any) -> None:
 
 
 @fault(STACKS, recipe, "live_viewer", "runners/stacked/test_stack.py::test_arguments_of_all_kinds")
-def breaks_see_padded_requests(old: Any, stage: Any, where: Any) -> Any:
+def breaks_see_padded_requests(old: Any, stage: Any, where: Any, **info: Any) -> Any:
     """Show all requests of a bucket to what runs eagerly: breaks and the head run on padded ones."""
     del old
-    return stage.viewer(where)
+    return stage.viewer(where, **info)
 
 
 @fault(RANKS, agreement, "agree", "ranks/test_agreement.py::test_the_largest_bucket_is_everyones[cpu]")
