@@ -74,7 +74,6 @@ def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
 def capture_step(
     backend: Backend,
     step: Callable[[], Any],
-    *,
     pool: object | None,
     error_mode: str | None = None,
     parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,

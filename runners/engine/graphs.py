@@ -271,7 +271,7 @@ class Filler(Generic[V]):
 
         if warm:
             warm_up(backend, alone)
-        graph = filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self.error_mode)
+        graph = filling.alone = capture_step(backend, alone, backend.pool(), self.error_mode)
         return graph
 
     def first_node(self, filling: Filling) -> None:
@@ -298,7 +298,7 @@ class Filler(Generic[V]):
             filling = Filling(self, bucket, table=table, kernel=edit)  # keeps the table, which the graph reads
             self.feed.disarm()
             warm_up(stage.backend, edit)
-            filling.alone = capture_step(stage.backend, edit, pool=stage.backend.pool(), error_mode=self.error_mode)
+            filling.alone = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
             self._edits[absent] = RowBucket(bucket), filling
         rows, filling = self._edits[absent]
         return rows, filling.alone
@@ -521,9 +521,8 @@ class GraphSet(Generic[V]):
         named = ((argument, views[name]) for argument, name in self.parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
         with capture_errors(), state.kept(), stage.backend.stream():
-            mode = self.config.error_mode
-            capture = functools.partial(capture_step, stage.backend, step, pool=self._pool, error_mode=mode)
-            graph = around(functools.partial(capture, parameters=parameters))
+            given = self._pool, self.config.error_mode, parameters
+            graph = around(functools.partial(capture_step, stage.backend, step, *given))
         if self.rows_each is not None:
             cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering.has_kernel and not filler.lowering.is_in_graph:

@@ -124,7 +124,7 @@ def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:
     return map_tensors(chosen, part, constant)
 
 
-def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
+def nbytes_of(outputs: Sequence[Any], but: Collection[int]) -> int:
     """Return the bytes of all tensors in several structures, shared memory counted once. but: Storages to leave out."""
     sizes: dict[int, int] = {}
 

@@ -117,7 +117,7 @@ class Tally:
         turns: For each fill that begins, whether to time it.
     """
 
-    def __init__(self, path: PathName = "graph") -> None:
+    def __init__(self, path: PathName) -> None:
         self.path: PathName = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)

@@ -393,7 +393,7 @@ class Ranks(Unique):
             raise lost
 
     def _arrives(
-        self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, stops: int = 0, grace: float = 0.0
+        self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, stops: int, grace: float = 0.0
     ) -> bool:
         """Return whether what this rank waits for arrives in time.
 

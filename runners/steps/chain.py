@@ -234,7 +234,8 @@ class Chain(Generic[V]):
         """Do for the next step what its graph does not. moved: Whether other ranks change slots of this one."""
         edits, last, requests, wrote = self._edits, self._work, len(self._keys), self._moves_host
         is_edit = moved or bool(self._leaving or self._writes)
-        self._hosts.wait()
+        if self._hosts.possible:
+            self._hosts.wait()
         last.advance(before_edit=is_edit)
         moves, writes = self._rearrange() if is_edit else ((), [])
         moving = edits.rows if self._edit_graph is None else edits.apart
