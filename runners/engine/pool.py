@@ -150,7 +150,7 @@ class InputPool(Unique):
         for member, allocate in self._allocations.items():
             turn = turns[member]
             turn.overwriters = {
-                mine.slot: tuple(dict.fromkeys(turns[other.member] for other in layout.shared_with(mine)))
+                mine.slot: tuple(dict.fromkeys(turns[other.member] for other in layout.shared_with(member, mine.slot)))
                 for mine in layout.places
                 if mine.member == member
             }

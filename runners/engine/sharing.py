@@ -258,16 +258,30 @@ class Layout:
         """The bytes that sharing saves."""
         return self.apart - self.nbytes
 
-    def shared_with(self, mine: PooledSlot) -> tuple[PooledSlot, ...]:
-        """Return the places that have a byte in common with one of them."""
+    def place(self, member: str, slot: str) -> PooledSlot:
+        """Return a slot's place. Raise ConfigError if it has none in this layout."""
+        for place in self.places:
+            if (place.member, place.slot) == (member, slot):
+                return place
+        raise ConfigError(
+            f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
+        )
+
+    def shared_with(self, member: str, slot: str) -> tuple[PooledSlot, ...]:
+        """Return the places that have a byte in common with a slot's."""
+        mine = self.place(member, slot)
         return tuple(place for place in self.places if place is not mine and place.touches(mine))
+
+    def why(self, member: str, slot: str) -> str:
+        """Return why a slot has its place: what makes its lifetime, and which slots share its memory."""
+        mine, shared = self.place(member, slot), self.shared_with(member, slot)
+        return f"{mine.why}; shares with {', '.join(map(str, shared)) or 'none'}"
 
     def __str__(self) -> str:
         """Return a line for each slot, block by block, with the reason for its place."""
         lines = [f"phases: {self.schedule}"]
         for one in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
-            why = f"{one.why}; shares with {', '.join(map(str, self.shared_with(one))) or 'none'}"
-            where = f"block {one.block}, byte {one.offset:,}"
+            where, why = f"block {one.block}, byte {one.offset:,}", self.why(one.member, one.slot)
             lines.append(f"{where}: {one}, {one.nbytes:,} bytes, needed {one.needed}: {why}")
         saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
         return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])

@@ -438,7 +438,7 @@ def _memory(runner: Runner[Any], plan: FillPlan | None) -> MemoryFacts:
         kept = phase.kept
         for slot in phase.layout.places:
             if slot.member == phase.member:
-                shares[slot.slot] = tuple(map(str, phase.layout.shared_with(slot)))
+                shares[slot.slot] = tuple(map(str, phase.layout.shared_with(slot.member, slot.slot)))
     phases: tuple[StepPart, ...] = ("fill", "kernel", "replay", "outputs")
     if plan is None or not plan.fused:
         phases = ("fill", "replay", "outputs")

@@ -28,11 +28,6 @@ from tests.strategies import HIDDEN, PAGES, declaration_of, declarations
 PHASES = ("prefill", "draft", "verify", "extend", "prepare")
 
 
-def place_of(layout: Layout, name: str) -> PooledSlot:
-    """The place of a member's slot."""
-    return next(one for one in layout.places if str(one) == name)
-
-
 def slots_of(name: str, fields: Mapping[str, Any], **options: Any) -> list[PooledSlot]:
     """The slots of a runner with a declaration made from fields, in the phase of its name, of 4 requests, 8 tokens."""
     capacity = {BATCH: 4, TOKENS: 8, PAGES: 5, HIDDEN: 3, WIDTH: 2}
@@ -217,8 +212,8 @@ def test_lifetimes_follow_from_what_slots_say(field: Any, reason: str | None) ->
     """Bytes hold for the runner's phase where each step writes them, and always where anything else relies on them."""
     slots = slots_of("verify", {"slot": field, "other": copied(TOKENS, pad=0, **DEFAULTS)}, kept={"other"})
     layout = lay_out(slots, Schedule(("draft", "verify")))
-    assert place_of(layout, "verify.other").why == "it is kept, because that was asked for"
-    found = place_of(layout, "verify.slot")
+    assert layout.place("verify", "other").why == "it is kept, because that was asked for"
+    found = layout.place("verify", "slot")
     assert found.always == (reason is not None)
     assert (reason or "each step of verify") in found.why
 
@@ -278,8 +273,8 @@ def test_the_proof_names_what_is_wrong(changed: dict[str, Any], said: str) -> No
     host = copied(TOKENS, dtype=torch.int32, pad=0, placement="host")
     slots = [one for name in ("draft", "verify") for one in slots_of(name, {"slot": PLAIN, "host": host})]
     layout = lay_out(slots, Schedule(("draft", "verify"), [("draft", "verify")]))
-    place = place_of(layout, "verify.slot")
-    assert (place_of(layout, "draft.slot").offset, place.offset) == (0, 256)
+    place = layout.place("verify", "slot")
+    assert (layout.place("draft", "slot").offset, place.offset) == (0, 256)
     broken = tuple(attrs.evolve(one, **changed) if one is place else one for one in layout.places)
     with pytest.raises(LayoutError, match=said):
         check_layout(attrs.evolve(layout, places=broken))
