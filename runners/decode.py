@@ -31,12 +31,11 @@ from .engine.config import (
     config_of,
     patterns_of,
 )
-from .engine.eagerly import Eagerly
 from .engine.graphs import Captured, Filler, GraphSet, ReadBatch
 from .engine.hooks import watchers_of
 from .engine.outputs import rows_each
 from .engine.pool import Phase
-from .engine.routes import GraphRoute, Route
+from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
 from .engine.stage import NO_SIZES, Stage, joined
 from .engine.statistics import CaptureReport, Decision, PathName, Why
@@ -126,7 +125,7 @@ class GraphRunner(Runner[V]):
         counts: Callable[[int], Sizes],
         given: Mapping[str, Any],
         *,
-        said: str,
+        sized_by: str,
         leading: Collection[Axis],
         factor: str = "",
         path: PathName = "graph",
@@ -139,7 +138,7 @@ class GraphRunner(Runner[V]):
             stage: The declaration, the backend and the step.
             counts: Returns a bucket's padded sizes of BATCH and TOKENS, given its rows.
             given: All arguments of the runner.
-            said: Options that decide these sizes, for errors.
+            sized_by: Options that decide these sizes, for errors.
             leading: The axes of the buckets, that of rows first.
             factor: The option that says how many tokens a request has, for errors.
             path: The path of a batch that fits a bucket.
@@ -149,7 +148,7 @@ class GraphRunner(Runner[V]):
         self._given = given
         self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
         self._rows_each, self.cuts = rows_each, rows_each is not None
-        sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
+        sizes = {rows: stage.padded(counts(rows), sized_by) for rows in buckets.sizes}
         self._capacity = sizes[buckets.largest]
         config.check(stage.backend.capabilities)
         patterns = patterns_of(stage.declaration, given.get("absent", ()))
@@ -210,9 +209,9 @@ class GraphRunner(Runner[V]):
         )
 
     @functools.cached_property
-    def eager(self) -> Eagerly[V]:  # type: ignore[override] # one that is kept
+    def eager(self) -> EagerRoutes[V]:  # type: ignore[override] # one that is kept
         """Runs the batches that no graph takes, in the same buffers."""
-        return Eagerly(self.stage, self.name, self._table, buffers=self.graphs.buffers)
+        return EagerRoutes(self.stage, self.name, self._table, buffers=self.graphs.buffers)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first. With `lazy`, capture each when the first batch comes for it.
@@ -224,7 +223,7 @@ class GraphRunner(Runner[V]):
                 names both.
         """
         try:
-            with self.gate.open():
+            with self.step_lock.open():
                 return self.graphs.capture()
         finally:
             modes = self.config.modes
@@ -360,15 +359,14 @@ class RequestRunner(GraphRunner[V]):
             stage,
             lambda rows: {BATCH: rows, TOKENS: rows * width},
             {"output_rows": output_rows, **given},
-            said=f"buckets= and {factor}=",
+            sized_by=f"buckets= and {factor}=",
             factor=factor,
             leading=(BATCH, TOKENS),
             rows_each=rows_each(given.get("output_rows", output_rows), width),
         )
 
     def _route_of(self, captured: Captured) -> Route[V]:
-        viewer, counts = self.stage.viewer(captured.filling.bucket), self.tally.buckets[captured.rows]
-        return GraphRoute(self.graphs, captured, viewer, counts, self._rows_each)
+        return GraphRoute(self.graphs, captured, self.tally.buckets[captured.rows])
 
     def remade(self, **options: Any) -> "DecodeRunner[V]":
         """Make a decode runner of the same step and options but for some, with memory and graphs of its own."""
@@ -393,7 +391,7 @@ class RequestRunner(GraphRunner[V]):
         pattern = frozenset(absent)
         captured = self.graphs.captured.get((bucket, pattern))
         if captured is None:
-            with self.gate.open():  # this may capture it
+            with self.step_lock.open():  # this may capture it
                 captured = self.graphs.get(bucket, pattern)
         if captured is None:
             without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""
@@ -477,7 +475,11 @@ class DecodeRunner(RequestRunner[V]):
         needs = checked_names("needs", needs)
         if read is not None:
             check_step("read", read, "a step's outputs, which chooses parts of them")
-        why = self._why_by_calls()
+        why = ""  # steps are calls of the runner, not replays
+        if not self.graphs.filler.lowering.runs_ahead:
+            why = f"the lowering is {self.lowering}"
+        elif self.watch.watchers or self.config.modes:
+            why = "each step is watched"
         every = 1 if why else agree_every
         with self.coordinator.loop(every) as loop:
             if batch is None:
@@ -485,11 +487,5 @@ class DecodeRunner(RequestRunner[V]):
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, self.buckets, self._rows_each, loop, why)
+            chain = Chain(self, batch, self.buckets, loop, why)
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))
-
-    def _why_by_calls(self) -> str:
-        """Return why `steps` runs each step as a call, or an empty text if it replays graphs by itself."""
-        if not self.graphs.filler.lowering.runs_ahead:
-            return f"the lowering is {self.lowering}"
-        return "each step is watched" if self.watch.watchers or self.config.modes else ""

@@ -9,9 +9,8 @@ from ..dataflow.inputs import V
 from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
 from .engine.config import config_of, switch_of
-from .engine.eagerly import Eagerly
 from .engine.graphs import ReadBatch
-from .engine.routes import Route
+from .engine.routes import EagerRoutes, Route
 from .engine.runner import Runner
 from .engine.stage import Stage
 from .engine.statistics import Decision
@@ -62,7 +61,7 @@ class EagerRunner(Runner[V]):
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
         coordinator = coordinator_of(declaration, name, config, {}, (), *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
-        self.eager = Eagerly(stage, name, self._table, no_copy=no_copy)
+        self.eager = EagerRoutes(stage, name, self._table, no_copy=no_copy)
 
     @property
     def nbytes(self) -> int:

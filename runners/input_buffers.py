@@ -17,8 +17,8 @@ from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.views import Viewer
 from .engine.config import checked_keys, checked_sizes
+from .engine.current import StepLock
 from .engine.graphs import Filler, Filling, ReadBatch, Reader
-from .engine.running import Gate
 from .engine.stage import NO_BINDINGS, NO_SIZES, Stage
 from .engine.statistics import human_bytes
 
@@ -66,7 +66,7 @@ class InputBuffers(Generic[V]):
         buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
         self._layer = Layer(stage, buffers, self.capacity, lowering, waits=graphs_read_host_slots)
         self._known: dict[Live, BucketBuffers[V]] = {}
-        self.gate = self._layer.gate
+        self.step_lock = self._layer.step_lock
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -94,7 +94,7 @@ class InputBuffers(Generic[V]):
         Raises:
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
         """
-        with self.gate.open():
+        with self.step_lock.open():
             self.at(padded).filling(self._layer.pattern(absent))
 
     def fill(
@@ -215,7 +215,7 @@ class Layer(Generic[V]):
         buffers: The memory of the slots.
         capacity: The most rows of each axis.
         waits: Whether fills wait for graphs of the caller's, which copy from slots in host memory.
-        gate: Lets one fill in at a time.
+        step_lock: Lets one fill in at a time.
         table: The kinds of batches that came.
         reader: Reads batches.
         filler: Fills the buckets.
@@ -228,7 +228,7 @@ class Layer(Generic[V]):
         self.buffers = buffers
         self.capacity = capacity
         self.waits = waits
-        self.gate = Gate(InputBuffers.__name__)
+        self.step_lock = StepLock(InputBuffers.__name__)
         self._sizers: dict[frozenset[Axis], Sizer] = {}
         try:
             sizer = self.sizer(frozenset())
@@ -315,9 +315,9 @@ class BucketBuffers(Generic[V]):
     ) -> V:
         """Fill from a batch: see `InputBuffers.fill`."""
         layer = self._layer
-        lock = layer.gate.lock
+        lock = layer.step_lock.lock
         if lock.locked():
-            raise layer.gate.refusal()
+            raise layer.step_lock.refusal()
         with lock:
             return self._fill(batch, live, absent, only, skip, side)
 
@@ -392,7 +392,7 @@ class BucketBuffers(Generic[V]):
     def fill_in_graph(self, *, absent: Collection[str] = ()) -> None:
         """Record the device's part of a fill: see `InputBuffers.fill_in_graph`."""
         layer = self._layer
-        with layer.gate.open():
+        with layer.step_lock.open():
             pattern = layer.pattern(absent)
             if pattern not in self._fillings:
                 raise CaptureError(
@@ -406,7 +406,7 @@ class BucketBuffers(Generic[V]):
     def view(self, *, absent: Collection[str] = (), written: bool = False) -> V:
         """Return the slots at their padded sizes: see `InputBuffers.view`."""
         layer = self._layer
-        with layer.gate.open():
+        with layer.step_lock.open():
             if written:
                 layer.buffers.clean.handed_out = True
             bucket = self.filling(layer.pattern(absent)).bucket

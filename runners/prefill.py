@@ -7,20 +7,18 @@ from typing import Any, Unpack, final
 
 from torch import nn
 
-from ..dataflow.axes import BATCH, TOKENS, Live
+from ..dataflow.axes import BATCH, TOKENS
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import ConfigError
 from ..dataflow.inputs import V
-from ..dataflow.views import Viewer
 from .decode import GraphRunner, StackArguments
 from .engine.config import config_of
 from .engine.graphs import Captured
 from .engine.outputs import rows_each
 from .engine.routes import Route
 from .engine.stage import Stage
-from .engine.statistics import Counts
-from .stacked.capture import Operator, Splitter, capture_stack, live_viewer
-from .stacked.replay import Stack, StackReplay
+from .stacked.recipe import Operator, Splitter, capture_stack, live_viewer
+from .stacked.stack import Stack, StackRoute
 
 
 class StackRunner(GraphRunner[V]):
@@ -44,7 +42,7 @@ class StackRunner(GraphRunner[V]):
             stage,
             lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
             given,
-            said="max_batch= and buckets=",
+            sized_by="max_batch= and buckets=",
             leading=(TOKENS,),
             path="breakable" if splitter is None else "piecewise",
         )
@@ -65,35 +63,7 @@ class StackRunner(GraphRunner[V]):
 
     def _route_of(self, captured: Captured) -> Route[V]:
         viewer, counts = live_viewer(self.stage, captured.filling.bucket), self.tally.buckets[captured.rows]
-        return StackRoute(self, captured, viewer, counts)
-
-
-class StackRoute(Route[V]):
-    """A step whose stack replays the graphs of a bucket."""
-
-    def __init__(self, runner: StackRunner[V], captured: Captured, viewer: Viewer[V], counts: Counts) -> None:
-        super().__init__(captured.filling, viewer, counts, captured)
-        self._replay = StackReplay(runner.graphs, runner.stack, captured)
-        self._output_rows = runner.output_rows
-        self._padded = captured.rows
-        varying = runner.stage.declaration.varying
-        self._requests = varying.index(BATCH) if BATCH in varying else 0
-
-    def run(self, view: V | None, live: Live) -> Any:
-        """Run the step on its view."""
-        if self._output_rows is None:
-            rows = live_rows = None
-        elif self._output_rows == BATCH:
-            rows, live_rows = live[self._requests], None
-        else:
-            rows, live_rows = self._padded, live[-1]
-        try:
-            outputs = self._replay.run(view, rows, live_rows)  # type: ignore[arg-type] # this route has a view
-        except BaseException:  # the step may have written slots
-            self.filler.buffers.distrust()
-            raise
-        self.count(live)
-        return outputs
+        return StackRoute(self.graphs, self.stack, captured, viewer, counts, self.output_rows)
 
 
 @final

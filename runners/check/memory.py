@@ -19,7 +19,7 @@ from ...dataflow.slots import BY_STEP
 from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
 from ..engine.bits import garbage, unequal_rows
-from ..engine.running import running
+from ..engine.current import current_step
 from ..engine.sampling import Sample, rebuilt
 from ..engine.state import Change
 from ..engine.traffic import Traffic, run_seen
@@ -78,7 +78,7 @@ def users(trial: Trial, places: Mapping[str, Span], *, in_breaks: bool = True) -
     found: dict[str, str] = {}
 
     def note(user: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
-        step = running()
+        step = current_step()
         if in_breaks or step is None or step.inside is None:
             for tensor in taken:
                 for name, place in places.items():

@@ -22,10 +22,10 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import BY_STEP, Slot
 from ...dataflow.views import ViewInfo
 from ..engine.bits import text_of, unequal
+from ..engine.current import CurrentStep, with_current
 from ..engine.graphs import Captured, GraphSet
 from ..engine.hooks import Watch
 from ..engine.runner import Runner
-from ..engine.running import Running, under_way
 from ..engine.sampling import Sample
 from ..engine.state import State, draw_on
 from ..engine.traffic import run_seen
@@ -230,7 +230,7 @@ class Trial:
         with torch.no_grad():
             if captured is not None and self.runner.is_whole:  # only the graph computes on the device
                 captured.filling.bucket.compute_on_device()
-            return under_way(Running(self.view), self.runner.stage.run, self.view)
+            return with_current(CurrentStep(self.view), self.runner.stage.run, self.view)
 
     def watch(self, watch: OperatorWatch, look: Callable[[Any], object] = id) -> None:
         """Run the step as it is written, while a watch sees its operators."""

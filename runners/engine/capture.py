@@ -66,7 +66,7 @@ def frozen_garbage() -> Iterator[None]:
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
     """Run a step in the way it is captured, and wait for it. Raise CaptureError from whatever it raises."""
-    with told_as_capture_error(), backend.stream():
+    with capture_errors(), backend.stream():
         with_own_casts(step)  # with another cache setting torch.compile would recompile
         backend.synchronize()
 
@@ -74,13 +74,12 @@ def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
 def capture_step(
     backend: Backend,
     step: Callable[[], Any],
-    *,
     pool: object | None,
     error_mode: str | None = None,
     parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Graph:
     """Capture one step on the backend's stream. parameters: Host slots, by the operator's argument that takes them."""
-    with told_as_capture_error(), backend.stream():
+    with capture_errors(), backend.stream():
         backend.synchronize()
         return with_own_casts(lambda: backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters))
 
@@ -109,7 +108,7 @@ def with_own_casts(run: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def told_as_capture_error() -> Iterator[None]:
+def capture_errors() -> Iterator[None]:
     """Raise CaptureError from whatever a step raises before and during its capture."""
     try:
         yield

@@ -177,19 +177,19 @@ def switch_of(variable: str, *, or_names: bool = False) -> bool | str:
 
 def modes_of(wanted: Wanted) -> frozenset[str]:
     """Return the debug modes that a bool, names, or one text with commas selects. None reads the environment."""
-    said = "option 'debug'"
+    source = "option 'debug'"
     if wanted is None:
-        said = DEBUG_VARIABLE
+        source = DEBUG_VARIABLE
         wanted = switch_of(DEBUG_VARIABLE, or_names=True)
     if isinstance(wanted, bool):
         return CHEAP if wanted else frozenset()
     names: Any = wanted.split(",") if isinstance(wanted, str) else wanted
     if not is_collection(names) or not all(isinstance(name, str) for name in names):
-        refuse(said, "true, false or names of debug modes", wanted)
+        refuse(source, "true, false or names of debug modes", wanted)
     found = frozenset(name.strip() for name in names) - {""}
     for name in sorted(found.difference(MODES)):
         instead = hint(name, MODES, f"modes are {', '.join(MODES)}")
-        raise ConfigError(f"{said}: unknown debug mode {name!r}: {instead}")
+        raise ConfigError(f"{source}: unknown debug mode {name!r}: {instead}")
     return found
 
 
@@ -205,14 +205,9 @@ def _option(kind: type, default: Any, least: float = -math.inf, most: float = ma
     return attrs.field(default=default, validator=check)
 
 
-def _one_of(*words: str) -> Any:
-    """Make an option that is one of some words. The first is the default."""
-
-    def check(_: object, field: Any, value: Any) -> None:
-        if value not in words:
-            refuse(f"option {field.name!r}", " or ".join(map(repr, words)), value)
-
-    return attrs.field(default=words[0], validator=check)
+def _check_outputs(_: object, field: Any, value: Any) -> None:
+    if value not in ("view", "copy"):
+        refuse(f"option {field.name!r}", "'view' or 'copy'", value)
 
 
 def _rows(value: Any) -> tuple[int, ...]:
@@ -317,7 +312,7 @@ class RunnerConfig:
         error_mode: The mode of captures, one of the backend's `capture_error_modes`. None takes its default.
         outputs: "view" for the graph's own memory, which the next step overwrites, or "copy" for tensors of the
             caller's.
-        told: Options that `as_data` returns even if they have their default: those that a mapping or file named, or
+        named: Options that `as_data` returns even if they have their default: those that a mapping or file named, or
             that a runner uses.
 
     Raises:
@@ -340,8 +335,8 @@ class RunnerConfig:
     lowering: str = _option(str, AUTO)
     lazy: bool = _option(bool, default=False)
     error_mode: str | None = _option(str, None)
-    outputs: str = _one_of("view", "copy")
-    told: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
+    outputs: str = attrs.field(default="view", validator=_check_outputs)
+    named: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":
@@ -359,12 +354,12 @@ class RunnerConfig:
                 faults.append(str(error))
         if faults:
             raise ConfigError("; ".join(faults))
-        return cls(**options, told=frozenset(options))
+        return cls(**options, named=frozenset(options))
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
         """Return the names of all options."""
-        return tuple(field.name for field in attrs.fields(cls) if field.name != "told")
+        return tuple(field.name for field in attrs.fields(cls) if field.name != "named")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RunnerConfig":
@@ -387,7 +382,7 @@ class RunnerConfig:
         return {
             name: sorted(value) if isinstance(value, tuple | frozenset) else value
             for name, value in values.items()
-            if value is not None and (name in self.told or value != getattr(default, name))
+            if value is not None and (name in self.named or value != getattr(default, name))
         }
 
     def check(self, capabilities: Capabilities) -> None:
@@ -429,7 +424,7 @@ def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
     known = used.intersection(every)
     given = {name: value for name, value in options.items() if name in known}
     backend = name_of(options.get("backend", "auto"))
-    return attrs.evolve(RunnerConfig.of({**given, "backend": backend}), told=known)
+    return attrs.evolve(RunnerConfig.of({**given, "backend": backend}), named=known)
 
 
 @functools.cache

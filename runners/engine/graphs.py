@@ -33,18 +33,18 @@ from ...dataflow.views import alias
 from .capture import (
     FORKS,
     Clock,
+    capture_errors,
     capture_step,
     clock_of,
     frozen_garbage,
     progress_over,
-    told_as_capture_error,
     warm_up,
     with_place,
 )
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
+from .current import CurrentStep, with_current
 from .hooks import Coordinator
 from .outputs import Stamped, cut_rows, map_tensors, nbytes_of
-from .running import Running, under_way
 from .stage import Stage
 from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount, human_bytes
@@ -166,8 +166,7 @@ class Filling:
 
     def _fill_slot_by_slot(self, call: ReadBatch) -> None:
         filler = self.filler
-        if filler.buffers.turn.reading is not None:
-            filler.hosts.wait()
+        filler.hosts.wait()
         given = self.bucket.tensors(call.batch, call.live, call.side)
         filler.buffers.turn.fills += 1
         self.bucket.fill_slot_by_slot(call.batch, call.live, call.side, given)
@@ -183,7 +182,7 @@ class Filling:
             filler.late = time.perf_counter_ns()
         alone.replay()
         if filler.lowering.is_in_graph:
-            filler.was_disarmed()
+            filler.feed.was_disarmed()
 
 
 @attrs.define(eq=False, slots=False)
@@ -200,6 +199,7 @@ class Filler(Generic[V]):
         clock: The clock of the graphs that read the buffers.
         late: When something was last captured in the middle of a fill, by `perf_counter_ns`.
         lowered: Fills by each lowering.
+        feed: Sends the packet.
     """
 
     stage: Stage[V]
@@ -229,14 +229,14 @@ class Filler(Generic[V]):
         most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
         rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # for an edit's rows
         numbered = self.lowering.is_in_graph and bool(slots.rules)
-        self._feed = Feed(backend.upload, most + rows * numbered, numbered=numbered)
+        self.feed = Feed(backend.upload, most + rows * numbered, numbered=numbered)
         if self._fusion is not None:
-            _ = self._feed.upload
+            _ = self.feed.upload
 
     @property
     def nbytes(self) -> int:
         """The bytes of tables, of the packet, and of the host memory that uploads start from."""
-        return self._tables + self._feed.nbytes
+        return self._tables + self.feed.nbytes
 
     def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
         """Make a bucket and all that fills it, except what must be captured.
@@ -252,18 +252,17 @@ class Filler(Generic[V]):
             return Filling(self, bucket, computes)
         table = self._table(bucket, fusion)
         targets = [lane.target for lane in bucket.lanes]
-        return Filling(self, bucket, computes, table, fusion.kernel(table, self._feed.upload.packet, targets))
+        return Filling(self, bucket, computes, table, fusion.kernel(table, self.feed.upload.packet, targets))
 
     def _bucket(self, sizes: Sizes, absent: Absent, **options: Any) -> Bucket:
-        over = self.stage.declaration, sizes, self.stage.backend.capabilities, self.buffers
-        given = {"lowering": self.lowering.name, "feed": self._feed, "table": self.table, **options}
-        return Bucket(*over, absent=absent, **given)
+        stage, given = self.stage, {"lowering": self.lowering.name, "feed": self.feed, "table": self.table, **options}
+        return Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers, absent=absent, **given)
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:
         """Capture the kernel by itself. If it is also a step's first node, it must not run there a second time."""
         backend, kernel = self.stage.backend, filling.kernel
         with outside_inference():
-            armed = self._feed.upload.packet[:WORD].view(torch.int64)
+            armed = self.feed.upload.packet[:WORD].view(torch.int64)
 
         def alone() -> None:
             kernel()
@@ -272,7 +271,7 @@ class Filler(Generic[V]):
 
         if warm:
             warm_up(backend, alone)
-        graph = filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self.error_mode)
+        graph = filling.alone = capture_step(backend, alone, backend.pool(), self.error_mode)
         return graph
 
     def first_node(self, filling: Filling) -> None:
@@ -282,7 +281,7 @@ class Filler(Generic[V]):
         bucket = filling.bucket
         rules = bucket.transitions[DEVICE]
         if rules.leaves(bucket.fused):
-            words = self._feed.upload.packet[: WORD * (HEAD + len(self.stage.declaration.counted))]
+            words = self.feed.upload.packet[: WORD * (HEAD + len(self.stage.declaration.counted))]
             rules.advance_in_graph(words.view(torch.int64).unbind())
         filling.kernel()
 
@@ -295,11 +294,11 @@ class Filler(Generic[V]):
         if absent not in self._edits:
             bucket = self._bucket(sizes, absent, **own)
             table = self._table(bucket, fusion)
-            edit = fusion.edit(table, self._feed.upload.packet, [lane.target for lane in bucket.lanes])
+            edit = fusion.edit(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
             filling = Filling(self, bucket, table=table, kernel=edit)  # keeps the table, which the graph reads
-            self.rest()
+            self.feed.disarm()
             warm_up(stage.backend, edit)
-            filling.alone = capture_step(stage.backend, edit, pool=stage.backend.pool(), error_mode=self.error_mode)
+            filling.alone = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
             self._edits[absent] = RowBucket(bucket), filling
         rows, filling = self._edits[absent]
         return rows, filling.alone
@@ -311,10 +310,6 @@ class Filler(Generic[V]):
         self._tables += table.nbytes
         return table
 
-    def rest(self) -> None:
-        """Disarm the kernel, so that it leaves the slots alone until a batch comes."""
-        self._feed.disarm()
-
     def order(self) -> None:
         """Let a step on another stream than the last one wait for it, because both use the same memory.
 
@@ -325,10 +320,6 @@ class Filler(Generic[V]):
             if last is not None and last != stream:
                 self.stage.backend.order(last, stream)
         turn.stream = clock.stream = stream
-
-    def was_disarmed(self) -> None:
-        """Note that the device has disarmed the packet."""
-        self._feed.was_disarmed()
 
 
 @attrs.define(eq=False)
@@ -357,12 +348,6 @@ class Captured:
         The tensors are new, because a caller might change the shape of the graph's own.
         """
         return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
-
-
-def _as_the_user_sees_it(error: CaptureError, first: CaptureError) -> CaptureError:
-    """Give an error the user's lines that the first of several errors came through. The first stays its context."""
-    error.__context__ = first
-    return error.with_traceback(user_traceback(origin_of(first)))
 
 
 Key = tuple[int, Absent]
@@ -416,9 +401,8 @@ class GraphSet(Generic[V]):
         self._pool = self.stage.backend.pool()
         self.clock = self.filler.clock = clock_of(self._pool)
         self.holdings = Holdings(self.holder)
-        self._modes = self.config.modes
-        self._looks_at_addresses = ADDRESSES in self._modes
-        self.stamps = GENERATIONS in self._modes
+        self._looks_at_addresses = ADDRESSES in self.config.modes
+        self.stamps = GENERATIONS in self.config.modes
 
     def has(self, bucket: int | None, absent: Absent) -> bool:
         """Return whether a bucket and pattern was captured, or will be when a batch comes for it."""
@@ -448,7 +432,9 @@ class GraphSet(Generic[V]):
         self._forks = FORKS.count
         if failed:
             message = f"{len(failed)} of {len(sizes)} buckets were not captured and run eagerly: "
-            raise _as_the_user_sees_it(CaptureError(message + "; ".join(report.reasons)), failed[0]) from None
+            error = CaptureError(message + "; ".join(report.reasons))
+            error.__context__ = failed[0]
+            raise error.with_traceback(user_traceback(origin_of(failed[0]))) from None  # the user's lines
         return report
 
     def _capture_buckets(
@@ -460,7 +446,7 @@ class GraphSet(Generic[V]):
         """
         backend, errors = self.stage.backend, list[CaptureError]()
         start, before = time.perf_counter(), backend.memory()
-        known = self.report or CaptureReport((), {}, 0.0, self.memory())
+        known = self.report or CaptureReport(memory=self.memory())
         reasons, shows = dict(known.failed), self.config.progress and self.coordinator.rank == 0 and not late
 
         def text(rows: int) -> str:
@@ -521,7 +507,7 @@ class GraphSet(Generic[V]):
     def _capture(self, rows: int, absent: Absent) -> Captured:
         stage, filler, coordinator = self.stage, self.filler, self.coordinator
         filling = filler.make(self.sizes[rows], absent, computes=self.recipe is not None)
-        filler.rest()
+        filler.feed.disarm()  # the kernel leaves the slots alone until a batch comes
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
@@ -529,15 +515,14 @@ class GraphSet(Generic[V]):
         # With several ranks all must run a step equally often, whatever each has imported.
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
         for _ in range(self.config.warmups - looked):
-            with told_as_capture_error(), state.kept():
+            with capture_errors(), state.kept():
                 warm_up(stage.backend, functools.partial(around, as_warm_up(step)))
         views = filling.bucket.views  # None for an optional slot that is absent
         named = ((argument, views[name]) for argument, name in self.parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
-        with told_as_capture_error(), state.kept(), stage.backend.stream():
-            mode = self.config.error_mode
-            capture = functools.partial(capture_step, stage.backend, step, pool=self._pool, error_mode=mode)
-            graph = around(functools.partial(capture, parameters=parameters))
+        with capture_errors(), state.kept(), stage.backend.stream():
+            given = self._pool, self.config.error_mode, parameters
+            graph = around(functools.partial(capture_step, stage.backend, step, *given))
         if self.rows_each is not None:
             cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering.has_kernel and not filler.lowering.is_in_graph:
@@ -578,7 +563,7 @@ class GraphSet(Generic[V]):
                 filler.first_node(filling)
                 bucket.compute_on_device()
                 view = view_of(None, bucket.padded)
-                return under_way(Running(view), stage.run, view)
+                return with_current(CurrentStep(view), stage.run, view)
 
         return step, operator.call, look(step)
 
@@ -603,7 +588,7 @@ class GraphSet(Generic[V]):
 
     def verify(self, captured: Captured) -> None:
         """Raise ReplayError if memory of a graph has moved. It is checked before the first replay, or before each."""
-        if not captured.verified or ADDRESSES in self._modes:
+        if not captured.verified or self._looks_at_addresses:
             captured.graph.check_addresses()
             moved = ", ".join(map(repr, self.buffers.moved()))
             if moved:

@@ -11,7 +11,6 @@ from ...backends.base import Backend, Event
 from ...dataflow.axes import Axis, Live
 from ...dataflow.inputs import Inputs, V
 from ...dataflow.sources import Side
-from .sampling import Sample
 from .statistics import Decision, RanksData
 
 
@@ -114,7 +113,6 @@ class Coordinator:
     Attributes:
         axes: The axes of live sizes, the axis of the buckets last.
         agreed: What all ranks did in the last step that they agreed on.
-        empty: An idle rank's batch, once there was one.
         alone: Whether there are no ranks. A process group of one rank has an `Agreement`, too.
         rank: Which rank this is.
         size: How many ranks there are.
@@ -124,7 +122,6 @@ class Coordinator:
 
     axes: tuple[Axis, ...] = ()
     agreed: Decision | None = None
-    empty: Sample | None = None
     alone: bool = True
     rank: int = 0
     size: int = 1

@@ -124,13 +124,8 @@ def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:
     return map_tensors(chosen, part, constant)
 
 
-def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
+def nbytes_of(outputs: Sequence[Any], but: Collection[int]) -> int:
     """Return the bytes of all tensors in several structures, shared memory counted once. but: Storages to leave out."""
-    return sum(size for storage, size in storages_of(outputs).items() if storage not in but)
-
-
-def storages_of(outputs: Sequence[Any]) -> dict[int, int]:
-    """Return the bytes of each storage of the tensors in several structures, by its address."""
     sizes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,9 +133,8 @@ def storages_of(outputs: Sequence[Any]) -> dict[int, int]:
         sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    for one in outputs:
-        map_tensors(one, note)
-    return sizes
+    map_tensors(outputs, note)
+    return sum(size for storage, size in sizes.items() if storage not in but)
 
 
 class Stamped(torch.Tensor):

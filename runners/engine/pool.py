@@ -16,7 +16,7 @@ from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.tails import CleanTails
 from ...dataflow.guard import outside_inference
 from .config import checked_names
-from .running import Unique
+from .current import Unique
 from .sharing import Layout, PooledSlot, Schedule, lay_out, pooled_slots
 from .stage import Stage
 
@@ -151,12 +151,13 @@ class InputPool(Unique):
                 tensors[place.member][place.slot] = carve(block, place.offset, place.shape, place.dtype)
         clean, turns = CleanTails(), {member: BufferTurn() for member in self._allocations}
         for member, allocate in self._allocations.items():
-            turn, overwriters = turns[member], dict[str, tuple[BufferTurn, ...]]()
-            for slot in tensors[member]:
-                others = {turns[place.member]: None for place in layout.shared_with(member, slot)}
-                overwriters[slot] = tuple(others)
-            turn.overwriters = overwriters
-            turn.neighbours = tuple(dict.fromkeys(itertools.chain(*overwriters.values())))
+            turn = turns[member]
+            turn.overwriters = {
+                mine.slot: tuple(dict.fromkeys(turns[other.member] for other in layout.shared_with(member, mine.slot)))
+                for mine in layout.places
+                if mine.member == member
+            }
+            turn.neighbours = tuple(dict.fromkeys(itertools.chain(*turn.overwriters.values())))
             self._buffers[member] = allocate(SharedMemory(tensors[member], clean, turn))
         log.info("sealed", runners=[*turns], nbytes=layout.nbytes, saved=layout.saved)
         self.layout, self._slots, self._backends, self._allocations = layout, [], {}, {}

@@ -1,16 +1,29 @@
-"""Routes: where a batch is filled, what runs on it, and how its outputs are cut."""
+"""Routes: where a batch is filled, what runs on it, and how its outputs are cut; with a graph, and without.
+
+Steps without a graph have buckets of the exact size, in a runner's memory or in memory that grows.
+"""
 
 import abc
+import operator
 from typing import Any, ClassVar, Generic
 
 import torch
 
+from ...dataflow import log
 from ...dataflow.axes import Live
+from ...dataflow.buffers import Buffers
+from ...dataflow.errors import BatchError
+from ...dataflow.fill.bucket import FilledBucket, hand_over
+from ...dataflow.fill.kinds import KindTable
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import V
-from ...dataflow.views import Viewer
-from .graphs import Captured, Filler, Filling, GraphSet
-from .running import Running, under_way
+from ...dataflow.lowering import LOWERINGS
+from ...dataflow.plan import Absent
+from ...dataflow.sources import Side
+from ...dataflow.views import Viewer, Views
+from .current import CurrentStep, with_current
+from .graphs import Captured, Filler, Filling, GraphSet, ReadBatch
+from .stage import Stage
 from .statistics import Counts, Decision
 
 
@@ -51,14 +64,11 @@ class GraphRoute(Route[V]):
 
     needs_view: ClassVar[bool] = False
 
-    def __init__(
-        self, graphs: GraphSet[V], captured: Captured, viewer: Viewer[V], counts: Counts, rows_each: int | None
-    ) -> None:
-        """Take a graph. rows_each: Output rows for each live row, or None if outputs are whole."""
-        super().__init__(captured.filling, viewer, counts, captured)
+    def __init__(self, graphs: GraphSet[V], captured: Captured, counts: Counts) -> None:
+        super().__init__(captured.filling, graphs.stage.viewer(captured.filling.bucket), counts, captured)
         self._captured = captured
         self._graphs = graphs
-        self._rows_each = rows_each
+        self._rows_each = graphs.rows_each
         self._last_outputs: torch.Tensor | None = None
         self._last_rows = 0
         self._last_cut: torch.Tensor | None = None
@@ -107,7 +117,141 @@ class EagerRoute(Route[V]):
 
 def _run(step: Any, view: Any) -> Any:
     """Run a step on its view, without gradients."""
-    running = Running(view)
+    current = CurrentStep(view)
     if GRADIENTS():
-        return without_gradients(under_way, running, step, view)
-    return under_way(running, step, view)
+        return without_gradients(with_current, current, step, view)
+    return with_current(current, step, view)
+
+
+class EagerRoutes(Generic[V]):
+    """Chooses the routes of batches without a graph.
+
+    Each axis grows to the next power of two when a batch needs more.
+
+    Attributes:
+        stage: The declaration, the backend and the step.
+        filler: Fills the present buffers, or None before the first batch.
+        no_copy: Whether views consist of the batch's own tensors.
+    """
+
+    def __init__(
+        self,
+        stage: Stage[V],
+        runner: str,
+        table: KindTable,
+        *,
+        buffers: Buffers | None = None,
+        no_copy: bool = False,
+    ) -> None:
+        """Use `buffers`, those of a runner's buckets, as long as they are large enough. runner: Its name in events."""
+        self.stage = stage
+        self.no_copy = no_copy
+        self._runner = runner
+        self._table = table
+        self._routes = dict[tuple[Absent, str], EagerRoute[V]]()
+        self.filler: Filler[V] | None = None
+        self._use(None if buffers is None else self._over(buffers))
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """The buffers at their present capacity, or None before the first batch."""
+        filler = self.filler  # read once: another thread may change it
+        return None if filler is None else filler.buffers
+
+    def route(self, live: Live, absent: Absent, decision: Decision, counts: Counts) -> EagerRoute[V]:
+        """Choose the route of a batch, and grow the buffers if they are too small.
+
+        Args:
+            live: Rows on each varying axis.
+            absent: Optional slots that the batch lacks.
+            decision: Why it has no graph.
+            counts: Counts its steps.
+
+        Raises:
+            BatchError: Its memory is bound and cannot grow.
+        """
+        filler = self._large_enough(live)
+        route = self._routes.get((absent, decision.why))
+        if route is None:
+            route = self._routes[absent, decision.why] = self._make(filler, absent, counts)
+        route.decision = decision
+        return route
+
+    def fill(self, batch: Any, live: Live, side: Side) -> tuple[EagerRoute[V], V]:
+        """Fill from a batch of these live sizes, for a tool, and return its route and view. Raises as a fill does."""
+        call = ReadBatch(batch, side, self._table.gather(batch, side), None, live, self.stage.absent(batch, side))
+        route = self._make(self._large_enough(live), call.absent, Counts())
+        route.filling.fill(call, whole=True)
+        return route, route.viewer(batch, live)
+
+    def _make(self, filler: Filler[V], absent: Absent, counts: Counts) -> EagerRoute[V]:
+        """Make the route of batches that lack some optional slots."""
+        filling = filler.make(filler.buffers.capacity, absent, exact=True, computes=True)
+        if not self.no_copy:
+            return EagerRoute(filling, self.stage.viewer(filling.bucket), counts)
+        handing = HandOver(filler, filling.bucket)
+        return EagerRoute(handing, self.stage.viewer(filling.bucket, handing.shown), counts)
+
+    def restore(self, filler: Filler[V] | None) -> None:
+        """Go back to the earlier memory, after a batch was refused that it had grown for."""
+        if filler is not self.filler:
+            self._use(filler)
+
+    def _use(self, filler: Filler[V] | None) -> None:
+        """Fill other memory from now on, and forget what is bound to the earlier memory."""
+        self._table.forget()
+        self._routes = {}
+        capacity = {} if filler is None else filler.buffers.capacity
+        self._capacity: Live = tuple([capacity.get(axis, -1) for axis in self.stage.declaration.varying])
+        self.filler = filler
+
+    def _large_enough(self, live: Live) -> Filler[V]:
+        """Return a filler whose buffers hold these live sizes. Raise BatchError if bound buffers would have to grow."""
+        stage, filler, declaration = self.stage, self.filler, self.stage.declaration
+        if filler is not None and all(map(operator.le, live, self._capacity)):
+            return filler
+        none = dict.fromkeys((*declaration.axes, *declaration.following), 0)
+        before = {**none, **stage.sizes} if filler is None else dict(filler.buffers.capacity)
+        short = {axis: rows for axis, rows in zip(declaration.varying, live, strict=False) if rows > before[axis]}
+        bound = [] if filler is None else [buffer.name for buffer in filler.buffers if buffer.adopted]
+        if bound:
+            most = ", ".join(f"{axis} {rows}" for axis, rows in before.items() if axis in short)
+            raise BatchError(
+                f"slot {bound[0]!r} is bound to memory that cannot grow, and the batch has more rows than {most}"
+            )
+        capacity = before | {axis: 1 << max(rows - 1, 0).bit_length() for axis, rows in short.items()}
+        buffers = stage.allocate(capacity)
+        sizes = {axis.name: size for axis, size in capacity.items()}
+        log.debug("grown", runner=self._runner, declaration=declaration.name, nbytes=buffers.nbytes, sizes=sizes)
+        filler = self._over(buffers)
+        self._use(filler)
+        return filler
+
+    def _over(self, buffers: Buffers) -> Filler[V]:
+        """Make a filler that copies: no fused kernel works on live rows alone."""
+        able = self.stage.backend.capabilities.lowerings
+        lowering = next(name for name, one in LOWERINGS.items() if name in able and not one.has_kernel)
+        return Filler(self.stage, buffers, lowering, [buffers.capacity], self._table)
+
+
+class HandOver(Filling):
+    """Replaces the fill if steps run on the batch's own tensors.
+
+    Attributes:
+        handed: The tensors of the last batch.
+    """
+
+    handed: FilledBucket | None = None
+
+    def fill(self, call: ReadBatch, *, whole: bool) -> None:
+        """Check the batch, and compute the slots that follow from it."""
+        del whole
+        filler = self.filler
+        filler.hosts.wait()
+        self.handed = hand_over(self.bucket, call.batch, call.live, call.side)
+        filler.buffers.turn.fills += 1
+        self.handed.compute_on_device(call.batch)
+
+    def shown(self, _: Live) -> Views:
+        """Return what views show: the tensors of the last batch."""
+        return {} if self.handed is None else self.handed.views

@@ -1,7 +1,7 @@
 """The base of all runners: one step from the batch to the outputs, and the queries that every runner answers."""
 
 import abc
-import collections
+import functools
 import reprlib
 import time
 from collections.abc import Collection, Mapping
@@ -20,14 +20,13 @@ from ...dataflow.sizing import Sizer, limits_of
 from ...dataflow.sources import NO_SIDE, Side
 from ...dataflow.views import ViewInfo
 from .config import RunnerConfig
-from .eagerly import Eagerly
+from .current import StepLock, Unique, opaque
 from .graphs import Captured, GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
 from .outputs import own_copy
 from .pool import Phase
-from .routes import Route
-from .running import Gate, Unique, opaque
-from .sampling import sample_batch
+from .routes import EagerRoutes, Route
+from .sampling import Sample, sample_batch
 from .stage import Stage
 from .statistics import CaptureReport, Decision, MemoryAccount, PathName, Statistics, Tally, human_bytes
 
@@ -66,7 +65,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         cuts: Whether outputs are cut to live rows.
         graphs: The captured buckets, and the buffers that they read. None if the runner captures nothing.
         eager: Runs the batches that no graph takes.
-        gate: Lets one step in at a time.
+        step_lock: Lets one step in at a time.
         limits: The largest values of slots' host data.
         phase: Its phase in the pool that it was given, or None without a pool.
         sizes: Each bucket's padded sizes, by its rows.
@@ -78,7 +77,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     is_whole: ClassVar[bool] = True
     cuts: bool = True
     graphs: GraphSet[V] | None = None
-    eager: Eagerly[V]
+    eager: EagerRoutes[V]
     phase: Phase | None = None
 
     def __init__(
@@ -111,7 +110,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.size = size
         self.limits = limits_of(stage.declaration, capacity)
         self.tally = Tally(path)
-        self.gate = Gate(self.name)
+        self.step_lock = StepLock(self.name)
         self._table = table_for(stage.declaration, stage.sizes, size)
         self._reader = Reader(stage, self._table, size)
         self._filled: Filled[V] | None = None
@@ -127,15 +126,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def __repr__(self) -> str:
         """Return one line. It does not lay out the memory of a pool."""
-        stage, told = self.stage, "no memory yet"
+        stage, state = self.stage, "no memory yet"
         if self.phase is None or "graphs" in vars(self):
-            told, capture = human_bytes(self.stats()["memory"]["total"]), self.stats()["capture"]
+            stats = self.stats()
+            state, capture = human_bytes(stats["memory"]["total"]), stats["capture"]
             if self.sizes:
                 failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
                 made = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}"
-                told = f"{made if self.config.graphs else 'graphs off'}, {told}"
+                state = f"{made if self.config.graphs else 'graphs off'}, {state}"
         buckets = f"buckets {reprlib.repr(sorted(self.sizes))}, " if self.sizes else ""
-        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{told}>"
+        return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{state}>"
 
     @abc.abstractmethod
     def _route(self, call: ReadBatch) -> Route[V]:
@@ -156,9 +156,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
             BatchError: No source has a size, or sources differ in it.
             ReplayError: Nothing is captured yet.
         """
-        live = self.size(batch, side)
+        decision, _ = self._decide_alone(batch, side)
         self.size.compare(batch, side)
-        return self._decide(live, self.stage.absent(batch, side), batch)
+        return decision
 
     def _decide_alone(self, batch: Any, side: Side) -> tuple[Decision, Live]:
         """Return what this rank would do with a batch, and its live sizes.
@@ -184,9 +184,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """
         if self.watch.watchers:
             return self.replay(self.fill(batch, **side))
-        lock = self.gate.lock
+        lock = self.step_lock.lock
         if lock.locked():
-            raise self.gate.refusal()
+            raise self.step_lock.refusal()
         with lock:
             call, route = self._fill(batch, side, whole=True)
             self._filled = None
@@ -224,7 +224,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return self._replay_view(view)
 
     def _fill_view(self, batch: Any, side: Side) -> V:
-        with self.gate.open():
+        with self.step_lock.open():
             call, route = self._fill(batch, side, whole=False)
             view = route.viewer(batch, call.live)
             turn = route.filler.buffers.turn
@@ -233,7 +233,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return view
 
     def _replay_view(self, view: V) -> Any:
-        with self.gate.open():
+        with self.step_lock.open():
             filled = self._filled
             if filled is None or filled.view is not view:
                 raise ReplayError(self._why_no_view(view) or _NOT_LAST)
@@ -245,7 +245,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 )
             try:
                 filler.order()
-                return self._outputs(filled.route, view, filled.live)
+                outputs = self.coordinator.run(filled.route.run, view, filled.live)
+                return own_copy(outputs) if self._owned else outputs
             except BaseException:  # the step may have overwritten filled slots
                 self._filled = None
                 raise
@@ -301,11 +302,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
             if slots is None or limit.name in slots:
                 limit.check(batch, side)
 
-    def _outputs(self, route: Route[V], view: V | None, live: Live) -> Any:
-        """Run a filled step with the other ranks. Return outputs that are the caller's own if the option says so."""
-        outputs = self.coordinator.run(route.run, view, live)
-        return own_copy(outputs) if self._owned else outputs
-
     @property
     def agreed(self) -> Decision | None:
         """What all ranks did in the last step that they agreed on, and which rank forced it, or None without ranks."""
@@ -357,22 +353,24 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:
         """Return an idle rank's batch and side arguments: the given ones, or ones that are made once and kept."""
-        coordinator, stage = self.coordinator, self.stage
-        if batch is not None:
-            rows = max(self.size(batch, side), default=0)
-            if rows:
-                raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
-            return batch, side
-        if coordinator.empty is None:
-            live = {axis: stage.sizes[axis] if axis.fixed else 0 for axis in stage.declaration.axes}
-            made, device = (stage.declaration, stage.backend.capabilities, live), stage.backend.device
-            try:
-                coordinator.empty = sample_batch(*made, torch.Generator(), device=device)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
-                ) from error
-        return coordinator.empty.batch, {**coordinator.empty.side, **side}
+        if batch is None:
+            return self._sample.batch, {**self._sample.side, **side}
+        rows = max(self.size(batch, side), default=0)
+        if rows:
+            raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
+        return batch, side
+
+    @functools.cached_property
+    def _sample(self) -> Sample:
+        """A batch without rows, for an idle rank. Raises ConfigError if a field has no default."""
+        declaration, backend = self.stage.declaration, self.stage.backend
+        live = {axis: self.stage.sizes[axis] if axis.fixed else 0 for axis in declaration.axes}
+        try:
+            return sample_batch(declaration, backend.capabilities, live, torch.Generator(), device=backend.device)
+        except ConfigError as error:
+            raise ConfigError(
+                f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
+            ) from error
 
     def wait(self) -> None:
         """Wait until the device has done all its work, such as the last step.
@@ -391,18 +389,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
         Another thread may call it while steps run.
         """
-        graphs, own, tally = self.graphs, self.eager.buffers, self.tally
-        eager = 0 if own is None or (graphs is not None and own is graphs.buffers) else own.nbytes
-        report, made, lowered = None, 0, collections.Counter[str]()
-        if graphs is None:
-            memory, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
-        else:
-            memory, report, made = graphs.memory(), graphs.report, len(graphs.captured)
-            lowered = graphs.filler.lowered
-        report = report or CaptureReport((), {}, 0.0, memory)
+        graphs, own = self.graphs, self.eager.buffers
+        nbytes = 0 if own is None else own.nbytes
+        memory, report, made, eager, lowered = MemoryAccount(inputs=nbytes), CaptureReport(), 0, 0, dict[str, int]()
+        if graphs is not None:
+            memory, report, made = graphs.memory(), graphs.report or report, len(graphs.captured)
+            eager = 0 if own is graphs.buffers else nbytes
+            lowered = dict(graphs.filler.lowered)
         return {
-            **tally.as_data(),
-            "lowerings": dict(lowered),
+            **self.tally.as_data(),
+            "lowerings": lowered,
             "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
             "capture": {
                 "buckets": list(report.captured),

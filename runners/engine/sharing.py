@@ -291,21 +291,15 @@ def lay_out(slots: Sequence[PooledSlot], schedule: Schedule) -> Layout:
     """Lay out the slots of all members, and prove that no two share a byte that both may need at once.
 
     Args:
-        slots: The slots of all members, as `pooled_slots` returns them.
+        slots: The slots of all members, as `pooled_slots` returns them. No two members have one name.
         schedule: The phases that the members are used in.
 
     Raises:
-        ConfigError: Names or phases do not fit together.
         LayoutError: The proof fails.
     """
     homes = dict[tuple[str, Placement], list[PooledSlot]]()
     for one in slots:
-        if one.phase not in schedule.phases:
-            known = ", ".join(map(repr, schedule.phases)) or "none"
-            raise ConfigError(f"member {one.member!r}: phase {one.phase!r} is not in the schedule: phases are {known}")
         homes.setdefault((one.device, one.placement), []).append(one)
-    if len({str(one) for one in slots}) < len(slots):
-        raise ConfigError(f"two members have one name, of {', '.join(one.member for one in slots)}")
     blocks, places, peak = list[Block](), dict[str, PooledSlot](), 0
     for (device, placement), mine in sorted(homes.items()):
         placed = _first_fit(mine, schedule, len(blocks))

@@ -8,17 +8,17 @@ import torch
 
 from ...backends import choose
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes
+from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes, Step
 from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.bucket import Bucket
 from ...dataflow.inputs import Inputs, V
 from ...dataflow.sources import Side
-from ...dataflow.views import Aliases, Viewer, ViewInfo
+from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
+from .current import shown_class
 from .outputs import map_tensors
-from .running import shown_class
 
 NO_SIZES: Final[Sizes] = {}
 NO_BINDINGS: Final[Mapping[str, Bound]] = {}
@@ -101,13 +101,13 @@ class Stage(Generic[V]):
         backend = self.backend
         return allocate(self.declaration, capacity, backend.capabilities, backend.empty, *given, **options)
 
-    def padded(self, counts: Sizes, said: str) -> Sizes:
+    def padded(self, counts: Sizes, options: str) -> Sizes:
         """Return the padded sizes of a bucket.
 
-        Raise ConfigError if `sizes=` has BATCH or TOKENS, which the options `said` decide.
+        Raise ConfigError if `sizes=` has BATCH or TOKENS, which `options` decide.
         """
         if BATCH in self.sizes or TOKENS in self.sizes:
-            raise ConfigError(f"sizes of BATCH and TOKENS follow from {said}: give those")
+            raise ConfigError(f"sizes of BATCH and TOKENS follow from {options}: give those")
         padded = {**counts, **self.sizes}
         return padded | self.complete(padded)
 
@@ -127,13 +127,27 @@ class Stage(Generic[V]):
         """Return the optional slots that a view lacks."""
         return frozenset(name for name, _ in self.declaration.optional if view.__dict__[name] is None)
 
-    def viewer(self, bucket: Bucket) -> Viewer[V]:
-        """Return what makes the views of a bucket's batches."""
+    def viewer(
+        self,
+        bucket: Bucket,
+        shown: Callable[[Live], Views] | None = None,
+        step_of: Callable[[Live], Step] | None = None,
+        **info: Any,
+    ) -> Viewer[V]:
+        """Return what makes the views of a bucket's batches.
+
+        Args:
+            bucket: The bucket.
+            shown: Returns the slots that they show, for live sizes. By default those of the bucket.
+            step_of: Returns the sizes that they remember. By default those of the bucket.
+            info: Further values of `ViewInfo`.
+        """
+        sizes_of = step_of or bucket.step
 
         def info_of(live: Live) -> ViewInfo:
-            return ViewInfo(bucket.step(live), self.relations, self.declaration, exact=bucket.exact)
+            return ViewInfo(sizes_of(live), self.relations, self.declaration, exact=bucket.exact, **info)
 
-        return Viewer(self.views, lambda live: bucket.at(live).shown(), self.declaration.fields, info_of)
+        return Viewer(self.views, shown or (lambda live: bucket.at(live).shown()), self.declaration.fields, info_of)
 
     def viewer_of_capture(self, bucket: Bucket) -> Viewer[V]:
         """Return what makes the views of a capture.
@@ -141,10 +155,8 @@ class Stage(Generic[V]):
         Their tensors are new, because whoever gets a tensor may change its shape. A micro-batch of such a view has
         nothing that the host computes, and no part of what replays pass to the graph.
         """
-        whole = self.whole_slots
-        info = ViewInfo(bucket.step(bucket.padded), self.relations, self.declaration, whole, captured=True)
-        shown = Aliases(bucket.views)
-        return Viewer(self.views, lambda _: shown(), self.declaration.fields, lambda _: info)
+        aliases = Aliases(bucket.views)
+        return self.viewer(bucket, lambda _: aliases(), **self.capture_info)
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another one, on a view.
@@ -171,7 +183,7 @@ class Stage(Generic[V]):
         return outputs
 
     @property
-    def whole_slots(self) -> frozenset[str]:
-        """The slots that a captured step must not cut, since operators take each whole."""
+    def capture_info(self) -> dict[str, Any]:
+        """What views of a capture remember: operators take some slots whole, so no step may cut them."""
         handed = self.backend.capabilities.host_parameters
-        return frozenset(self.declaration.parameters.values() if handed else ())
+        return {"whole": frozenset(self.declaration.parameters.values() if handed else ()), "captured": True}

@@ -30,7 +30,7 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import BY_STEP
 from ...dataflow.views import ordinary_alias
 from .bits import bits, first_unequal, text_of
-from .running import running
+from .current import current_step
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
@@ -276,7 +276,7 @@ def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers:
     places = dict[str, str]()
 
     def note(tensor: torch.Tensor) -> None:
-        for buffer in read if running() is not None else ():  # a fill in the graph also writes slots
+        for buffer in read if current_step() is not None else ():  # a fill in the graph also writes slots
             if buffer.nbytes and overlaps(tensor, [span(buffer.tensor)]):
                 places.setdefault(buffer.name, place_now())
 

@@ -101,11 +101,6 @@ class Counts:
     timed: int = 0
     took: int = 0
 
-    def time(self, nanoseconds: int) -> None:
-        """Count one more timed fill."""
-        self.timed += 1
-        self.took += nanoseconds
-
     def times(self) -> FillTimesData:
         """Return the times of fills as plain data."""
         count, total = self.timed, self.took / 1000
@@ -122,7 +117,7 @@ class Tally:
         turns: For each fill that begins, whether to time it.
     """
 
-    def __init__(self, path: PathName = "graph") -> None:
+    def __init__(self, path: PathName) -> None:
         self.path: PathName = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
@@ -142,7 +137,8 @@ class Tally:
             runner: The runner's name.
         """
         if start:
-            counts.time(time.perf_counter_ns() - start)
+            counts.timed += 1
+            counts.took += time.perf_counter_ns() - start
         if decision is None or decision.why == "always_eager":
             return
         if (decision.why, decision.rank) not in self._warned:
@@ -192,9 +188,9 @@ class MemoryAccount:
         shared: Bytes of its slots in a pool's memory, which is not the runner's own.
     """
 
-    inputs: int
-    graphs: int
-    outputs: int
+    inputs: int = 0
+    graphs: int = 0
+    outputs: int = 0
     uploads: int = 0
     shared: int = 0
 
@@ -216,10 +212,10 @@ class CaptureReport:
         driver: Bytes of the device that torch's allocator did not take: the driver's for graphs, and of all else there.
     """
 
-    captured: tuple[int, ...]
-    failed: dict[int, str]
-    seconds: float
-    memory: MemoryAccount
+    captured: tuple[int, ...] = ()
+    failed: dict[int, str] = attrs.field(factory=dict)
+    seconds: float = 0.0
+    memory: MemoryAccount = MemoryAccount()
     driver: int = 0
 
     @property

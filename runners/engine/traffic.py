@@ -22,7 +22,7 @@ from ...backends.operators import (
 )
 from ...dataflow.buffers import Buffers, span
 from ...dataflow.capabilities import HOST
-from ...dataflow.plan import NONE, Absent
+from ...dataflow.plan import Absent
 
 T = TypeVar("T")
 OnWrite = Callable[[torch.Tensor, str, Sequence[Any]], None]
@@ -106,11 +106,11 @@ class HostReads:
         self._looked: set[Absent] = set()
         self._unsure = False
 
-    def wants(self, absent: Absent = NONE) -> bool:
+    def wants(self, absent: Absent) -> bool:
         """Return whether to look at a step that lacks these optional slots."""
         return self.possible and absent not in self._looked
 
-    def look(self, run: Callable[[], Any], absent: Absent = NONE) -> Any:
+    def look(self, run: Callable[[], Any], absent: Absent) -> Any:
         """Run a step, find the host slots that its operators read, and return its result."""
         self._looked.add(absent)
         try:

@@ -22,13 +22,12 @@ from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.guard import outside_inference
-from ..engine.config import check_seconds, checked, refuse
-from ..engine.running import Unique
+from ..engine.config import check_seconds, checked
+from ..engine.current import Unique
 from .shared import RankMemory
 
 Exchange = Callable[[], "list[Message]"]
 """An exchange that has begun: when called, it waits for every rank's message and returns them."""
-ON_HOST: Final = "host"
 _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
 _STOPPED: Final = "stopped before exchange"
@@ -123,14 +122,13 @@ def _unpacked(memory: Any) -> list[Message]:
     ]
 
 
-class HostWire:
-    """Carries one exchange at a time over gloo, in host memory."""
+class GlooWire:
+    """Carries one exchange at a time over gloo."""
 
-    def __init__(self, group: "dist.ProcessGroup", size: int, *, pinned: bool = False) -> None:
+    def __init__(self, group: "dist.ProcessGroup", size: int) -> None:
         with outside_inference():
             self._own, self._all = (
-                torch.zeros(count * _LAYOUT.size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-                for count in (1, size)
+                torch.zeros(count * _LAYOUT.size, dtype=torch.uint8, device="cpu") for count in (1, size)
             )
         self._group = group
         self._work: Any = None
@@ -138,7 +136,8 @@ class HostWire:
     def send(self, message: Message) -> None:
         """Begin an exchange with this rank's message."""
         message.pack_into(self._own.numpy())
-        self._work = _all_gather(self._all, self._own, self._group)
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # by torch's version
+        self._work = gather(self._all, self._own, group=self._group, async_op=True)
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, at most so many seconds. Raise RuntimeError if a connection is lost."""
@@ -152,30 +151,6 @@ class HostWire:
     def messages(self) -> list[Message]:
         """Return every rank's message. They must have arrived."""
         return _unpacked(self._all.numpy())
-
-
-class DeviceWire(HostWire):
-    """Carries exchanges over the device's group: an upload, an all-gather and a download on its own stream."""
-
-    def __init__(self, group: "dist.ProcessGroup", size: int, device: torch.device) -> None:
-        super().__init__(group, size, pinned=True)
-        self._module: Any = torch.get_device_module(device)
-        with outside_inference():
-            self._mine, self._every = self._own.to(device), self._all.to(device)
-        self._stream, self._event = self._module.Stream(device), self._module.Event()
-
-    def arrives(self, seconds: float) -> bool:
-        """Wait for the messages, at most so many seconds."""
-        return _poll(self._event.query, seconds)
-
-    def send(self, message: Message) -> None:
-        """Begin an exchange with this rank's message."""
-        message.pack_into(self._own.numpy())
-        with self._module.stream(self._stream), outside_inference():
-            self._mine.copy_(self._own, non_blocking=True)
-            _all_gather(self._every, self._mine, self._group).wait()
-            self._all.copy_(self._every, non_blocking=True)
-            self._event.record(self._stream)
 
 
 class SharedWire:
@@ -199,7 +174,7 @@ class SharedWire:
         return _unpacked(self._memory.take(self._number))
 
 
-Wire = HostWire | SharedWire
+Wire = GlooWire | SharedWire
 
 
 def _poll(query: Callable[[], bool], seconds: float) -> bool:
@@ -216,12 +191,6 @@ def _poll(query: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _all_gather(out: torch.Tensor, own: torch.Tensor, group: "dist.ProcessGroup") -> Any:
-    """Begin to gather every rank's tensor, by the name of the function in this version of torch."""
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, own, group=group, async_op=True)
-
-
 class Ranks(Unique):
     """The ranks that run each step together, over a process group of torch.distributed.
 
@@ -229,9 +198,6 @@ class Ranks(Unique):
 
     Args:
         group: The process group that the ranks form, or None for the default group.
-        on: Where sizes are exchanged. "host" is memory that all ranks share if they are on one host, else a group of
-            gloo. The name of a device's kind, such as "cuda", is a group of that kind's own backend, on the current
-            device.
         equal: Whether all ranks get the same batches, as those of tensor parallelism do. Nothing is exchanged then.
         shards: Over how many ranks a bucket's tokens are spread. Every bucket must divide by it. If the group divides,
             too, each `shards` ranks in a row share a batch, and its sizes must be the same on all of them.
@@ -249,7 +215,7 @@ class Ranks(Unique):
     """
 
     over: str | None = None
-    """What carries exchanges: "shared memory" if all ranks are on one host, else the backend, or None for one rank."""
+    """What carries exchanges: "shared memory" if all ranks are on one host, else "gloo", or None for one rank."""
     alone = False
     """Whether this is the only process, and the messages of other ranks come from a recording."""
     messages: tuple[Message, ...] = ()
@@ -271,7 +237,6 @@ class Ranks(Unique):
         self,
         group: "dist.ProcessGroup | None" = None,
         *,
-        on: str = ON_HOST,
         equal: bool = False,
         shards: int = 1,
         timeout: float = 60.0,
@@ -281,17 +246,10 @@ class Ranks(Unique):
         checked("shards", "a whole number, at least 1", shards, int, 1)
         check_seconds("timeout", timeout)
         check_seconds("capture_timeout", capture_timeout)
-        kind = "'host' or the name of a device's kind, such as 'cuda'"
-        try:
-            known = checked("on", kind, on, str) == ON_HOST or torch.device(on).index is None
-        except RuntimeError:  # torch knows no such kind
-            known = False
-        if not known:
-            refuse("on", kind, on)
         self.group = checked_group(group)
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
-        self.on, self.equal, self.shards = on, equal, shards
+        self.equal, self.shards = equal, shards
         self.timeout, self.capture_timeout = timeout, capture_timeout
         self.exchanges = self._waits = 0
         self.broken: str | None = None
@@ -311,7 +269,7 @@ class Ranks(Unique):
         whole = _get_process_group_store(self.group)
         count = functools.partial(whole.add, f"slotgraph ranks of {self.rank}")
         self._store = PrefixStore(f"slotgraph {count(1)}", whole)
-        own = CallSite("Ranks", {"equal=": repr(self.equal), "shards=": repr(self.shards), "on=": repr(self.on)})
+        own = CallSite("Ranks", {"equal=": repr(self.equal), "shards=": repr(self.shards)})
         try:
             sites = self._share_sites("made by", self.rank, own, [*range(self.size)], self.capture_timeout)
         except RuntimeError as error:
@@ -327,20 +285,15 @@ class Ranks(Unique):
             raise RankError(f"Ranks were made otherwise on each rank: {different}; give all the same arguments")
         members = dist.get_process_group_ranks(self.group)
         limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # so that both end first
-        self.over = "gloo" if self.on == ON_HOST else dist.get_default_backend_for_device(self.on)
+        self.over = "gloo"
         try:
             connection: Any = dist.new_group(
                 members, timeout=limit, backend=self.over, use_local_synchronization=True, group_desc="slotgraph"
             )
         except RuntimeError as error:
             raise RankError(f"Ranks: the ranks could not connect over {self.over}: {error}") from error
-        if self.on == ON_HOST:
-            self._new_wire: Callable[[], Wire] = functools.partial(HostWire, connection, self.size)
-            self._share(connection)
-        else:
-            device = torch.device(self.on, torch.get_device_module(self.on).current_device())
-            self._new_wire = functools.partial(DeviceWire, connection, self.size, device)
-            self._free.append(self._new_wire())  # made now, so that no step waits for it
+        self._new_wire: Callable[[], Wire] = functools.partial(GlooWire, connection, self.size)
+        self._share(connection)
 
     def _share(self, connection: "dist.ProcessGroup") -> None:
         """Exchange through shared memory from now on, if all ranks can open the memory of rank 0."""
@@ -444,7 +397,7 @@ class Ranks(Unique):
             raise lost
 
     def _arrives(
-        self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, stops: int = 0, grace: float = 0.0
+        self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, stops: int, grace: float = 0.0
     ) -> bool:
         """Return whether what this rank waits for arrives in time.
 

@@ -15,8 +15,8 @@ from ...dataflow.errors import ConfigError, RankError, ReplayError
 from ...dataflow.guard import outside_inference
 from ...dataflow.sources import Path, Side
 from ..engine.config import check_seconds, checked, refuse
+from ..engine.current import Unique, opaque
 from ..engine.runner import Runner
-from ..engine.running import Unique, opaque
 from .group import GRACE, checked_group
 
 if TYPE_CHECKING:

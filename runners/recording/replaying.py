@@ -20,7 +20,7 @@ from ..engine.sampling import Sample, rebuilt
 from ..engine.stage import Stage
 from ..engine.statistics import Decision
 from ..explained.pages import Table
-from ..ranks.group import ON_HOST, CallSite, Exchange, Message, Ranks
+from ..ranks.group import CallSite, Exchange, Message, Ranks
 from .records import RanksRecord, RecordedFile, RecordedValue, RunnerRecord, StepRecord, plain_from_text
 
 
@@ -39,7 +39,6 @@ class RecordedRanks(Ranks):
         self.rank, self.size = record.rank, record.size
         self.equal, self.shards = record.equal, record.shards
         self.timeout = self.capture_timeout = math.inf  # it waits for no other rank
-        self.on = ON_HOST
         self.exchanges = 0
         self.broken = None
         self.others: Sequence[Message] = ()  # messages of all ranks, while a recorded step is replayed

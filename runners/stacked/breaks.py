@@ -14,7 +14,7 @@ from ...backends.operators import storage_key
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.inputs import V
 from ..engine.bits import text_of
-from ..engine.running import OwnValue, Running, running
+from ..engine.current import CurrentStep, OwnValue, current_step
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 """Types that a graph keeps as values. Any other object is passed to breaks, each step's own."""
@@ -36,7 +36,7 @@ def current_view(inputs: type[V]) -> V:
         ReplayError: No step runs, or one of another declaration.
         CaptureError: An operator asks inside a graph, which would keep the values of its capture.
     """
-    step = running()
+    step = current_step()
     if step is None:
         raise ReplayError("no step is running: current_view() is for what a runner's step calls")
     if not isinstance(step.view, inputs):
@@ -70,7 +70,7 @@ def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
     """Mark a function as `graph_break` does, under a name of its own."""
 
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        step = running()
+        step = current_step()
         if step is None:
             return body(*args, **kwargs)
         one = Break(name, body, (args, kwargs), step.sources)
@@ -162,7 +162,7 @@ class Break:
         Returns:
             At capture, the tensors that need a place. Else the answer.
         """
-        step = running()
+        step = current_step()
         if step is None:
             raise ReplayError(f"break {self.name!r} needs a step: replay through the runner, not the graph")
         if step.inside is not None:
@@ -196,7 +196,7 @@ class Break:
             self._move(answer, leaves, places)
         return answer
 
-    def _keep(self, answer: Any, leaves: Sequence[Any], step: Running) -> list[torch.Tensor]:
+    def _keep(self, answer: Any, leaves: Sequence[Any], step: CurrentStep) -> list[torch.Tensor]:
         """Note what the answer consists of, and return the tensors in it that need a place.
 
         Arguments are kept from now on only as memory, which later graphs may use again.

@@ -19,12 +19,12 @@ from ...dataflow.buffers import Buffers, span
 from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.views import alias
 from ..engine.bits import text_of
+from ..engine.current import CurrentStep, current_step, untraced, with_current
 from ..engine.outputs import map_tensors
-from ..engine.running import Running, running, under_way, untraced
 from ..engine.stage import Stage
 from ..engine.state import CLOSED, reached
 from .breaks import VALUES, Break, broken, share_storage
-from .replay import Stack, StackCall, hand_out, other_object, share_memory, shared_arguments, slots_of
+from .stack import Stack, StackCall, hand_out, other_object, share_memory, shared_arguments, slots_of
 
 T = TypeVar("T")
 _DEPTH: Final = 5
@@ -86,7 +86,7 @@ class Rehearsal:
         first: The arguments of the stack in an earlier run.
         """
         run = functools.partial(self.stack.run, self.stage, view, self._answer)
-        run_uncompiled(lambda: under_way(Running(view, "capture"), self.watched, run))
+        run_uncompiled(lambda: with_current(CurrentStep(view, "capture"), self.watched, run))
         [call] = self._calls
         self._conclude(call, pytree.tree_leaves(first))
         return call
@@ -106,12 +106,12 @@ class Rehearsal:
                     made.append(run())
             except CaptureError as error:
                 failed.append(error)
-            step = Running(view, "capture", pytree.tree_leaves((args, kwargs)))
+            step = CurrentStep(view, "capture", pytree.tree_leaves((args, kwargs)))
             return hand_out(map_tensors(self._outputs, torch.clone), step)
 
         try:
             with torch.no_grad():
-                under_way(Running(view, "capture"), self.stack.run, self.stage, view, answer)
+                with_current(CurrentStep(view, "capture"), self.stack.run, self.stage, view, answer)
         except Exception:
             if not failed:
                 raise
@@ -131,7 +131,7 @@ class Rehearsal:
             self._origins = pytree.tree_leaves((args, kwargs))
             step = self._begin(call)
         args, kwargs = call.arguments()
-        outputs = under_way(step, lambda: call.run(*args, **kwargs))
+        outputs = with_current(step, lambda: call.run(*args, **kwargs))
         for tensor in tensors_in(outputs):
             if tensor in self._anew:
                 raise CaptureError(_made_anew("the stack returns", tensor))
@@ -145,7 +145,7 @@ class Rehearsal:
             named = map_tensors(call.named(outputs), alias, hand)
             self._outputs = map_tensors(named, torch.clone)
             try:  # the code around the stack gets this after a replay
-                return hand_out(named, Running(call.own, "capture", self._origins))
+                return hand_out(named, CurrentStep(call.own, "capture", self._origins))
             except ReplayError as error:
                 raise CaptureError(str(error)) from None
 
@@ -156,7 +156,7 @@ class Rehearsal:
     @property
     def part(self) -> str | None:
         """What runs now: the "step" around the stack, a "graph" or a "break" of it, or None if nothing is watched."""
-        step = running()
+        step = current_step()
         if self._is_paused or step is None:
             return None
         if step.shown is None:
@@ -172,7 +172,7 @@ class Rehearsal:
         finally:
             self._is_paused = False
 
-    def _begin(self, call: StackCall) -> Running:
+    def _begin(self, call: StackCall) -> CurrentStep:
         """Record which memory arguments have, and return the step that the code of the stack runs in."""
         named = {**slots_of(call.view), **slots_of(call.own)}
         requests = {name for *_, name in self._requests}
@@ -248,7 +248,7 @@ class Rehearsal:
 
     def see_function(self, name: str, given: Sequence[torch.Tensor]) -> None:
         """Check a function of torch before it is called. Raise CaptureError if no replay would have its tensors."""
-        step = running()
+        step = current_step()
         if step is None or step.shown is None or step.inside is not None:
             what = "the step" if step is None or step.inside is None else f"break {step.inside!r}"
             self._check_stored(what, given)
@@ -328,7 +328,7 @@ class _Operators(OperatorWatch):
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check one operator, and run it."""
-        step, part = running(), self._rehearsal.part
+        step, part = current_step(), self._rehearsal.part
         if step is None or part not in {"graph", "break"}:
             return operator(*args, **kwargs)
         name, plain = operator_name(operator), is_plain(operator)

@@ -26,18 +26,19 @@ Writes = list[tuple[RowWrite, Sequence[int]]]
 
 
 class Chain(Generic[V]):
-    """Runs steps from a first batch on, with an edit before a step if requests leave, join or change."""
+    """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
 
-    def __init__(
-        self, runner: Runner[V], batch: Any, buckets: Buckets, rows_each: int | None, loop: Loop, by_calls: str
-    ) -> None:
+    Attributes:
+        hold_reason: Why the host must see each step before the next, or an empty text if steps can be launched ahead.
+    """
+
+    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
         """Check everything. Nothing is run yet.
 
         Args:
             runner: The runner, which captures graphs.
             batch: The first step's batch.
             buckets: The runner's buckets.
-            rows_each: Rows of outputs for each request, or None if outputs are whole.
             loop: The loop, as ranks know it.
             by_calls: Why each step is a whole call of the runner, or empty if it is not.
         """
@@ -51,7 +52,6 @@ class Chain(Generic[V]):
             raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
         self._runner = runner
         self._buckets = buckets
-        self._rows_each = rows_each
         self._graphs = graphs
         self._turn = graphs.buffers.turn
         self._hosts = graphs.filler.hosts
@@ -83,14 +83,11 @@ class Chain(Generic[V]):
             need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
         }
         written = [buffer.name for buffer in graphs.buffers if buffer.slot.rewritten or buffer.foreign]
-        self._advances_host = next((name for name in declaration.rules if slots[name].placement == HOST), None)
-        self._moves_host = self._advances_host is not None or not read.isdisjoint(written)
+        advancing = next((name for name in declaration.rules if slots[name].placement == HOST), None)
+        self._moves_host = advancing is not None or not read.isdisjoint(written)
+        self.hold_reason = by_calls or (f"host slot {advancing!r} advances" if advancing else "")
         self._works: dict[tuple[int, int], HostWork] = {}
         self._outputs_of_call: Any = None
-
-    def why_held(self) -> str:
-        """Return why the host must see each step before the next, or an empty text if steps can be launched ahead."""
-        return self._by_calls or (f"host slot {self._advances_host!r} advances" if self._advances_host else "")
 
     def looping(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that hands out the steps. If it ends early, ranks still in the loop are notified."""
@@ -199,7 +196,7 @@ class Chain(Generic[V]):
             raise ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
         if self._by_calls:
             return self._call(idle=idle)
-        with self._runner.gate.open():
+        with self._runner.step_lock.open():
             moved = not self._ranks.alone and self._agree(idle=idle)
             if moved is None:
                 return None
@@ -299,7 +296,7 @@ class Chain(Generic[V]):
         """Return the outputs of the last step, for live requests."""
         if self._by_calls:
             return self._outputs_of_call
-        each = self._rows_each
+        each = self._graphs.rows_each
         return self._captured.live(None if each is None else each * len(self._keys))
 
     def outputs_key(self) -> tuple[int, int] | None:
@@ -312,10 +309,9 @@ class Chain(Generic[V]):
         """Advance and edit slot by slot, and run the step as a call with a batch of the slots' contents."""
         runner, graphs, edits = self._runner, self._graphs, self._edits
         declaration = runner.stage.declaration
-        with runner.gate.open():
+        with runner.step_lock.open():
             graphs.filler.order()
-            if self._hosts.possible:
-                self._hosts.wait()
+            self._hosts.wait()
             self._work.advance(before_edit=False)
             edits.write(*self._rearrange(), edits.rows)
             sizes = edits.bucket.step(edits.live_of(len(self._keys))).live_sizes

@@ -5,6 +5,7 @@ are copied to a ring of host memory, and each step waits only for its own copy.
 """
 
 import collections
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final, Generic
 
@@ -74,16 +75,7 @@ class LaunchedStep:
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
                 whole, by `output_rows=None`.
         """
-        outputs = self.outputs
-        if not isinstance(outputs, torch.Tensor):
-            raise ConfigError(
-                f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
-            )
-        self._loop.check_rows()
-        requests = len(self.keys)
-        if requests and outputs.shape != (requests,):  # several rows or numbers for each
-            outputs = outputs.view(requests, -1).squeeze(1)
-        return self._loop.counted(self.number, list(zip(self.keys, outputs.tolist(), strict=True)))
+        return self._loop.tokens(self.number, self.keys, self.outputs)
 
     def needs(self, slot: str) -> dict[Any, int]:
         """Return what a slot has for each request in step `lands`, which is launched next and must find room for it.
@@ -178,9 +170,8 @@ class StepLoop(Generic[V]):
         self._chain = chain
         self._batch = batch
         self._read = read
-        self._why_held = chain.why_held()
-        self._ahead = 0 if self._why_held else ahead
-        self._hold_next = ""
+        self._ahead = 0 if chain.hold_reason else ahead
+        self._hold_reason = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # the first step of each request that does not leave, by key
         self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps that still count
@@ -190,7 +181,7 @@ class StepLoop(Generic[V]):
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
         self._growths = {name: chain.growth_of(name) for name in needs}
-        self._values: dict[str, dict[Hashable, tuple[int, Any, int]]] = {name: {} for name in needs}
+        self._values: dict[str, dict[Hashable, tuple[int, Callable[[], Any], int]]] = {name: {} for name in needs}
         for name in self._growths:
             self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
 
@@ -199,7 +190,7 @@ class StepLoop(Generic[V]):
 
         A tensor may be on the device, so it is read only later.
         """
-        values = source.detach().clone() if isinstance(source, torch.Tensor) else [*source]
+        values = functools.cache(source.detach().clone().tolist if isinstance(source, torch.Tensor) else [*source].copy)
         self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
 
     def __iter__(self) -> Iterator[LaunchedStep]:
@@ -216,8 +207,8 @@ class StepLoop(Generic[V]):
             with self._chain.looping():
                 yield None
                 while self._since or waiting or others:
-                    held = self._hold_next or self._why_held
-                    self._hold_next = ""
+                    held = self._hold_reason or self._chain.hold_reason
+                    self._hold_reason = ""
                     while (self._since or others) and len(waiting) <= (0 if held else self._ahead):
                         step = self._launch(idle=not self._since and not any(one.keys for one in waiting))
                         if step is None:
@@ -298,13 +289,18 @@ class StepLoop(Generic[V]):
         """Return whether a later step uses the host memory of a step."""
         return self.launched > number + len(self._ring)
 
-    def check_rows(self) -> None:
-        """Raise ConfigError if outputs have no rows of requests."""
+    def tokens(self, number: int, keys: Keys, outputs: Any) -> list[tuple[Any, Any]]:
+        """Return the rows of a step that still count: of live requests, and of others until their known end."""
+        if not isinstance(outputs, torch.Tensor):
+            raise ConfigError(
+                f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
+            )
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
-
-    def counted(self, number: int, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Return the rows of a step that still count: of live requests, and of others until their known end."""
+        requests = len(keys)
+        if requests and outputs.shape != (requests,):  # several rows or numbers for each
+            outputs = outputs.view(requests, -1).squeeze(1)
+        pairs = list(zip(keys, outputs.tolist(), strict=True))
         if number >= self._changed:
             return pairs
         launched = self.launched
@@ -320,6 +316,8 @@ class StepLoop(Generic[V]):
         gone = self._live_keys(keys, "leave({})")
         for key in gone:
             since = self._since.pop(key)
+            for values in self._values.values():
+                del values[key]
             if not now:
                 self._ended.append((key, range(since, self.launched)))
         self._changed = self.launched
@@ -348,22 +346,17 @@ class StepLoop(Generic[V]):
         """See `LaunchedStep.needs`."""
         if slot not in [*self._growths]:  # a list: `slot` may be unhashable
             raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
-        growth, lists, kept = self._growths[slot], dict[int, list[Any]](), dict[Hashable, tuple[int, Any, int]]()
+        found = dict[Hashable, int]()
         for key in self._since:
             step, values, row = self._values[slot][key]
-            if isinstance(values, torch.Tensor):
-                if id(values) not in lists:
-                    lists[id(values)] = values.tolist()
-                values = lists[id(values)]
-            kept[key] = step, values, row
-        self._values[slot] = kept
-        return {key: int(values[row]) + growth * (self.launched - step) for key, (step, values, row) in kept.items()}
+            found[key] = int(values()[row]) + self._growths[slot] * (self.launched - step)
+        return found
 
     def hold(self, why: str) -> None:
         """See `LaunchedStep.hold`."""
         if not isinstance(why, str) or not why:
             refuse("hold", "a reason, such as 'grammar'", why)
-        self._hold_next = why
+        self._hold_reason = why
 
     def _live_keys(self, keys: SomeKeys, call: str) -> Keys:
         """Return keys of live requests.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, copied
 from slotgraph.backends import choose
 from slotgraph.extend import LaunchedStep
-from slotgraph.runners.ranks.group import ON_HOST, CallSite, Message, Ranks
+from slotgraph.runners.ranks.group import CallSite, Message, Ranks
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
 from tests.ranks.processes import ranks
@@ -28,7 +28,7 @@ from tests.ranks.staged import Tokens
 from tests.ranks.stepping import OVER, soon
 from tests.runners.models import decoder
 
-WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
+WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead")
 STEPS: Final[dict[str, tuple[bool, int]]] = {
     "steps, known to be equal": (True, 1),
     "steps, agreed": (False, 1),
@@ -76,11 +76,11 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
     draw, ones, runs = torch.Generator().manual_seed(1), torch.ones(LIVE, dtype=torch.int32, device=device), {}
     drawn = [torch.randint(0, 256, (2, LIVE), generator=draw).to(device) for _ in range(4)]
     batches = [Tokens(input_ids=ids, positions=positions, seq_lens=ones.clone()) for ids, positions in drawn]
-    for way in WAYS if backend == "cuda" else WAYS[:3]:
-        given = Ranks(equal=way == WAYS[0], on="cuda" if way in WAYS[3:] else ON_HOST)
+    for way in WAYS:
+        given = Ranks(equal=way == WAYS[0])
         runner = decoder(Tokens, model, buckets=[BUCKET], backend=backend, ranks=given)
 
-        def step(number: int, runner: Any = runner, ahead: bool = way in {WAYS[2], WAYS[4]}) -> None:  # noqa: FBT001 - bound here
+        def step(number: int, runner: Any = runner, ahead: bool = way == WAYS[2]) -> None:  # noqa: FBT001 - bound here
             outputs = runner(batches[number])
             if ahead:
                 runner.agree_ahead(batches[(number + 1) % len(batches)])

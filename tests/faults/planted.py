@@ -19,14 +19,14 @@ from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, 
 from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.transition import Transition
 from slotgraph.runners import decode, tree
-from slotgraph.runners.engine import config, graphs, outputs, routes, running, sharing
+from slotgraph.runners.engine import config, current, graphs, outputs, routes, sharing
 from slotgraph.runners.engine.capture import FORKS
 from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.engine.stage import Stage
 from slotgraph.runners.engine.state import State
 from slotgraph.runners.engine.traffic import HostReads
 from slotgraph.runners.ranks import agreement, shared
-from slotgraph.runners.stacked import capture, replay
+from slotgraph.runners.stacked import recipe, stack
 from slotgraph.runners.steps import chain, host_work, loop
 from tests.faults.planting import FAULTS, fault
 
@@ -292,7 +292,7 @@ class _Open:
         """Let one out."""
 
 
-@fault(LOCK, running.Gate, "__init__", "life/test_threads.py::test_another_thread_is_refused")
+@fault(LOCK, current.StepLock, "__init__", "life/test_threads.py::test_another_thread_is_refused")
 def everybody_is_let_in(old: Any, self: Any, runner: str) -> None:
     """Lock nobody out: two threads fill the same slots at once, and one gets the other's rows."""
     old(self, runner)
@@ -403,18 +403,18 @@ def parents_are_one_level_off(old: Any, self: Any, *given: Any) -> Any:
     return attrs.evolve(made, nodes=made.nodes + self.tokens.shape[1])
 
 
-@fault(STACKS, replay.StackCall, "settle", "runners/stacked/test_stack.py::test_arguments_that_change")
+@fault(STACKS, stack.StackCall, "settle", "runners/stacked/test_stack.py::test_arguments_that_change")
 def changed_values_are_ignored(old: Any, self: Any, *given: Any) -> None:
     """Compare no numbers with those of the capture: one that has changed since is ignored."""
     old(self, *given)
     self._values = []
 
 
-@fault(STACKS, capture, "live_viewer", "runners/stacked/test_stack.py::test_arguments_of_all_kinds")
-def breaks_see_padded_requests(old: Any, stage: Any, where: Any) -> Any:
+@fault(STACKS, recipe, "live_viewer", "runners/stacked/test_stack.py::test_arguments_of_all_kinds")
+def breaks_see_padded_requests(old: Any, stage: Any, where: Any, **info: Any) -> Any:
     """Show all requests of a bucket to what runs eagerly: breaks and the head run on padded ones."""
     del old
-    return stage.viewer(where)
+    return stage.viewer(where, **info)
 
 
 @fault(RANKS, agreement, "agree", "ranks/test_agreement.py::test_the_largest_bucket_is_everyones[cpu]")

@@ -77,7 +77,7 @@ def test_tensor_parallel(gpus: Processes) -> None:
         assert apart < 1e-4
 
 
-def data_parallel(rank: int, steps: int, on: str) -> list[tuple[bool, str, int | None, int]]:
+def data_parallel(rank: int, steps: int) -> list[tuple[bool, str, int | None, int]]:
     """Ranks with batches of their own, gathered in the step: a bucket of each other's size would hang, or be wrong."""
 
     def step(view: Gathered) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,7 +86,7 @@ def data_parallel(rank: int, steps: int, on: str) -> list[tuple[bool, str, int |
         all_gather(gathered, own)
         return own, gathered.expand(own.shape[0], -1), view.global_num_tokens.expand(own.shape[0], -1)
 
-    runner = runner_on(soon(on=on), step, Gathered, sizes={DP: 2}, backend="cuda")
+    runner = runner_on(soon(), step, Gathered, sizes={DP: 2}, backend="cuda")
     draw = random.Random(5)  # noqa: S311 - sizes, no secrets
     found: list[tuple[bool, str, int | None, int]] = []
     for seed in range(steps):
@@ -107,10 +107,9 @@ def data_parallel(rank: int, steps: int, on: str) -> list[tuple[bool, str, int |
     return found
 
 
-@pytest.mark.parametrize("on", ["host", "cuda"])
-def test_data_parallel(gpus: Processes, on: str) -> None:
+def test_data_parallel(gpus: Processes) -> None:
     """Each step is a graph of the bucket that the largest batch needs, on both; idle ranks gather with the other."""
-    first, second = gpus.run(data_parallel, 1000, on)
+    first, second = gpus.run(data_parallel, 1000)
     assert first == second
     for right, path, bucket, rows in first:
         assert right

@@ -134,14 +134,12 @@ def test_eager_runners_that_differ(two: Processes) -> None:
 
 def ranks_otherwise(rank: int, what: str) -> tuple[str, str]:
     """Ranks that are made with other arguments on rank 1; then with the same."""
-    options: dict[str, Any] = {"equal": True, "shards": 2, "on": "cuda"}
+    options: dict[str, Any] = {"equal": True, "shards": 2}
     told = raised(soon, **({what: options[what]} if rank else {}))
     return told, raised(lambda: runner_on(soon(), lambda view: view.ids)(stepping.batch_of(3, 1)))
 
 
-@pytest.mark.parametrize(
-    ("what", "values"), [("equal", ("False", "True")), ("shards", ("1", "2")), ("on", ("'host'", "'cuda'"))]
-)
+@pytest.mark.parametrize(("what", "values"), [("equal", ("False", "True")), ("shards", ("1", "2"))])
 def test_ranks_that_differ(two: Processes, what: str, values: tuple[str, str]) -> None:
     """Are refused when they are made, with the argument; the next ones can be made."""
     first, second = values

@@ -205,7 +205,6 @@ RANKS: list[tuple[str, Any, str]] = [
     *(("timeout", wrong, "expected seconds") for wrong in (float("nan"), 1e300)),
     *(("capture_timeout", True, "expected seconds"), ("equal", "no", "expected True or False")),
     *(("shards", wrong, "expected a whole number") for wrong in (1.5, 0)),
-    *(("on", wrong, "expected 'host' or the name") for wrong in (3, "hots")),
 ]
 
 

@@ -221,15 +221,6 @@ def test_lifetimes_follow_from_what_slots_say(field: Any, reason: str | None) ->
 PLAIN = copied(TOKENS, dtype=torch.int32, pad=0)
 
 
-def test_members_have_names_and_phases_of_the_schedule() -> None:
-    """Two of one name could not be told apart, and a phase that is not there overlaps with nothing known."""
-    slots = slots_of("verify", {"slot": PLAIN})
-    with pytest.raises(ConfigError, match="two members have one name, of verify, verify"):
-        lay_out([*slots, *slots], Schedule(["verify"]))
-    with pytest.raises(ConfigError, match="phase 'prefill' is not in the schedule: phases are 'draft'"):
-        lay_out(slots_of("prefill", {"slot": PLAIN}), Schedule(["draft"]))
-
-
 @given(shared(), st.integers(0, 1 << 30))
 @settings(max_examples=40)
 def test_no_slot_loses_what_it_must_hold(case: Case, seed: int) -> None:

@@ -12,15 +12,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...backends.base import Backend
+from ...dataflow.axes import BATCH, Axis, Live
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
-from ...dataflow.inputs import Inputs
+from ...dataflow.inputs import Inputs, V
+from ...dataflow.views import Viewer
 from ..engine.bits import text_of
+from ..engine.current import CURRENT, CurrentStep, Interrupts, OwnValue, current_step, untraced, with_current
 from ..engine.graphs import Captured, GraphSet
 from ..engine.outputs import cut_rows, map_tensors
-from ..engine.running import RUNNING, Interrupts, OwnValue, Running, running, under_way, untraced
+from ..engine.routes import Route
 from ..engine.stage import Stage
+from ..engine.statistics import Counts
 from .breaks import FACTS, VALUES, share_storage
 
 
@@ -141,22 +145,22 @@ class StackCall:
         """Return the arguments of the capture."""
         return pytree.tree_unflatten(self.leaves, self._structure)
 
-    def at_capture(self, recording: Interrupts | None = None) -> Running:
+    def at_capture(self, recording: Interrupts | None = None) -> CurrentStep:
         """Return the step of the capture."""
         arguments = [self.own if leaf is self.view else leaf for leaf in self.leaves]
-        return Running(self.own, "capture", arguments, self._live, recording, self.view)
+        return CurrentStep(self.own, "capture", arguments, self._live, recording, self.view)
 
     def __call__(self) -> Any:
         """Run the function as it is captured, and as a backend without graphs replays it."""
-        step, (args, kwargs) = running(), self.arguments()
+        step, (args, kwargs) = current_step(), self.arguments()
         if step is not None and step.sources is self._live:  # a replay
             outputs = self.run(*args, **kwargs)
             return self.named(outputs) if self.hands_out else outputs
         with torch.no_grad():
-            return under_way(self.at_capture(self.backend), lambda: self.named(self.run(*args, **kwargs)))
+            return with_current(self.at_capture(self.backend), lambda: self.named(self.run(*args, **kwargs)))
 
     def take(  # noqa: C901 - in one function, because each step calls it
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: CurrentStep
     ) -> None:
         """Move a step's arguments to where graphs read them, and keep them flat for breaks."""
         leaves, view = [*args, *kwargs.values()], step.view
@@ -239,7 +243,7 @@ class Own:
         self.source = source
 
 
-def hand_out(outputs: Any, step: Running) -> Any:
+def hand_out(outputs: Any, step: CurrentStep) -> Any:
     """Return the outputs of a replay, with the step's own in place of `Own`."""
     return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
 
@@ -248,7 +252,7 @@ def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> OwnValue:
     """Return what takes the same part of each step's argument."""
     size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
 
-    def part(step: Running) -> torch.Tensor:
+    def part(step: CurrentStep) -> torch.Tensor:
         leaf: torch.Tensor = step.arguments[place]
         if leaf.stride() != kept.stride():
             raise ReplayError(
@@ -303,43 +307,63 @@ def slots_of(view: Inputs) -> dict[int, str]:
     return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
-@attrs.frozen(eq=False)
-class StackReplay:
-    """Runs a step whose stack replays graphs instead of running its code."""
+class StackRoute(Route[V]):
+    """A step whose stack replays the graphs of a bucket instead of running its code."""
 
-    _graphs: GraphSet[Any]
-    _stack: Stack
-    _captured: Captured
+    def __init__(
+        self,
+        graphs: GraphSet[V],
+        stack: Stack,
+        captured: Captured,
+        viewer: Viewer[V],
+        counts: Counts,
+        rows: Axis | None,
+    ) -> None:
+        """Take a bucket's graphs. rows: The axis that the rows of outputs follow, or None if they are whole."""
+        super().__init__(captured.filling, viewer, counts, captured)
+        self._graphs = graphs
+        self._stack = stack
+        self._captured = captured
+        self._output_rows = rows
+        varying = graphs.stage.declaration.varying
+        self._requests = varying.index(BATCH) if BATCH in varying else 0
 
-    def run(self, view: Inputs, rows: int | None, live: int | None) -> Any:
-        """Run a step on its view, and return outputs for live rows.
-
-        Args:
-            view: The filled view.
-            rows: Rows that outputs must have, or None for any number.
-            live: How many of them to return, or None for all.
-        """
+    def run(self, view: V | None, live: Live) -> Any:
+        """Run the step on its view, and return outputs for live rows."""
         if GRADIENTS():
-            return without_gradients(self.run, view, rows, live)
-        step = Running(view, "replay")
-        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call refers to it
+            return without_gradients(self.run, view, live)
+        hosts = self.filler.hosts
+        step = CurrentStep(view, "replay")  # type: ignore[arg-type] # this route has a view
+        token = CURRENT.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call refers to it
         try:
             outputs = self._stack.run(self._graphs.stage, view, functools.partial(self._answer, step))
+            if hosts.notes:
+                hosts.note()
+            outputs = self._cut(outputs, step.calls, live)
+        except BaseException:  # the step may have written slots
+            self.filler.buffers.distrust()
+            raise
         finally:
-            RUNNING.reset(token)
-        if step.calls != 1:
-            raise ReplayError(f"{self._stack.wrong_calls(step.calls)}, and once at capture")
-        hosts = self._graphs.filler.hosts
-        if hosts.notes:
-            hosts.note()
-        if rows is None:
+            CURRENT.reset(token)
+        self.count(live)
+        return outputs
+
+    def _cut(self, outputs: Any, calls: int, live: Live) -> Any:
+        """Return the live rows of outputs. Raise ReplayError if they have others, or for other than one call."""
+        if calls != 1:
+            raise ReplayError(f"{self._stack.wrong_calls(calls)}, and once at capture")
+        if self._output_rows is None:
             return outputs
+        if self._output_rows == BATCH:
+            rows, kept, each = live[self._requests], None, "request"
+        else:
+            rows, kept, each = self._captured.rows, live[-1], "padded token"
         if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
-            return outputs if live is None else outputs[:live]
-        return cut_rows(outputs, rows, "request" if live is None else "padded token", live, ReplayError)
+            return outputs if kept is None else outputs[:kept]
+        return cut_rows(outputs, rows, each, kept, ReplayError)
 
     @untraced  # the step around it may be compiled
-    def _answer(self, step: Running, *args: Any, **kwargs: Any) -> Any:
+    def _answer(self, step: CurrentStep, *args: Any, **kwargs: Any) -> Any:
         """Run the stack of a step: take its arguments, and replay its graphs."""
         graphs, captured = self._graphs, self._captured
         call: StackCall = captured.step  # type: ignore[assignment] # made by `capture_stack`

@@ -1,4 +1,4 @@
-"""The step that runs: one at a time in a runner, none traced by torch.compile, and what its eager parts see."""
+"""The current step: one at a time in a runner, none traced by torch.compile, and what its eager parts see."""
 
 import contextvars
 import inspect
@@ -49,7 +49,7 @@ class Unique:
         )
 
 
-class Gate:
+class StepLock:
     """Lets one step or capture in at a time.
 
     Meanwhile it refuses every other call: from another thread, or from the step itself.
@@ -79,11 +79,11 @@ class Gate:
 
 
 T = TypeVar("T")
-RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextvars.ContextVar(
+CURRENT: Final[contextvars.ContextVar["weakref.ref[CurrentStep] | None"]] = contextvars.ContextVar(
     "slotgraph_running", default=None
 )
 RunPhase = Literal["capture", "replay", "eager"]
-OwnValue = Callable[["Running"], Any]
+OwnValue = Callable[["CurrentStep"], Any]
 """Returns what a step has in place of an object that the capture was given."""
 NO_SOURCES: Final[Mapping[int, OwnValue]] = {}
 
@@ -100,7 +100,7 @@ class Interrupts(Protocol):
 
 
 @attrs.define(eq=False)
-class Running:
+class CurrentStep:
     """One step that runs.
 
     Attributes:
@@ -127,9 +127,9 @@ class Running:
 
 
 @untraced  # a trace would keep the step that it was made in
-def running() -> Running | None:
+def current_step() -> CurrentStep | None:
     """Return the step that this thread runs, or None."""
-    reference = RUNNING.get()
+    reference = CURRENT.get()
     return None if reference is None else reference()
 
 
@@ -153,7 +153,7 @@ class _Shown:
         """
         values = vars(self)
         is_view = values.get("_slotgraph_view") is not None
-        is_outside = is_view and not torch.compiler.is_compiling() and running() is None
+        is_outside = is_view and not torch.compiler.is_compiling() and current_step() is None
         if is_outside and values.get(name) is not value:
             instead = f"write into its memory, view.{name}.copy_(value), before the replay"
             if not isinstance(values.get(name), torch.Tensor):
@@ -177,10 +177,10 @@ def shown_class(inputs: type[V]) -> type[V]:
     return shown
 
 
-def under_way(step: Running, function: Callable[..., T], *args: Any) -> T:
+def with_current(step: CurrentStep, function: Callable[..., T], *args: Any) -> T:
     """Call a function while a step runs. An interrupt leaves no step behind, because only this call refers to it."""
-    token = RUNNING.set(weakref.ref(step))
+    token = CURRENT.set(weakref.ref(step))
     try:
         return function(*args)
     finally:
-        RUNNING.reset(token)
+        CURRENT.reset(token)

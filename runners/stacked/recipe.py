@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
 import torch
 from torch import fx
 
@@ -23,17 +22,17 @@ from ...dataflow.inputs import V
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.plan import Absent
 from ...dataflow.tails import holds
-from ...dataflow.views import Aliases, Viewer, ViewInfo, Views, alias, carried
-from ..engine.capture import told_as_capture_error
+from ...dataflow.views import Aliases, Viewer, Views, carried
+from ..engine.capture import capture_errors
 from ..engine.config import is_collection, refuse
+from ..engine.current import CurrentStep, current_step, with_current
 from ..engine.graphs import Around, Filling, Look
 from ..engine.outputs import cut_rows, map_tensors
-from ..engine.running import Running, running, under_way
 from ..engine.stage import Stage
 from ..engine.state import State
 from .breaks import broken
 from .rehearsal import Rehearsal, operator_name
-from .replay import Stack, StackCall, slots_of
+from .stack import Stack, StackCall
 
 Operator = str | Callable[..., Any]
 _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
@@ -67,8 +66,11 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     return carried(declaration.fields, values)
 
 
-def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
-    """Return what makes the views of a bucket: request slots are cut to the live requests, all else is padded."""
+def live_viewer(stage: Stage[V], bucket: Bucket, **info: Any) -> Viewer[V]:
+    """Return what makes the views of a bucket: request slots are cut to the live requests, all else is padded.
+
+    info: Further values of `ViewInfo`.
+    """
     slots, varying = stage.declaration.slots, stage.declaration.varying
     requests = varying.index(BATCH) if BATCH in varying else None
     over_requests = [name for name, slot in slots.items() if BATCH in slot.axes and bucket.views[name] is not None]
@@ -86,19 +88,11 @@ def live_viewer(stage: Stage[V], bucket: Bucket) -> Viewer[V]:
     def aliases(live: Live) -> Aliases:
         return Aliases(views_of(live))
 
-    def info_of(live: Live) -> ViewInfo:
+    def step_of(live: Live) -> Step:
         step = bucket.step(live)
-        if requests is not None:
-            step = Step(step.live_sizes, {**step.padded_sizes, BATCH: live[requests]})
-        return ViewInfo(step, stage.relations, stage.declaration)
+        return step if requests is None else Step(step.live_sizes, {**step.padded_sizes, BATCH: live[requests]})
 
-    return Viewer(stage.views, lambda live: aliases(live)(), stage.declaration.fields, info_of)
-
-
-def seal(view: Any, stage: Stage[Any]) -> None:
-    """Mark a view as captured: narrowing it drops host-computed slots and refuses to cut host parameters."""
-    info = view._slotgraph_view  # noqa: SLF001 - a fill sets it for runners
-    vars(view)["_slotgraph_view"] = attrs.evolve(info, whole=stage.whole_slots, captured=True)
+    return stage.viewer(bucket, lambda live: aliases(live)(), step_of, **info)
 
 
 def capture_stack(
@@ -119,13 +113,10 @@ def capture_stack(
     sizes = {**bucket.sizes, BATCH: 1}
     live = tuple(sizes[axis] for axis in stage.declaration.varying)
     calls, outputs = list[tuple[Any, Any]](), None
-    with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
+    with capture_errors(), stage.backend.stream(), torch.no_grad():
         fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), bucket.absent)
-        view_of = live_viewer(stage, bucket)
-        view, shown = view_of(fields, live), view_of(None, live)
-        seal(shown, stage)
-        for name in slots_of(shown).values():  # so that the stack's tensors differ from the step's
-            vars(shown)[name] = alias(vars(shown)[name])
+        view = live_viewer(stage, bucket)(fields, live)
+        shown = live_viewer(stage, bucket, **stage.capture_info)(None, live)  # its tensors are others than the step's
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))
@@ -134,7 +125,7 @@ def capture_stack(
         def whole() -> None:
             nonlocal outputs
             calls.clear()
-            outputs = under_way(Running(view, "capture"), stack.run, stage, view, noted)
+            outputs = with_current(CurrentStep(view, "capture"), stack.run, stage, view, noted)
             if len(calls) != 1:
                 raise CaptureError(f"{stack.wrong_calls(len(calls))}: it is captured for one call a step")
 
@@ -151,7 +142,7 @@ def capture_stack(
                 raise CaptureError(f"{error} (splits names {', '.join(sorted(names))})") from error
             around = functools.partial(rehearsal.around, view)
             if splitter is not None:
-                parts = around(functools.partial(under_way, call.at_capture(), splitter, code, *call.arguments()))
+                parts = around(functools.partial(with_current, call.at_capture(), splitter, code, *call.arguments()))
                 call.run = lambda *_, **__: parts()  # the parts have their arguments already
         if output_rows is not None:
             each = "request of the placeholder" if output_rows == BATCH else "padded token"
@@ -262,7 +253,7 @@ def _reason(error: BaseException) -> str:
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:
         text += f" (in {file}, line {line})"
-    if str(running) in text:
+    if str(current_step) in text:
         text += (
             "; what asks for the step that runs, as graph_break and current_view do, belongs in an operator of splits"
         )
