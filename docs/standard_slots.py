@@ -63,7 +63,8 @@ def _origin(slot: Slot, facts: SlotFacts) -> str:
     if facts.function is not None:
         return f"computed on the {facts.runs_on}: `{facts.function}({', '.join(facts.needs)})`"
     if not slot.writers:
-        return f"constant: `{slot.initial()}`"
+        value = slot.initial()
+        return f"constant: `{getattr(value, '__qualname__', value)}`"
     words = [facts.kind if facts.source in (None, f"batch.{facts.name}") else f"copied from `{facts.source}`"]
     words += [f"also from {dtype_text(dtype)}" for dtype in slot.converts_from() if not isinstance(slot.dtype, Role)]
     words += [word for word in ("optional", "restored") if getattr(slot, word)]
