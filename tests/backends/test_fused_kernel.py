@@ -25,7 +25,6 @@ from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.packet import CODES, HEAD, Lane, code_of, converts, has_lane, head_bytes, row_stride, table_of
 from slotgraph.dataflow.tails import Number
 from tests.life import test_ahead as ahead
-from tests.runners import test_ahead as news
 
 KERNEL = "slotgraph.backends.cuda_kernel"
 DTYPES = (*CODES, torch.uint16, torch.float64, torch.complex64)
@@ -424,4 +423,3 @@ def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.
     runner.capture()
     monkeypatch.setattr(ahead, "runner_on", lambda *_: runner)
     ahead.play([("interpreting", "in_graph")], examples=2, count=8)
-    news.test_all_news_in_one_step(backend, "in_graph")

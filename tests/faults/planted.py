@@ -465,14 +465,14 @@ def streams_are_not_ordered(old: Any, self: Any) -> None:
     del old, self
 
 
-@fault(ROWS, chain, "rearrange", "runners/test_ahead.py::test_all_news_in_one_step")
+@fault(ROWS, chain, "rearrange", "life/test_ahead.py::test_any_order_of_news")
 def rows_do_not_move(old: Any, *given: Any) -> Any:
     """Move no row: after a request has left, one live row lies among the padded ones."""
     keys, _ = old(*given)
     return keys, ()
 
 
-@fault(ROWS, host_work.HostWork, "of", "runners/test_functions.py")
+@fault(ROWS, host_work.HostWork, "of", "life/test_functions.py")
 def rows_of_those_that_left_stay(old: Any, *given: Any) -> Any:
     """Reset no tail after an edit: rows of requests that left stay in the padded ones."""
     made = old(*given)
@@ -480,7 +480,7 @@ def rows_of_those_that_left_stay(old: Any, *given: Any) -> Any:
     return made
 
 
-@fault(RULES, Transition, "of", "runners/test_functions.py")
+@fault(RULES, Transition, "of", "life/test_functions.py")
 def padded_rows_advance(old: Any, self: Any, live: Any, *lanes: Any) -> Any:
     """Advance all rows of a bucket: padded ones are no tail any more."""
     del live
@@ -491,7 +491,7 @@ def padded_rows_advance(old: Any, self: Any, live: Any, *lanes: Any) -> Any:
     RULES,
     Transition,
     "_compute",
-    "runners/test_functions.py::test_a_rule_sees_the_declared_tail_of_what_the_step_writes",
+    "life/test_functions.py",
 )
 def rules_see_what_a_step_left(old: Any, self: Any, *given: Any) -> None:
     """Reset no tail before a rule: one that sums a slot which the step writes counts its padded rows."""
@@ -499,16 +499,14 @@ def rules_see_what_a_step_left(old: Any, self: Any, *given: Any) -> None:
     old(self, *given)
 
 
-@fault(
-    AHEAD, loop.StepLoop, "_forget_ended", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count"
-)
+@fault(AHEAD, loop.StepLoop, "_forget_ended", "runners/steps/test_keys.py")
 def last_tokens_are_lost(old: Any, self: Any) -> None:
     """Forget requests that have left: one that leaves with now=False loses its last token."""
     del old
     self._ended = []
 
 
-@fault(AHEAD, chain.Chain, "go_on", "runners/test_ahead.py::test_what_ends_the_loop")
+@fault(AHEAD, chain.Chain, "go_on", "runners/steps/test_loops.py::test_what_ends_the_loop")
 def a_loop_outlives_another_fill(old: Any, self: Any, *given: Any, **named: Any) -> Any:
     """Go on after a call of the runner: a loop hands out outputs of rows that are not its requests'."""
     self._fills = self._turn.fills

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied, output
-from slotgraph.backends import load
 from slotgraph.errors import BatchError
 from slotgraph.extend import LaunchedStep
 from slotgraph.runners.steps.chain import Chain
+from tests.packing import NAME, backend_of
 
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDE, MOST, MODULUS = 5, 16, 10007
@@ -93,15 +93,10 @@ def plain_rules(row: Row) -> None:
 @functools.cache
 def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
     """A captured runner, of which each example begins steps anew."""
-    available = load(backend).is_available()
-    if not available:
-        pytest.skip(f"{backend}: {available.reason}")
-    if lowering not in (None, *load(backend)().capabilities.lowerings):
-        pytest.skip(f"{backend} has no lowering {lowering!r}")
-    options: Any = {} if lowering is None else {"lowering": lowering}
-    made = DecodeRunner(
-        AheadInputs, step, backend=backend, sizes={PAGES: WIDE}, buckets=BUCKETS, output_rows=BATCH, **options
-    )
+    options: Any = {"backend": backend_of(backend, lowering), "sizes": {PAGES: WIDE}, "output_rows": BATCH}
+    if lowering is not None:
+        options["lowering"] = lowering
+    made = DecodeRunner(AheadInputs, step, buckets=BUCKETS, **options)
     made.capture()
     return made
 
@@ -342,7 +337,7 @@ def play(ways: Sequence[tuple[str, str | None]], examples: int, count: int) -> N
     )
 
 
-WAYS: Final = (("cpu", None), ("cpu-capture", None), ("cpu-capture", "in_graph"), ("cpu", "fused"))
+WAYS: Final = (("cpu", None), ("cpu-capture", None), ("cpu-capture", "in_graph"), ("cpu", "fused"), (NAME, "foreach"))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(filter(None, way)))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, Axis, DecodeRunner, computed
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import soon
-from tests.runners.test_ahead import LOWERINGS, Counting, batch, count, counting, made
+from tests.runners.steps.counting import LOWERINGS, Counting, batch, count, counting, made
 
 DP = Axis("DP", fixed=True)
 

@@ -11,7 +11,7 @@ from slotgraph.runners.ranks.group import Ranks
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import OVER, Counted, runner_on, soon
-from tests.runners.test_ahead import batch, count, counting
+from tests.runners.steps.counting import batch, count, counting
 
 PAGES: Final = Axis("PAGES")
 

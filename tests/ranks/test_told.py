@@ -19,7 +19,7 @@ from slotgraph import BATCH, EagerRunner
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import OVER, SOON, Counted, runner_on, soon
-from tests.runners.test_ahead import batch, count, counting
+from tests.runners.steps.counting import batch, count, counting
 
 AT_ONCE: Final = 5.0
 """Seconds within which a rank is told: far less than those after which it gives up."""

@@ -98,7 +98,7 @@ def test_parts_of_each_step(cpu: str, name: str, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 def test_parts_of_each_step_on_cuda(name: str, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same from the device's memory."""
-    monkeypatch.setattr("tests.runners.test_read.TENS", TENS.to("cuda"))
+    monkeypatch.setattr("tests.runners.steps.test_read.TENS", TENS.to("cuda"))
     test_parts_of_each_step("cuda", name, {"lowering": lowering})
 
 

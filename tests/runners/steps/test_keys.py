@@ -36,22 +36,6 @@ def begun(*lives: int) -> dict[str, list[int]]:
     return {"life": [*lives], "turn": [0] * len(lives)}
 
 
-def test_a_key_that_leaves_twice_before_its_first_rows_are_read() -> None:
-    """Rows of both lives count where both ends were known ahead."""
-    seen = list[int]()
-    for step in tagged("cpu-capture").steps({"life": [1, 2], "turn": [0, 0]}, keys=["a", "b"], ahead=3):
-        seen += [token for key, token in step.tokens() if key == "a"]
-        if step.number == 0:
-            step.leave(["a"], now=False)  # after steps 0 to 3
-        if step.number == 1:
-            step.join(begun(3), ["a"])  # from step 5 on
-        if step.number == 2:
-            step.leave(["a"], now=False)  # after that one
-        if step.number == 8:
-            step.leave(["b"])
-    assert seen == [1000, 1001, 1002, 1003, 3000]
-
-
 def test_tokens_of_an_earlier_step() -> None:
     """They can be asked for as long as the step's outputs can be read."""
     steps = tagged("cpu-capture").steps({"life": [1, 2], "turn": [0, 0]}, keys=["a", "b"], ahead=1)

@@ -126,7 +126,7 @@ def test_arguments_of_steps(place: int) -> None:
         runner.steps(junk)
 
 
-KEYS: Final[dict[str, Callable[[Any], Any]]] = {
+REFUSED: Final[dict[str, Callable[[Any], Any]]] = {
     r"a key is one object: leave\(\['req'\]\)": lambda step: step.leave("req"),
     r"a key is one object: leave\(\[3\]\)": lambda step: step.leave(3),
     r"a key is one object: leave\(\[None\]\)": lambda step: step.leave(None),
@@ -136,19 +136,28 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
         ("pool", 1)
     ),
     r"keys are objects that can be hashed, .* got \[\[1\]\]: unhashable type": lambda step: step.join(mixed(9), [[1]]),
-    r"there is no request 'x': it has left, or never joined": lambda step: step.leave(["x"]),
+    r"there is no request 'x': it has left, or never joined": lambda step: step.leave(["r", "x"]),
+    r"request 'r' is live": lambda step: step.join(mixed(9), ["r"]),
+    r"2 keys for 1 requests": lambda step: step.join(mixed(9), [3, 4]),
+    r"the largest bucket holds 8; let others leave first": lambda step: step.join(mixed(*range(5)), range(5)),
+    r"slot 'done': .* is missing": lambda step: step.join({"lens": [4]}, ["x"]),
+    r"slot 'lens': row 0 is 501, over the limit of 500": lambda step: step.join({**mixed(9), "lens": [501]}, ["x"]),
+    r"slot 'lens': row 0 is 502, over the limit of 500": lambda step: step.edit(["r"], lens=[502]),
+    r"edit names 'idz', which is not a slot .* did you mean 'ids'": lambda step: step.edit(["r"], idz=[1]),
+    r"named twice": lambda step: step.edit(["r", "r"], ids=[1, 2]),
+    r"slot 'ids': expected int64 of shape \[1\]": lambda step: step.edit(["r"], ids=torch.zeros(1)),
 }
 
 
-@pytest.mark.parametrize("message", KEYS)
-def test_a_key_is_one_object(message: str) -> None:
-    """Its letters or its parts are never taken for keys, not even where there are requests of these names."""
-    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(4,), output_rows=BATCH)
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_refused_call_says_what_to_do(message: str) -> None:
+    """It changes nothing. Letters or parts of a key are never taken for keys, even where requests have these names."""
+    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(8,), output_rows=BATCH)
     runner.capture()
     keys: list[Any] = ["r", "e", "q", ("pool", 1)]
     for step in runner.steps(mixed(1, 2, 3, 4), keys=keys):
         with pytest.raises(BatchError, match=message):
-            KEYS[message](step)
+            REFUSED[message](step)
         assert [*dict(step.tokens())] == keys
         if step.number == 1:
             break
@@ -241,7 +250,7 @@ def test_a_rule_that_torch_cannot_run(cpu: str, lowering: str) -> None:
         steps = runner.steps({"first": [1], "number": [1]})
         return [*itertools.islice(steps, 2)]
 
-    with pytest.raises(SlotGraphError, match=r"slot 'first': its function .* raised .* at test_ahead_misuse\.py:\d+"):
+    with pytest.raises(SlotGraphError, match=r"slot 'first': its function .* raised .* at test_refused_calls\.py:\d+"):
         two_steps()
 
 
