@@ -68,7 +68,7 @@ RULES: Final = "A slot with a rule advances as the rule says, its live rows alon
 AHEAD: Final = "A loop of steps hands out each request's outputs, takes what fits, and foretells what will be."
 
 
-@fault(TAILS, tails.CleanTails, "begin", "runners/test_input_buffers.py::test_the_oracle_s_bytes")
+@fault(TAILS, tails.CleanTails, "begin", "invariants/test_tails.py::test_tails_hold_their_values")
 def tails_are_never_reset(old: Any, *given: Any) -> None:
     """Take every tail for clean: padded rows hold what a longer batch left there."""
     old(*given)
@@ -80,7 +80,7 @@ def one_dim_of_two_is_reset(old: Any, *given: Any) -> Any:
     return itertools.islice(old(*given), 1)
 
 
-@fault(TAILS, writers.HostTails, "reset", "runners/test_input_buffers.py::test_the_oracle_s_bytes[cpu-direct]")
+@fault(TAILS, writers.HostTails, "reset", "invariants/test_tails.py::test_lowerings_leave_the_same_bytes")
 def tails_begin_a_row_late(old: Any, self: Any, live: Any, dirty: Any) -> None:
     """Reset a tail from its second row on: the first padded row keeps what a longer batch left there."""
     old(self, tuple(rows + 1 for rows in live), dirty)
@@ -245,7 +245,7 @@ def dtypes_are_the_same_everywhere(old: Any, self: Any, record: Any) -> Any:
     return self.default
 
 
-@fault(PACKETS, packing.Packing, "_pack_words", "runners/test_input_buffers.py::test_the_oracle_s_bytes[cpu-in_graph]")
+@fault(PACKETS, packing.Packing, "_pack_words", "invariants/test_tails.py::test_lowerings_leave_the_same_bytes")
 def a_packet_counts_a_row_less(old: Any, self: Any, addresses: Any, live: Any) -> Any:
     """Pack a count that is one too low: the kernel takes the last live row for the tail."""
     return old(self, addresses, tuple(max(0, rows - 1) for rows in live))
@@ -270,6 +270,17 @@ def any_view_is_replayed(old: Any, self: Any, view: Any) -> Any:
     if self._filled is not None:
         self._filled.view = view
     return old(self, view)
+
+
+@fault(LAST, Runner, "_fill", "invariants/test_broken_off.py::test_broken_fills_are_not_believed")
+def a_broken_fill_keeps_the_view(old: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Keep the view when a fill breaks off: half of one batch and half of another are replayed by it."""
+    before = self._filled
+    try:
+        return old(self, *given, **named)
+    except BaseException:
+        self._filled = before
+        raise
 
 
 @fault(LAST, buffers.BufferTurn, "others", "invariants/test_memory.py::test_neighbours_take_turns")
@@ -348,7 +359,7 @@ def copies_are_views(old: Any, made: Any) -> Any:
     return made
 
 
-@fault(STALE, outputs.Stamped, "_check", "runners/test_outputs.py::test_stale_view")
+@fault(STALE, outputs.Stamped, "_check", "invariants/test_memory.py::test_stale_outputs_are_named")
 def stale_outputs_are_read(old: Any, self: Any) -> None:
     """Look at no stamp: an output that a replay has overwritten is read without an error."""
     del old, self
@@ -361,7 +372,7 @@ def captures_run_on_live_rows(old: Any, *given: Any) -> Any:
     return contextlib.nullcontext()
 
 
-@fault(CAPTURES, State, "kept", "runners/test_capture.py::test_early_and_late[cpu]")
+@fault(CAPTURES, State, "kept", "invariants/test_memory.py::test_captures_change_nothing")
 def warm_ups_change_state(old: Any, self: Any) -> Any:
     """Put no state back: warm-ups write caches and counters of the running engine."""
     del old, self

@@ -1,4 +1,4 @@
-"""A device with streams whose work is done later, at random, and that can be told to break one promise of backends.
+"""A device with streams whose work is done later, at random.
 
 Memory of placement "host" is the host's, and is written at once. All other tensors are the device's: what writes them,
 and each replay, goes to the current stream, and is done when somebody waits for it, or when the test says so.
@@ -37,18 +37,16 @@ class Stream:  # work in order. handed: how much ever came. done: how much of it
 
 
 @attrs.define(eq=False)
-class Point(Event):  # a point in a stream. tells: whether it says the truth; else it says that it has passed
+class Point(Event):  # a point in a stream
     stream: Stream
     at: int
-    tells: bool
 
     def query(self) -> bool:
-        return self.stream.done >= self.at or not self.tells
+        return self.stream.done >= self.at
 
     def synchronize(self) -> None:
-        if self.tells:
-            with _disable_current_modes():  # else what is done would be put off again
-                self.stream.run(self.at)
+        with _disable_current_modes():  # else what is done would be put off again
+            self.stream.run(self.at)
 
     def elapsed_time(self, end_event: Any) -> float:
         raise NotImplementedError
@@ -69,16 +67,12 @@ class LaterGraph(Graph):  # a graph of cpu-capture's, which is replayed on the c
 
 @final
 class Device(HostBackend):
-    """The device. current: the stream that is. buffers: all memory that it was asked for.
-
-    fault: what it breaks. `order`: no stream waits. `event`, `mark`: events, and those of uploads, say that they have
-    passed. `packet`: an upload as long as an earlier one is left out. `kernel`: the last row is.
-    """
+    """The device. current: the stream that is. buffers: all memory that it was asked for."""
 
     name: ClassVar[str] = "invariants"
 
-    def __init__(self, fault: str = "") -> None:
-        self.fault, self.current, self.is_late = fault, 0, False
+    def __init__(self) -> None:
+        self.current, self.is_late = 0, False
         self.streams = [Stream() for _ in range(3)]
         self.buffers: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
@@ -103,23 +97,19 @@ class Device(HostBackend):
         return LaterGraph(INNER.capture(step, **options), self)
 
     def upload(self, nbytes: int) -> Upload:
-        packet, sent = torch.zeros(nbytes, dtype=torch.uint8), set[int]()
+        packet = torch.zeros(nbytes, dtype=torch.uint8)
         to = packet.data_ptr()
 
         def start(memory: torch.Tensor, at: int, count: int) -> None:
-            if self.fault == "packet" and count in sent:
-                return
-            sent.add(count)
             self.add(lambda: ctypes.memmove(to, memory.data_ptr() + at, count))
 
         def pinned(count: int) -> torch.Tensor:
             return self._on_host(torch.zeros(count, dtype=torch.uint8))
 
-        return Ring(packet, pinned, start, lambda _: self._point("mark"), self.synchronize)
+        return Ring(packet, pinned, start, lambda _: self.event(), self.synchronize)
 
     def fusion(self) -> Fusion:
-        last = -1 if self.fault == "kernel" else None
-        return Fusion(HOST_FUSION.block, lambda table, *more: HOST_FUSION.kernel(table[:last], *more))
+        return HOST_FUSION
 
     def stream_key(self) -> Callable[[], int]:
         return lambda: self.current
@@ -127,16 +117,13 @@ class Device(HostBackend):
     def order(self, first: int, then: int) -> None:
         earlier = self.streams[first]
         at = earlier.handed
-        if self.fault != "order" and self.is_late:
+        if self.is_late:
             self._put(self.streams[then], lambda: earlier.run(at))
 
     def event(self, again: Event | None = None) -> Event:
         del again
-        return self._point("event")
-
-    def _point(self, what: str) -> Point:
         stream = self.streams[self.current]
-        return Point(stream, stream.handed, self.fault != what)
+        return Point(stream, stream.handed)
 
     def synchronize(self) -> None:
         self._drain(random.Random(0))  # noqa: S311 - data for a test
