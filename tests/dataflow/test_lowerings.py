@@ -71,7 +71,7 @@ class World:
     """One declaration over two sets of buffers: one for all lowerings, one for the oracle.
 
     Buckets share one packet, as a runner's do. backend: whose memory that is, and whose kernel. out: producers were
-    given the slots.
+    given the slots. settings: what functions may ask for.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class World:
         *,
         out: bool = False,
         backend: Backend | None = None,
+        settings: Any = None,
     ) -> None:
-        self.declaration, self.slots, self.capabilities = declaration, declaration.slotgraph, capabilities
+        self.declaration, self.capabilities = declaration, capabilities
+        self.slots = declaration.slotgraph.under(settings)
         self.backend: Backend = load("cpu")() if backend is None else backend
         self.capacity = dict.fromkeys(AXES, 9) | {HIDDEN: 3}
         self.mine, self.right = self._buffers(seed), self._buffers(seed)
@@ -359,31 +361,22 @@ class Ranked(Inputs):
     )
 
 
-@given(rank=st.integers(-9, 9), scale=st.integers(-9, 9), tokens=st.integers(0, 9), data=st.data())
-def test_every_way_to_fill_knows_settings(*, rank: int, scale: int, tokens: int, data: st.DataObject) -> None:
-    """Grouped, exact and handed over, and by the oracle: functions get the runner's settings, on either side."""
-    kind, padded = data.draw(st.sampled_from([dict, SimpleNamespace])), data.draw(st.integers(tokens, 9))
-    slots, capabilities = Ranked.slotgraph.under(kind(rank=rank, scale=scale)), Capabilities()
-    batch, step = {"ids": noise((tokens,), torch.int64, rank)}, Step({TOKENS: tokens}, {TOKENS: padded})
-    buffers = [poisoned(Ranked, capabilities, {TOKENS: 9}, seed) for seed in range(3)]
-    exact = Bucket(slots, {TOKENS: 9}, capabilities, buffers[0], exact=True)
-    grouped = Bucket(slots, {TOKENS: padded}, capabilities, buffers[1]).fill(batch, (tokens,))
-    ways = ((grouped, padded), (exact.fill(batch, (tokens,)), tokens), (hand_over(exact, batch, (tokens,)), tokens))
-    for ready, _ in ways:
-        ready.compute_on_device()
-    by_hand = fill_slot_by_slot(slots, buffers[2], capabilities, step, batch)
-    for views, held in ((by_hand, padded), *((ready.views, held) for ready, held in ways)):
-        ids, of_rank = [*batch["ids"].tolist(), *[-5] * (held - tokens)], tokens * 100 + held * 10 + rank
-        moved = [one * 3 + rank for one in ids]
-        right = {"ids": ids, "moved": moved, "wide": [one * scale for one in ids], "of_rank": [of_rank]}
-        shown = {name: None if tensor is None else tensor.tolist() for name, tensor in views.items()}
-        assert shown == {**right, "after": [one + of_rank for one in moved], "here": [scale]}
+@given(data=st.data(), kind=st.sampled_from([dict, SimpleNamespace]))
+def test_every_way_to_fill_knows_settings(data: st.DataObject, kind: Any) -> None:
+    """Functions get the runner's settings in every lowering and by the oracle, on either side."""
+    world = World(Ranked, Capabilities(), settings=kind(rank=3, scale=-7))
+    for turn in data.draw(turns(world)):
+        world.step(turn)
 
 
-def test_missing_settings_are_refused_when_a_runner_is_made() -> None:
+def test_settings_are_given_or_refused_when_a_runner_is_made() -> None:
     """A slot that asks for settings where none are given is named; one that is off asks for none."""
     with pytest.raises(DeclarationError, match=r"slot '\w+': its function asks for `settings`: give the runner"):
         EagerRunner(Ranked, lambda view: view, backend="cpu")
+    ranked: Any = EagerRunner(Ranked, lambda view: view.ids, backend="cpu", settings={"rank": 3, "scale": 5})
+    view = ranked.fill({"ids": [1, 2]})
+    assert (view.after.tolist(), view.wide.tolist()) == ([229, 232], [5, 10])
+    assert (view.of_rank.tolist(), view.here.tolist()) == ([223], [5])
     count = computed(lambda settings: settings.count, dtype=torch.int64, when=lambda _: False)
     switched = declaration_of({"ids": copied(TOKENS, dtype=torch.int64, pad=0), "count": count})
     runner: Any = EagerRunner(switched, lambda view: vars(view)["count"], backend="cpu")

@@ -113,7 +113,7 @@ def neighbours_are_trusted(old: Any, self: Any, by: Any, *given: Any) -> Any:
     OTHERS,
     buffers.Buffers,
     "foreign",
-    "runners/test_input_buffers.py::test_whatever_the_owner_writes[cpu-capture]",
+    "invariants/test_tails.py::test_tails_hold_their_values",
 )
 def owners_are_trusted(old: Any, *given: Any) -> frozenset[str]:
     """Take adopted memory for one's own: rows that its owner writes between steps stay in the tail."""
@@ -121,7 +121,7 @@ def owners_are_trusted(old: Any, *given: Any) -> frozenset[str]:
     return frozenset()
 
 
-@fault(SOURCES, buffers.Buffers, "reaches", "runners/test_lowerings.py::test_wherever_a_source_begins")
+@fault(SOURCES, buffers.Buffers, "reaches", "runners/test_lowerings.py::test_any_sequence")
 def sources_in_slots_are_read_late(old: Any, *given: Any) -> bool:
     """Find no source that lies in slots: it is read after other slots were written over it."""
     del old, given

@@ -28,7 +28,7 @@ from tests.invariants.steps import (
 
 ADOPTED = {"ids": torch.int64, "weights": torch.float32, "here": torch.int64}
 
-ACTS = ("step", "step", "halves", "fill", "refused", "broken", "written", "produced")
+ACTS = ("step", "step", "halves", "fill", "refused", "broken", "written", "turned", "produced")
 """The last only after a while: no fill believes tails once a producer has the slots."""
 
 
@@ -59,6 +59,8 @@ def after_anything(
             case "broken":
                 with pytest.raises(ComputeError), breaking():
                     runner(batch)
+            case "turned" if "weights" in owned:
+                owned["weights"].t_()  # the tensor is its owner's, and so is its shape
             case _:
                 for tensor in owned.values():
                     tensor.fill_(draw.randint(100, 200))

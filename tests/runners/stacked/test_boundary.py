@@ -1,4 +1,4 @@
-"""What crosses the boundary of a stack: each step's own values, or a refusal at capture, in both prefill runners."""
+"""What crosses the boundary of a stack, where no random program of test_games.py has it: objects, results, contexts."""
 
 import contextlib
 import contextvars
@@ -140,23 +140,6 @@ def writing_what_is_returned(view: Prefill, hidden: torch.Tensor, inner: Any) ->
     return [out, same, extra]
 
 
-@each_kind
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra),
-        lambda breaks, hidden, _, extra: (breaks.plus(hidden + extra), extra),
-        lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.mul_(2)),
-        lambda breaks, hidden, _, extra: (breaks.plus(hidden + extra), extra[1:]),
-        lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.mul_(3).t()),
-    ],
-    ids=["unread", "read", "written", "part", "transposed"],
-)
-def test_argument_that_is_returned(backend: Backend, kind: str, body: Any) -> None:
-    """A returned argument, or a part of one, is the step's own: it holds its values, and is its memory."""
-    assert_same(*pair(kind, backend, body, writing_what_is_returned), backend.device)
-
-
 def test_objects_that_are_returned(backend: Backend) -> None:
     """An object, a slot over requests and the view itself are each step's own, too."""
 
@@ -177,39 +160,6 @@ def test_part_of_another_dtype(cpu: str) -> None:
     said = refusal("breakable", cpu, body, writing_what_is_returned)
     assert "returns a part of its argument 2 as another dtype" in said
     assert "return a clone" in said
-
-
-@each_kind
-@pytest.mark.parametrize(
-    "twin",
-    [lambda one: one, lambda one: one[:], lambda one: one[1:], lambda one: one.t()],
-    ids=["same", "alias", "part", "transposed"],
-)
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda _, one, other: other.add_(one.sum()),
-        lambda breaks, one, _: breaks.into(one),
-    ],
-    ids=["graph", "break"],
-)
-def test_arguments_that_share_memory(backend: Backend, kind: str, twin: Any, write: Any) -> None:
-    """They may if nothing writes them, and are refused by place otherwise: graphs would have a copy of each."""
-
-    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        return [inner(hidden, twin(hidden)), hidden]
-
-    def reading(breaks: Breaks, one: torch.Tensor, other: torch.Tensor) -> Any:
-        return breaks.plus(one + other.sum())
-
-    def writing(breaks: Breaks, one: torch.Tensor, other: torch.Tensor) -> Any:
-        write(breaks, one, other)
-        return one * 2 + other.sum()
-
-    assert_same(*pair(kind, backend, reading, outer), backend.device)
-    said = refusal(kind, backend, writing, outer)
-    assert "arguments 0 and 1 of the stack share memory, and it writes one of them" in said
-    assert "hand over one of them, or a clone" in said
 
 
 def test_columns_of_one_tensor(backend: Backend) -> None:
@@ -240,7 +190,10 @@ def test_arguments_that_share_memory_later(backend: Backend) -> None:
 
     runner, eager = pair("breakable", backend, body, outer)
     later.append(True)
-    with pytest.raises(errors.ReplayError, match="arguments 0 and 1 of the stack share memory, and it writes one of"):
+    with pytest.raises(
+        errors.ReplayError,
+        match=r"arguments 0 and 1 of the stack share memory, and it writes one.*, or a clone",
+    ):
         runner(batch_of([3], 1, backend.device))
     later.clear()
     assert_same(runner, eager, backend.device)
@@ -266,22 +219,6 @@ def test_one_object_twice(backend: Backend) -> None:
         runner(batch_of([3], 1, backend.device))
     later.clear()
     assert_same(runner, eager, backend.device)
-
-
-@each_kind
-@pytest.mark.parametrize("reads", ["before", "after", "never"])
-def test_argument_that_a_break_writes(backend: Backend, kind: str, reads: str) -> None:
-    """What a break writes into an argument is found there by later graphs, and by the step, whatever graphs read."""
-
-    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        return [inner(hidden), hidden, hidden * view.scale]
-
-    def body(breaks: Breaks, hidden: torch.Tensor) -> Any:
-        before = hidden * 3 if reads == "before" else torch.ones_like(hidden)
-        breaks.into(hidden)
-        return hidden + before if reads == "after" else before * 2
-
-    assert_same(*pair(kind, backend, body, outer), backend.device, [3], [2, 3])
 
 
 @each_kind
@@ -410,18 +347,6 @@ def test_tensor_made_anew(backend: Backend, kind: str, body: Any, *, same: bool)
     said = refusal(kind, backend, body, outer)
     assert f"that the step makes anew, past the arguments of the stack, {double_on(backend)} of shape" in said
     assert "Hand it to the stack as an argument, or read it in a break" in said
-
-
-@each_kind
-def test_tensor_made_anew_that_a_break_finds(backend: Backend, kind: str) -> None:
-    """A break may read it where the step has put it: it runs after the step has."""
-
-    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        CONTEXT.anew = hidden * view.scale
-        return [inner(hidden)]
-
-    body = lambda breaks, hidden: breaks.with_anew(hidden * 2) + 1  # noqa: E731
-    assert_same(*pair(kind, backend, body, outer), backend.device, [3], [2, 3])
 
 
 def test_tensor_of_an_object_of_each_step(backend: Backend) -> None:
@@ -555,39 +480,6 @@ def test_step_that_calls_its_stack_at_times(cpu: str) -> None:
         pair("breakable", cpu, lambda breaks, hidden: breaks.plus(hidden), outer, buckets=[4], warmups=2)
 
 
-@each_kind
-def test_attribute_that_the_stack_leaves_behind(backend: Backend, kind: str) -> None:
-    """A break that reads an attribute before the stack stores one finds, in a capture, too, what the step has put."""
-
-    def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        CONTEXT.stored = None
-        return [inner(hidden[:, :1], hidden)]
-
-    def body(breaks: Breaks, hidden: torch.Tensor, wider: torch.Tensor) -> Any:
-        out = breaks.with_stored(hidden)
-        CONTEXT.stored = wider
-        return out + 1
-
-    runner, eager = pair(kind, backend, body, outer)
-    assert_same(runner, eager, backend.device, [3])
-    CONTEXT.stored = None
-
-
-@each_kind
-@pytest.mark.parametrize("own", [False, True], ids=["graph", "argument"])
-def test_break_that_returns_its_argument(backend: Backend, kind: str, *, own: bool) -> None:
-    """A result that is an argument of the break stays the same memory: a write through one is seen through both."""
-
-    def body(breaks: Breaks, hidden: torch.Tensor) -> Any:
-        one = hidden if own else hidden - 30
-        other = breaks.relu_(one)
-        other.add_(10)
-        return one * 1, breaks.plus(other), one
-
-    outer = lambda _, hidden, inner: [*inner(hidden.sub_(20)), hidden]  # noqa: E731
-    assert_same(*pair(kind, backend, body, outer), backend.device, [3], [2, 3])
-
-
 def test_break_that_returns_parts_of_its_arguments(backend: Backend) -> None:
     """Parts of arguments and tensors of its own may be mixed in an answer."""
 
@@ -653,20 +545,6 @@ def test_results_that_share_memory(backend: Backend) -> None:
     assert "add_ writes a result of break 'marked" in said.replace(
         "test_results_that_share_memory.<locals>.twice", "marked"
     )
-
-
-def test_check_has_nothing_to_find(cpu: str) -> None:
-    """What a stack stores is refused before `check` could pass it."""
-
-    def body(breaks: Breaks, hidden: torch.Tensor, view: Prefill) -> Any:
-        CONTEXT.stored = hidden * 2
-        return breaks.with_stored(hidden + view.positions[:, None])
-
-    step = Around(lambda *args: body(BREAKS["breakable"], *args))
-    runner = runner_of("breakable", step, cpu, buckets=[4], output_rows=None)
-    with pytest.raises(errors.CaptureError, match="the code of the stack has stored"):
-        runner.capture()
-    CONTEXT.stored = None
 
 
 def references_to(kind: str, backend: Backend, seed: int) -> list[weakref.ref[Any]]:
