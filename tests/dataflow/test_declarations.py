@@ -1,13 +1,14 @@
 """Declarations that are wrong: all faults at once, each with the slot and the way out; no class loses a slot."""
 
 import dataclasses
+import enum
 import functools
 import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Optional, TypeVar
 
 import attr
 import attrs
@@ -15,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from slotgraph import BATCH, Axis, EagerRunner, Inputs, computed, constant, copied, keep
-from slotgraph.dataflow.errors import CycleError, DeclarationErrors
+from slotgraph import BATCH, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, keep, output
+from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
 from slotgraph.extend import FillRole, Role, once
 from tests.runners.models import PlainInputs, assert_right, decoder, plain_step, random_batch
 
 
-def rows(pad: int = 0) -> Any:
+def rows(pad: Any = 0, **given: Any) -> Any:
     """A slot, a new one at each call."""
-    return copied(BATCH, dtype=torch.int64, pad=pad)
+    return copied(BATCH, **{"dtype": torch.int64, "pad": pad, **given})
 
 
 class Base(Inputs):
@@ -320,3 +321,233 @@ def is_filled_and_copied(dtype: torch.dtype) -> bool:
         return torch.equal(torch.empty_like(filled).copy_(filled), filled)
     except (RuntimeError, UserWarning):
         return False
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "list": lambda: [rows(), rows()],
+    "tuple": lambda: (rows(),),  # what a comma behind a slot makes of it
+    "dict": lambda: {"first": rows()},
+    "set": lambda: {rows().metadata["slotgraph.slot"]},
+    "nested": lambda: [{"first": [1, (rows(),)]}],
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("note", [None, list, Any], ids=["bare", "list", "Any"])
+def test_slots_in_containers(kind: str, note: Any) -> None:
+    """A container of slots declares none of them: in the class, as an attrs default, in a mixin, or set later."""
+    notes = {} if note is None else {"layers": note}
+    [fault] = refused(declared, annotated=notes, layers=HELD[kind]())
+    assert "'layers': a " in fault
+    assert "of slots" in fault
+    assert ("comma" in fault) == (kind == "tuple")
+    assert ": torch.Tensor = copied(...)" in fault
+    if note is not None and kind != "set":
+        [fault] = refused(declared, annotated=notes, layers=attrs.field(default=HELD[kind]()))
+        assert "'layers': a " in fault
+    mixin = type("Mixin", (), {"layers": HELD[kind]()})
+    [fault] = refused(types.new_class, "Made", (mixin, Base))
+    assert "'layers': Mixin, which is not a declaration, has it" in fault
+    [fault] = refused(setattr, declared(), "layers", HELD[kind]())
+    assert "would lose slots" in fault
+
+
+def test_containers_without_slots() -> None:
+    """Class attributes of any other kind stay what they are, one that holds itself included."""
+    endless: list[Any] = []
+    endless.append(endless)
+    made = declared(annotated={}, names=["ids"], table={"ids": 1}, endless=endless, text="ids", numbers=range(2**40))
+    assert [*made.slotgraph.slots] == ["ids"]
+    assert made.names == ["ids"]
+    assert made.endless is endless
+
+
+NONES = [torch.Tensor | None, Optional[torch.Tensor], "torch.Tensor | None", "Optional[Tensor]", "None | Tensor"]  # noqa: UP045 - the point
+MAKERS: dict[str, Callable[[], Any]] = {
+    "copied": rows,
+    "computed": lambda: computed(lambda ids: ids, shape=BATCH, dtype=torch.int64),
+    "constant": lambda: constant(1, dtype=torch.int64),
+    "output": lambda: output(BATCH, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("note", NONES, ids=repr)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_annotations_with_none(note: Any, maker: str) -> None:
+    """An annotation does not make a slot optional: None in that of a slot which is always there is refused."""
+    [fault] = refused(declared, annotated={"extra": note}, extra=MAKERS[maker]())
+    assert "'extra'" in fault
+    assert "default=None or when=" in fault
+    [fault] = refused(declared, annotated={"extra": note}, extra=rows(pad=None, default=None))
+    assert "no tail rule" in fault
+
+
+@pytest.mark.parametrize("note", NONES, ids=repr)
+def test_annotations_of_slots_that_may_be_absent(note: Any) -> None:
+    """A slot that is optional, or exists by a setting, may be None; so may any field."""
+    notes = {"extra": note, "other": note, "label": note}
+    made = declared(annotated=notes, extra=rows(default=None), other=rows(when="on"), label=None)
+    assert {*made.slotgraph.slots} == {"ids", "extra", "other"}
+
+
+@attrs.frozen
+class Frozen:
+    size: Any = 3
+
+
+@attrs.define
+class Loose:
+    size: int = 3
+
+
+@dataclasses.dataclass
+class Data:
+    size: int = 3
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.size = 3
+
+
+class Slotted:
+    __slots__ = ("size",)
+
+
+class Mode(enum.Enum):
+    ONE = 1
+
+
+CHANGEABLE = [
+    [1],
+    {"a": 1},
+    {1},
+    bytearray(b"a"),
+    ([1],),
+    Loose(),
+    Data(),
+    np.arange(3),
+    Frozen([1]),
+    Plain(),
+    Slotted(),
+]
+FIXED = [None, 1, "one", 1.5, True, (1, "a"), frozenset({1}), Frozen(), Mode.ONE, len, int, torch.int64, object()]
+
+
+@pytest.mark.parametrize("default", CHANGEABLE, ids=lambda one: type(one).__name__)
+def test_defaults_that_can_be_changed(default: Any) -> None:
+    """A field's default that can be changed in place is refused: a graph could not tell what it was captured with."""
+    for value in (default, attrs.field(default=default)):
+        [fault] = refused(declared, annotated={"options": object}, options=value)
+        assert f"field 'options': its default, of type {type(default).__name__}, " in fault
+
+
+@pytest.mark.parametrize("default", FIXED, ids=lambda one: type(one).__name__)
+def test_defaults_that_cannot_be_changed(default: Any) -> None:
+    """A default that cannot be changed, or is an identity, is the value that graphs are captured with."""
+    made = declared(annotated={"options": object}, options=default)
+    assert made.slotgraph.fields["options"].default is default
+
+
+def test_defaults_made_for_each_batch() -> None:
+    """A factory's default is compared by value: a batch that changes its own runs eagerly, and no other batch does."""
+    made = declared(annotated={"options": dict[str, int]}, options=attrs.field(factory=lambda: {"scale": 2}))
+
+    def step(view: Any) -> torch.Tensor:
+        scaled: torch.Tensor = view.ids * view.options["scale"]
+        return scaled
+
+    runner = DecodeRunner(made, step, buckets=[4], backend="cpu-capture")
+    runner.capture()
+    ids = torch.tensor([3, 5])
+    batch = made(ids=ids)
+    for scale, path in ((2, "graph"), (7, "eager"), (2, "graph")):
+        batch.options["scale"] = scale
+        assert runner.decide(batch).path == path
+        assert runner(batch).tolist() == [3 * scale, 5 * scale]
+        view = runner.fill({"ids": ids})
+        view.options["scale"] = 11  # this view's own
+        assert runner({"ids": ids}).tolist() == [6, 10]
+
+
+def test_factories_and_converters_that_take_the_object() -> None:
+    """What needs an object of the class cannot be made for a mapping."""
+    for value in (
+        attrs.field(default=attrs.Factory(lambda self: self.ids, takes_self=True)),
+        attrs.field(default=1, converter=attrs.Converter(lambda value, self: value, takes_self=True)),  # noqa: ARG005
+    ):
+        [fault] = refused(declared, annotated={"options": object}, options=value)
+        assert "field 'options': its " in fault
+        assert "leave takes_self out" in fault
+
+
+def deaf() -> type[Inputs]:
+    """A declaration whose subclasses are not made."""
+
+    class Deaf(Base):
+        def __init_subclass__(cls, **_: Any) -> None:
+            """Forget super()."""
+
+    return Deaf
+
+
+SUBCLASSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown keyword": (lambda: types.new_class("Made", (Base,), {"dorp": ["ids"]}), "did you mean 'drop'?"),
+    "two of one alias": (
+        lambda: declared(annotated={"a": int, "b": int}, a=attrs.field(default=1), b=attrs.field(default=1, alias="a")),
+        "attrs cannot make a class of it",
+    ),
+    "alias that is no name": (
+        lambda: declared(annotated={"a": int}, a=attrs.field(default=1, alias="not one")),
+        "attrs cannot make a class of it",
+    ),
+    "attribute hooks": (
+        lambda: declared(annotated={"a": int}, a=attrs.field(default=1, converter=int), __setattr__=lambda *_: None),
+        "attrs cannot make a class of it",
+    ),
+    "no annotation's name": (lambda: declared(annotated={5: int}), "attrs cannot make a class of it"),  # type: ignore[dict-item]
+    "converter": (
+        lambda: declared(annotated={"a": int}, a=attrs.field(default="x", converter=int)),
+        "field 'a': its converter does not take its default: field 'a': invalid literal for int()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_subclasses_that_attrs_refuses(name: str) -> None:
+    """Whatever is wrong with a subclass is a fault of the declaration, also where Python or attrs says it first."""
+    make, said = SUBCLASSES[name]
+    [fault] = refused(make)
+    assert fault.startswith("Made")
+    assert said in fault
+
+
+@pytest.mark.parametrize("make", [EagerRunner, DecodeRunner])
+def test_classes_that_were_not_made(make: Any) -> None:
+    """A runner refuses a class whose definition failed, and one that a base kept from being made."""
+    refused(declared, annotated={"wrong": torch.Tensor}, wrong=rows(pad=None))
+    broken = Base.__subclasses__()[-1]
+    assert broken.__name__ == "Made"
+
+    class Lost(deaf()):  # type: ignore[misc] # a class made at run time
+        other: torch.Tensor = rows()
+
+    for kind in (broken, Lost):
+        with pytest.raises(DeclarationError, match=f"{kind.__name__} is no valid declaration"):
+            make(kind, lambda view: view.ids, backend="cpu")
+
+
+def test_every_fault_is_shown() -> None:
+    """The text of the group has each fault on a line of its own: loggers and short reports show nothing else."""
+    notes: dict[str, Any] = dict.fromkeys(("a", "b", "c"), torch.Tensor)
+    with pytest.raises(DeclarationErrors) as found:
+        declared(annotated=notes, a=rows(pad=None), b=rows(dtype="int"), c=[rows()])
+    lines = str(found.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("Made breaks 3 rules: ")
+    for fault in found.value.exceptions:
+        assert sum(str(fault) in line for line in lines) == 1
+    part = found.value.subgroup(lambda error: isinstance(error, DeclarationError) and "'b'" in str(error))
+    assert part is not None
+    assert "'b'" in str(part)
+    assert "'a'" not in str(part)
