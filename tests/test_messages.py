@@ -15,7 +15,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, DecodeRunner, EagerRunner, InputBuffers, Inputs, copied
+from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, EagerRunner, InputBuffers, Inputs, copied
 from slotgraph.backends import load
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow import errors
@@ -24,6 +24,7 @@ from slotgraph.dataflow.errors import BatchError, CaptureError, MissingSourceErr
 from slotgraph.pool import InputPool
 from slotgraph.runners.engine.hooks import Watcher
 from tests.runners.kinds import RUNNERS, Drafted, Fed, batch_of, captured, make
+from tests.runners.models import decoder
 
 HERE = Path(__file__).name
 FACTORS = {
@@ -136,8 +137,7 @@ def test_what_is_no_batch_has_no_keys() -> None:
         grads: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
         names: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
-    runner = DecodeRunner(Graded, lambda view: view.grads, buckets=[2], backend="cpu-capture", debug=True)
-    runner.capture()
+    runner = decoder(Graded, lambda view: view.grads, buckets=[2], backend="cpu-capture", debug=True)
     for value in (torch.ones(2), [1, 2], "grads", None, torch.nn.Linear(2, 2)):
         with capture_logs() as events:
             assert said_by(runner, value).startswith("a batch is a mapping or an object")
@@ -248,8 +248,7 @@ class Advancing(Inputs):
 
 def test_batches_of_loops() -> None:
     """What begins `steps`, and what joins them, is looked at as the batch of a call is."""
-    runner = DecodeRunner(Advancing, lambda view: view.ids * 3, buckets=[8], backend="cpu-capture")
-    runner.capture()
+    runner = decoder(Advancing, lambda view: view.ids * 3, buckets=[8], backend="cpu-capture")
     batch: dict[str, Any] = {"ids": torch.tensor([5, 7, 9]), "lens": torch.tensor([2, 4, 6])}
     loop = runner.steps(batch)
     step = next(loop)
@@ -293,8 +292,7 @@ def test_sources_that_differ_on_several_axes() -> None:
     """Each axis has its own sentence; a slot over two of them is named in both if it differs in both."""
     sizes = {BATCH: 4, TOKENS: 8, PAGES: 6}
     made = InputBuffers(Tabled, sizes, backend="cpu-capture")
-    runner = DecodeRunner(Tabled, lambda view: view.ids * 2, buckets=[4], sizes={PAGES: 6}, backend="cpu-capture")
-    runner.capture()
+    runner = decoder(Tabled, lambda view: view.ids * 2, buckets=[4], sizes={PAGES: 6}, backend="cpu-capture")
     eager = EagerRunner(Tabled, lambda view: view.ids * 2, backend="cpu")
     integers = functools.partial(torch.ones, dtype=torch.int32)
     batch = {"ids": torch.ones(3).long(), "lens": torch.ones(3).long(), "table": integers(3, 5), "owners": integers(5)}

@@ -457,8 +457,7 @@ def test_defaults_made_for_each_batch() -> None:
         scaled: torch.Tensor = view.ids * view.options["scale"]
         return scaled
 
-    runner = DecodeRunner(made, step, buckets=[4], backend="cpu-capture")
-    runner.capture()
+    runner = decoder(made, step, buckets=[4], backend="cpu-capture")
     ids = torch.tensor([3, 5])
     batch = made(ids=ids)
     for scale, path in ((2, "graph"), (7, "eager"), (2, "graph")):

@@ -16,7 +16,6 @@ from slotgraph import (
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
-    DecodeRunner,
     Inputs,
     Step,
     computed,
@@ -36,6 +35,7 @@ from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
 from slotgraph.extend import HOST, FillRole, Role, Slot, once, side, slot
+from tests.runners.models import decoder
 from tests.strategies import declaration_of, empty
 
 NPU_LIKE = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
@@ -132,14 +132,7 @@ def test_a_kind_that_the_step_writes() -> None:
     """Who writes a slot is what it says, not what class it is of: it goes through each check as an output slot does."""
     fields: dict[str, Any] = {**IDS, "made": slot(Written(shape=BATCH, dtype=torch.int64), init=False)}
     step: Any = lambda view: torch.add(view.ids, 1, out=view.made)  # noqa: E731 - of one line
-    runner: Any = DecodeRunner(
-        declaration_of(fields),
-        step,
-        buckets=[4],
-        backend="cpu-capture",
-        progress=False,
-    )
-    runner.capture()
+    runner = decoder(declaration_of(fields), step, buckets=[4], backend="cpu-capture", progress=False)
     assert runner({"ids": torch.tensor([7, 8])}).tolist() == [8, 9]
     assert slotgraph.check(runner, progress=False).findings == ()
 

@@ -444,7 +444,7 @@ def counts_of_ranks_are_old(old: Any, self: Any, *given: Any) -> Any:
     return decision
 
 
-@fault(RANKS, agreement.Agreement, "refuse", "ranks/test_told.py::test_a_refused_batch")
+@fault(RANKS, agreement.Agreement, "refuse", "ranks/test_failures.py::test_a_refused_batch")
 def refusals_are_not_told(old: Any, self: Any, error: Any) -> None:
     """Tell no other rank of a refused batch: they wait for this one until their time is over."""
     del old, self, error

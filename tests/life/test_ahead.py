@@ -19,6 +19,7 @@ from slotgraph.errors import BatchError
 from slotgraph.extend import LaunchedStep
 from slotgraph.runners.steps.chain import Chain
 from tests.packing import NAME, backend_of
+from tests.runners.models import decoder
 
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDE, MOST, MODULUS = 5, 16, 10007
@@ -96,9 +97,7 @@ def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
     options: Any = {"backend": backend_of(backend, lowering), "sizes": {PAGES: WIDE}, "output_rows": BATCH}
     if lowering is not None:
         options["lowering"] = lowering
-    made = DecodeRunner(AheadInputs, step, buckets=BUCKETS, **options)
-    made.capture()
-    return made
+    return decoder(AheadInputs, step, buckets=BUCKETS, **options)
 
 
 rows_of_requests = st.builds(

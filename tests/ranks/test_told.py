@@ -87,12 +87,12 @@ def test_a_step_that_raises(two: Processes, kind: str, over: str, equal: bool, e
         assert seconds < AT_ONCE
 
 
-def refused(rank: int, over: str, equal: int) -> tuple[list[str], float]:
+def refused(rank: int, over: str) -> tuple[list[str], float]:
     """Rank 1 refuses a batch: errors of that call, of the one in which equal ranks hear of it, and of two more."""
-    runner, good = runner_on(soon(over, equal=bool(equal)), lambda view: view.ids * 2), stepping.batch_of(3, 1)
+    runner, good = runner_on(soon(over, equal=True), lambda view: view.ids * 2), stepping.batch_of(3, 1)
     runner(good)
     start, found = time.monotonic(), [raised(runner, {"ids": None} if rank else good)]
-    while equal and len(found) < 2 and time.monotonic() < start + SOON:
+    while len(found) < 2 and time.monotonic() < start + SOON:
         time.sleep(0.05)
         found += filter(None, [raised(runner, good)])
     seconds = time.monotonic() - start
@@ -100,20 +100,9 @@ def refused(rank: int, over: str, equal: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_refused_batch(two: Processes, over: str) -> None:
-    """Is known to all at once, and the next step is run by all."""
-    (first, seconds), (second, _) = two.run(refused, over, 0)
-    assert first[1:] == second[1:] == ["", ""]
-    assert second[0].startswith("MissingSourceError: slot 'ids'")
-    reason = second[0].removeprefix("MissingSourceError: ")
-    assert first[0] == f"RankError: rank 1 refused its batch, so that no rank runs the step: {reason}"
-    assert seconds < AT_ONCE
-
-
-@pytest.mark.parametrize("over", OVER)
 def test_a_refused_batch_of_equal_ranks(two: Processes, over: str) -> None:
     """Is a failed step: the others, who ran it, hear of it soon."""
-    (first, seconds), (second, _) = two.run(refused, over, 1)
+    (first, seconds), (second, _) = two.run(refused, over)
     assert (first[0], first[2:], second[2:]) == ("", ["", ""], ["", ""])
     assert (
         first[1]
@@ -121,27 +110,6 @@ def test_a_refused_batch_of_equal_ranks(two: Processes, over: str) -> None:
         == f"RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): {second[0]}"
     )
     assert seconds < AT_ONCE
-
-
-def alike(rank: int, over: str, how: str) -> list[str]:
-    """All of the quiet ranks fail in the same step, and go on."""
-    del rank
-    step = Failing(lambda view: view.ids * 2)
-    runner, good, found = runner_on(soon(over, equal=True), step), stepping.batch_of(3, 1), list[str]()
-    for number in range(9):
-        wrong = number % 3 == 1
-        step.error += [ValueError("lost a page")] if wrong and how == "step" else []
-        found.append(raised(runner, {"ids": None} if wrong and how == "batch" else good))
-    return found
-
-
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("how", ["step", "batch"])
-def test_equal_ranks_that_fail_alike(two: Processes, over: str, how: str) -> None:
-    """Each has its own error alone, and the next step is run."""
-    for found in two.run(alike, over, how):
-        assert [bool(one) for one in found] == [number % 3 == 1 for number in range(9)]
-        assert not any("RankError" in one for one in found)
 
 
 def take_two(loop: Iterator[Any]) -> None:
@@ -372,39 +340,6 @@ def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) ->
     assert first[1] == second[1]
     assert first[1].startswith("RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): Keyboard")
     assert first[2:] == second[2:] == ["", ""]
-
-
-class Pressed(dict[str, Any]):
-    """A batch over which somebody presses a key."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Pressed."""
-        raise KeyboardInterrupt(name)
-
-
-def one_and_then_the_other(rank: int, over: str) -> list[str]:
-    """Rank 1 fails in the step of one call, rank 0 is interrupted before that of the next; then both call on."""
-    step, made, found = Failing(lambda view: view.ids * 2), soon(over), list[str]()
-    runner = runner_on(made, step)
-    for number in range(5):
-        batch = stepping.batch_of(1 + 2 * rank + number, 1)
-        step.error += [ValueError("lost a page")] if number == 1 and rank else []
-        try:
-            found.append(raised(runner, Pressed(batch) if number == 2 and not rank else batch))
-        except KeyboardInterrupt:
-            found.append("KeyboardInterrupt: ")
-        if not found[-1] and made.live(BATCH) != (1 + number, 3 + number):
-            found[-1] = f"with a step of another call: {made.live(BATCH)}"
-    return found
-
-
-@pytest.mark.parametrize("over", OVER)
-def test_ranks_that_fail_one_after_the_other(two: Processes, over: str) -> None:
-    """Each call belongs to the call of the same number on the other rank, whatever became of those before."""
-    first, second = two.run(one_and_then_the_other, over)
-    assert [bool(one) for one in first] == [False, False, True, False, False]
-    assert [bool(one) for one in second] == [False, True, True, False, False]
-    assert second[2].startswith("RankError: ")
 
 
 def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it

@@ -11,6 +11,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, InputBuffers, In
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import CaptureError, ReplayError
 from tests.runners.kinds import RUNNERS, batch_of, captured, tensors_of
+from tests.runners.models import decoder
 
 
 class Placed(Inputs):
@@ -31,9 +32,7 @@ def placed_step(view: Placed) -> torch.Tensor:
 def placed(step: Callable[[Placed], Any] = placed_step, **options: Any) -> DecodeRunner[Placed]:
     """A captured runner."""
     given: dict[str, Any] = {"backend": "cpu-capture", "buckets": (2, 4), **options}
-    runner = DecodeRunner(Placed, step, **given)
-    runner.capture()
-    return runner
+    return decoder(Placed, step, **given)
 
 
 BATCH_OF_TWO: Final = {"ids": [1, 2], "positions": [7, 8], "lens": [1, 1]}
@@ -152,8 +151,7 @@ def test_a_view_is_an_instance_of_its_declaration() -> None:
     class Further(Placed):
         more: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
-    further = DecodeRunner(Further, lambda view: view.more, backend="cpu-capture", buckets=(2,))
-    further.capture()
+    further = decoder(Further, lambda view: view.more, backend="cpu-capture", buckets=(2,))
     assert further.fill({**BATCH_OF_TWO, "more": [5, 6]}).more.tolist() == [5, 6]
 
 

@@ -18,7 +18,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed
 from slotgraph.backends import choose
 from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.errors import ComputeError, DeclarationErrors, ReplayError
+from slotgraph.errors import ComputeError, DeclarationErrors
 from slotgraph.extend import once
 from tests.runners.models import batch_for, bytes_of, decoder, ready, runner_by, same_batch, snapshot
 from tests.runners.prefilled import Prefill, around, assert_equal
@@ -107,23 +107,6 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
                 assert {name: bytes_of(getattr(view, name)) for name in batch} == before
         assert_clean(runner, batch)
         assert same_batch(batch, given_batch)
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-def test_replay_that_raises(cpu: str, lowering: str) -> None:
-    """A step that breaks off midway, in a replay or eagerly, spoils nothing: neither the batch nor a later tail."""
-    runner = ready(runner_over(cpu, Draft(TABLE), lowering=lowering, max_waste=0.6))
-    assert runner.decide(batch_of(9, 1)).path == "eager"
-    for rows, other in itertools.product((3, 7, 1, 12), (1, 4, 8)):
-        bad = batch_of(rows, rows)
-        bad["positions"][0] = LIMIT - 2  # the second step's look-up is past the table
-        with pytest.raises((IndexError, ReplayError)):
-            runner(bad)
-        assert bad["positions"][0] == LIMIT - 2
-        for smaller in (rows, other):
-            good = batch_of(smaller, smaller)
-            assert_clean(runner, good)
-            torch.testing.assert_close(runner(good), answer(good))
 
 
 @pytest.mark.parametrize("inputs", [DraftInputs, RewrittenInputs])

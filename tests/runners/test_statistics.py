@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,12 +20,12 @@ from structlog.testing import capture_logs
 
 from slotgraph import EagerRunner
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import ConfigError, ReplayError
+from slotgraph.dataflow.errors import ConfigError
 from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.engine.statistics import EVERY, FIRST, Statistics, Why
 from slotgraph.runners.metrics import Collector, exposition
 from tests.runners.kinds import EVERY_KIND, Act, act, added_by, anew, books_of, counted, schedules
-from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
 Labels = tuple[tuple[str, str], ...]
@@ -115,33 +114,6 @@ def test_fills_are_timed(cpu: str, kind: str, lowering: str) -> None:
     assert times["count"] == 2
     assert times["mean"] == times["total"] / 2 > 0
     assert fills["every"] == EVERY
-
-
-def test_a_step_that_raises_is_none(cpu: str) -> None:
-    """A step that raises, by a graph, by a shortcut or eagerly, is not counted, however often it is tried."""
-
-    def step(view: PlainInputs) -> torch.Tensor:
-        if view.live.item() == 3 and raises:
-            raise ValueError("planted")
-        return plain_step(view)
-
-    raises = False
-    for lowering in ("in_graph", "foreach"):
-        runner = decoder(PlainInputs, step, lowering=lowering)
-        for rows in (2, 3, 3, 3):
-            runner(random_batch(rows, seed=rows))
-        before, raises = runner.stats(), True
-        for _ in range(3):
-            with pytest.raises(ReplayError, match="planted"):
-                runner(random_batch(3, seed=3))
-        raises = False
-        after = runner.stats()
-        assert (after["steps"], after["buckets"]) == (before["steps"], before["buckets"])
-    eager = EagerRunner(PlainInputs, step, backend=cpu)
-    raises = True
-    with pytest.raises(ValueError, match="planted"):
-        eager(random_batch(3, seed=3))
-    assert eager.stats()["steps"] == {"graph": 0, "eager": 0}
 
 
 def test_captures_and_memory(cpu: str) -> None:

@@ -9,16 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, standard
-from slotgraph.backends import Backend
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, standard
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import ComputeError, ConfigError, DeclarationError, DeclarationErrors
 from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.runners.standard import counts
 from slotgraph.speculative import WIDTH
-from tests.runners.models import decoder
-from tests.runners.standard.batches import NPU, batch_of, fixed_of, ranked, sizes_of
+from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
 BASES = (
@@ -183,57 +181,6 @@ def test_settings_that_make_no_sense() -> None:
 
     with pytest.raises(DeclarationError, match=r"slot 'num_token_non_padded': .* asks for `settings`"):
         DecodeRunner(Experts, lambda view: view.positions, buckets=[2], backend="cpu")
-
-
-class Extended(standard.DraftExtendInputs, standard.ExpertParallel, standard.DataParallelGatheredExtend):
-    """Counts on the host and on the device."""
-
-
-def plain(live: int, padded: int, accepted: list[int], sharding: standard.Sharding) -> dict[str, list[int]]:
-    """The counts of WIDTH tokens a request, two ranks, in plain Python."""
-    rows = accepted + [3] * (padded - live)
-    return {
-        "num_token_non_padded": [sharded(live * 3, padded * 3, sharding)],
-        "global_num_tokens": [padded * 3] * 2,
-        "global_num_tokens_for_logprob": [padded] * 2,
-        "select_index": [i * 3 + count - 1 for i, count in enumerate(rows)],
-        "extend_seq_lens": [3] * padded,
-    }
-
-
-@pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
-def test_counts_in_a_runner(backend: Backend, lowering: str) -> None:
-    """Every lowering, exact fills and micro-batches show the counts that plain Python gives for their sizes."""
-    if lowering not in backend.capabilities.lowerings:
-        pytest.skip(f"{backend.name} has no lowering {lowering!r}")
-    sharding = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=True)
-    how: dict[str, Any] = {"sizes": fixed_of(Extended), "settings": sharding, "backend": backend}
-    options = {"buckets": [2, 8], "width": 3, "lowering": lowering, "output_rows": BATCH, **how}
-    runner = decoder(Extended, lambda view: view.select_index + 0, **options)
-    names = [*plain(1, 1, [1], sharding)]
-
-    def extended(live: int, accepted: list[int]) -> dict[str, Any]:
-        batch, _ = batch_of(Extended.slotgraph, sizes_of(Extended, live, 3), live)
-        return {**batch, "num_accept_tokens": accepted, "num_correct_drafts": accepted}
-
-    for live, padded in ((2, 2), (1, 2), (7, 8), (0, 2), (3, 8)):
-        accepted = [1 + row % 3 for row in range(live)]
-        view = runner.fill(extended(live, accepted))
-        outputs = runner.replay(view)
-        right = plain(live, padded, accepted, sharding)
-        assert {name: getattr(view, name).tolist() for name in names} == right
-        assert outputs.tolist() == right["select_index"][:live]
-        if padded == 8:
-            part = view.narrow(BATCH, 2, 6)
-            rows = max(min(live - 2, 4), 0)
-            assert {n: getattr(part, n).tolist() for n in names} == plain(rows, 4, accepted[2:][:rows], sharding)
-    how["sizes"] = {**fixed_of(Extended), WIDTH: 3}
-    for no_copy in (False, True):
-        eager = EagerRunner(Extended, lambda view: view.select_index, no_copy=no_copy, **how)
-        view = eager.fill(extended(4, [3, 1, 2, 2]))
-        assert {name: getattr(view, name).tolist() for name in names} == plain(4, 4, [3, 1, 2, 2], sharding)
-        with pytest.raises(ComputeError, match="9 padded tokens do not divide among 2"):
-            eager(extended(3, [3, 1, 2]))
 
 
 shards_of = st.integers(1, 5)

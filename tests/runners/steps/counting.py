@@ -7,6 +7,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.backends import Backend
+from tests.runners.models import decoder
 
 LOWERINGS = ["direct", "foreach", "in_graph", "fused"]
 
@@ -26,9 +27,7 @@ def count(view: Counting) -> torch.Tensor:
 
 def counting(backend: str | Backend, step: Callable[[Counting], Any] = count, **options: Any) -> DecodeRunner[Counting]:
     """A captured runner for up to eight requests."""
-    runner = DecodeRunner(Counting, step, backend=backend, buckets=(2, 4, 8), output_rows=BATCH, **options)
-    runner.capture()
-    return runner
+    return decoder(Counting, step, backend=backend, buckets=(2, 4, 8), output_rows=BATCH, **options)
 
 
 def batch(*tags: int) -> dict[str, Any]:

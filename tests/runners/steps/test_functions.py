@@ -9,9 +9,10 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied, staged
+from slotgraph import BATCH, TOKENS, Axis, Inputs, computed, copied, staged
 from slotgraph.dataflow.capabilities import LADDER
 from tests.packing import backend_of
+from tests.runners.models import decoder
 
 ON_CPU: Final = [(backend, lowering) for backend in ("cpu", "cpu-capture") for lowering in LADDER]
 WAYS: Final = [
@@ -30,9 +31,7 @@ def ids(**options: Any) -> Any:
 def captured(backend: str, lowering: str, inputs: type[Inputs], step: Any, **options: Any) -> Any:
     """A captured runner of buckets of 2, 4 and 8, or a skip where there is no such way."""
     options = {"buckets": (2, 4, 8), "output_rows": None, **options}
-    runner: Any = DecodeRunner(inputs, step, backend=backend_of(backend, lowering), lowering=lowering, **options)
-    runner.capture()
-    return runner
+    return decoder(inputs, step, backend=backend_of(backend, lowering), lowering=lowering, **options)
 
 
 def outputs(runner: Any, batch: dict[str, Any], edits: dict[int, Edit], count: int, ahead: int = 0) -> list[list[int]]:

@@ -8,6 +8,7 @@ import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.extend import LaunchedStep
+from tests.runners.models import decoder
 
 MOST = 4
 
@@ -19,7 +20,7 @@ class Tagged(Inputs):  # a number for each life, and the number of its step
 
 def tagged(backend: str, **options: Any) -> DecodeRunner[Tagged]:
     """A captured runner whose rows name their life and their step."""
-    runner = DecodeRunner(
+    return decoder(
         Tagged,
         lambda view: view.life * 1000 + view.turn,
         backend=backend,
@@ -27,8 +28,6 @@ def tagged(backend: str, **options: Any) -> DecodeRunner[Tagged]:
         output_rows=BATCH,
         **options,
     )
-    runner.capture()
-    return runner
 
 
 def begun(*lives: int) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ from slotgraph.backends.cpu import HostBackend, HostEvent
 from slotgraph.errors import BatchError, ConfigError, CycleError, DeclarationErrors, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
 from slotgraph.runners.engine.capture import FORKS
+from tests.runners.models import decoder
 from tests.runners.steps.counting import LOWERINGS, Counting, batch, count, counting, made
 
 
@@ -84,8 +85,7 @@ def test_what_is_read(cpu: str) -> None:
     assert next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"])).tokens() == [(0, 8), (1, 10)]
     with pytest.raises(ConfigError, match="read= makes a tensor of its own"):
         next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"] + 1))
-    whole = DecodeRunner(Counting, count, backend=cpu, buckets=(4,), output_rows=None)
-    whole.capture()
+    whole = decoder(Counting, count, backend=cpu, buckets=(4,), output_rows=None)
     with pytest.raises(ConfigError, match="outputs are whole: say output_rows="):
         next(whole.steps(batch(3, 4))).tokens()
 
@@ -158,8 +158,7 @@ class Masked(Counting):
 
 def test_all_requests_bring_the_same_slots(cpu: str) -> None:
     """An optional slot comes with each request of a loop, or with none."""
-    runner = DecodeRunner(Masked, count, backend=cpu, buckets=(2,), output_rows=BATCH, absent=[{"mask"}])
-    runner.capture()
+    runner = decoder(Masked, count, backend=cpu, buckets=(2,), output_rows=BATCH, absent=[{"mask"}])
     for mask, other in (({}, {"mask": [7]}), ({"mask": [7]}, {})):
         steps = runner.steps(batch(1) | mask, keys=["a"])
         step = next(steps)
@@ -244,10 +243,7 @@ def test_what_steps_refuse() -> None:
     still.capture()
     with pytest.raises(ConfigError, match="no slot of Still advances"):
         still.steps({"ids": [1]})
-    tables = DecodeRunner(
-        Tables, lambda view: view.lens, backend="cpu", buckets=(2,), sizes={PAGES: 3}, output_rows=BATCH
-    )
-    tables.capture()
+    tables = decoder(Tables, lambda view: view.lens, buckets=(2,), sizes={PAGES: 3}, output_rows=BATCH)
     with pytest.raises(ConfigError, match=r"slot 'tables' varies on PAGES: .*make it a fixed axis"):
         tables.steps({**batch(1), "tables": torch.ones(1, 2, dtype=torch.int32)})
     for shape, sizes in (((BATCH, BATCH), [2, 2]), ((BATCH * BATCH,), [4]), ((BATCH + 2,), [4])):
@@ -255,8 +251,7 @@ def test_what_steps_refuse() -> None:
         class Odd(Counting):
             odd: torch.Tensor = copied(*shape, dtype=torch.int64, pad=0)
 
-        squares = DecodeRunner(Odd, lambda view: view.lens, backend="cpu", buckets=(2,), output_rows=BATCH)
-        squares.capture()
+        squares = decoder(Odd, lambda view: view.lens, buckets=(2,), output_rows=BATCH)
         with pytest.raises(ConfigError, match="'odd' has no whole number of rows for each request"):
             squares.steps({**batch(1, 2), "odd": torch.ones(sizes, dtype=torch.int64)})
     runner = counting("cpu")
@@ -291,8 +286,7 @@ def test_edits_that_bring_the_kernel_nothing(cpu: str, lowering: str) -> None:
     def step(view: Laneless) -> torch.Tensor:
         return torch.stack([view.turn.expand(len(view.tag)), view.waves.real.to(torch.int64)], 1)
 
-    runner = DecodeRunner(Laneless, step, backend=cpu, buckets=(4,), output_rows=BATCH, lowering=lowering)
-    runner.capture()
+    runner = decoder(Laneless, step, backend=cpu, buckets=(4,), output_rows=BATCH, lowering=lowering)
     turn = torch.tensor([5])
     for one in runner.steps(
         {**batch(1, 2), "waves": torch.zeros(2, dtype=torch.complex128), "turn": turn}, keys=[*"ab"]

@@ -12,6 +12,7 @@ import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.errors import ConfigError
+from tests.runners.models import decoder
 
 COUNTER = itertools.count()
 TENS = torch.tensor([1, 10, 100])
@@ -40,9 +41,7 @@ def step_of(view: Number) -> Made:
 def ready(backend: str, step: Callable[[Number], Any] = step_of, **options: Any) -> DecodeRunner[Number]:
     """A captured runner."""
     given: dict[str, Any] = {"output_rows": BATCH, **options}
-    runner = DecodeRunner(Number, step, backend=backend, buckets=(2, 4), **given)
-    runner.capture()
-    return runner
+    return decoder(Number, step, backend=backend, buckets=(2, 4), **given)
 
 
 PARTS: Final[dict[str, Callable[[Made], Any]]] = {

@@ -12,6 +12,7 @@ import torch
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.errors import BatchError, ConfigError, DeclarationErrors, SlotGraphError
 from slotgraph.extend import LaunchedStep
+from tests.runners.models import decoder
 
 LOWERINGS: Final = ["direct", "foreach", "in_graph", "fused", "slot_by_slot"]
 JUNK: Final[list[Any]] = [
@@ -66,11 +67,7 @@ def mixed(*ids: int) -> dict[str, Any]:
 @pytest.fixture(params=["foreach", "in_graph"], scope="module")
 def runner(request: pytest.FixtureRequest) -> DecodeRunner[Mixed]:
     """A runner by each lowering, of which each test begins steps anew."""
-    made = DecodeRunner(
-        Mixed, mixed_step, backend="cpu-capture", buckets=(2, 4), output_rows=BATCH, lowering=request.param
-    )
-    made.capture()
-    return made
+    return decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2, 4), output_rows=BATCH, lowering=request.param)
 
 
 def calls_of(junk: Any) -> dict[str, Callable[[Any], Any]]:
@@ -116,8 +113,7 @@ def test_no_raw_error(runner: DecodeRunner[Mixed]) -> None:
 def test_arguments_of_steps(place: int) -> None:
     """They are refused before anything is run."""
     junk = JUNK[place]
-    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
-    runner.capture()
+    runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
     for argument in ("keys", "needs", "read", "ahead", "agree_every"):
         given: Any = {argument: junk}
         with suppress(SlotGraphError):
@@ -152,8 +148,7 @@ REFUSED: Final[dict[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_a_refused_call_says_what_to_do(message: str) -> None:
     """It changes nothing. Letters or parts of a key are never taken for keys, even where requests have these names."""
-    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(8,), output_rows=BATCH)
-    runner.capture()
+    runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(8,), output_rows=BATCH)
     keys: list[Any] = ["r", "e", "q", ("pool", 1)]
     for step in runner.steps(mixed(1, 2, 3, 4), keys=keys):
         with pytest.raises(BatchError, match=message):
@@ -194,8 +189,7 @@ def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: st
     def bits_of(rows: Any) -> list[Any]:  # some numbers of uint64 are below 0 as int64
         return [[one % size for one in row] for row in rows]
 
-    runner = DecodeRunner(Whole, step, backend=cpu, buckets=(2, 4), output_rows=BATCH, lowering=lowering)
-    runner.capture()
+    runner = decoder(Whole, step, backend=cpu, buckets=(2, 4), output_rows=BATCH, lowering=lowering)
     draw = torch.Generator().manual_seed(3)
     low, high = max(info.min, -(1 << 62)), min(info.max, 1 << 62)
     rows = torch.randint(low, high, (3, 3), generator=draw).tolist()
@@ -297,8 +291,7 @@ def test_a_sum_of_constants_is_what_counts() -> None:
     class Back(Inputs):
         x: torch.Tensor = copied(BATCH, dtype=torch.int8, pad=0, then=lambda x: x + 300 - 299)
 
-    runner = DecodeRunner(Back, lambda view: view.x, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
-    runner.capture()
+    runner = decoder(Back, lambda view: view.x, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
     assert [
         step.tokens() for step in itertools.islice(runner.steps({"x": torch.tensor([4], dtype=torch.int8)}), 3)
     ] == [
@@ -310,8 +303,7 @@ def test_a_sum_of_constants_is_what_counts() -> None:
 
 def test_holds_need_a_reason() -> None:
     """An empty one would hold nothing."""
-    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
-    runner.capture()
+    runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
     step = next(runner.steps(mixed(1)))
     for wrong in ("", 5, None):
         with pytest.raises(ConfigError, match="hold: expected a reason"):
