@@ -148,25 +148,6 @@ def test_drafts_are_the_plain_ones(
         assert same_batch(batch, given)
 
 
-def test_a_bare_declaration(cpu: str) -> None:
-    """Positions, ids and hidden states are there for those who want them."""
-    table = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
-
-    def forward(_: BareInputs, step: DraftStep) -> tuple[torch.Tensor, None]:
-        assert step.hidden_states is None
-        return table[step.input_ids], None
-
-    runner = ready(DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[4], backend=cpu))
-    shares, tokens = top_tokens(table[[3, 4, 5]], 2)
-    drafts = runner({"topk_p": shares, "topk_index": tokens})
-    for row in range(3):
-        tree = PlainTree.begin(shares[row].tolist(), tokens[row].tolist())
-        for _ in range(2):
-            grown = [top_tokens(table[tree.nodes[node].token], 2) for node in tree.frontier]
-            tree.grow([one.tolist() for one, _ in grown], [two.tolist() for _, two in grown])
-        assert drafts.tokens[row].tolist() == [node.token for node in tree.nodes]
-
-
 def with_plain(name: str) -> type[Inputs]:
     """A draft's declaration with a plain slot over tokens."""
     own = {"__annotations__": {name: torch.Tensor}, name: copied(TOKENS, dtype=torch.int64, pad=0)}

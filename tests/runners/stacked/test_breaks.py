@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -13,37 +12,6 @@ from slotgraph.runners.engine.capture import Clock
 from tests.backends.test_contract import has_true_graphs
 from tests.runners.models import Ids, decoder
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, scaled
-
-
-@attrs.define
-class Metadata:  # what an engine computes of a step for its attention
-    lengths: torch.Tensor
-    factor: int
-
-
-@graph_break
-def with_slot(hidden: torch.Tensor, lengths: torch.Tensor, *, places: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """A slot over requests, and some over tokens within a tuple."""
-    return torch.add(hidden * lengths.tolist()[-1] + places[0][:, None], len(lengths))
-
-
-@graph_break
-def with_metadata(hidden: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-    """An object that is made anew in each step."""
-    return torch.add(hidden * metadata.factor, sum(metadata.lengths.tolist()))
-
-
-@graph_break
-def with_current_view(hidden: torch.Tensor) -> torch.Tensor:
-    """Nothing but the view that it asks for."""
-    view = current_view(Prefill)
-    return torch.add(hidden * view.extend_start_loc.shape[0], view.scale)
-
-
-@graph_break
-def with_gradients(hidden: torch.Tensor) -> torch.Tensor:
-    """Whether gradients are on."""
-    return hidden + int(torch.is_grad_enabled())
 
 
 def test_outside_of_steps() -> None:
@@ -74,34 +42,6 @@ def test_view_that_is_not_there(cpu: str) -> None:
     eager = EagerRunner(Prefill, lambda _: current_view(Other), backend=cpu)
     with pytest.raises(ReplayError, match="the running step's view is of Prefill, not of Other"):
         eager(batch_of([2], 1))
-
-
-@pytest.mark.parametrize(
-    ("stack", "outer"),
-    [
-        (lambda hidden, view: scaled(hidden * 2, view) + 1, None),
-        (lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.input_ids, view.positions)), None),
-        (lambda hidden, view: scaled(hidden, current_view(type(view))), None),
-        (lambda hidden, _: with_current_view(hidden) - 1, None),
-        (
-            lambda hidden, metadata: with_metadata(hidden * 2, metadata),
-            lambda view, hidden, inner: inner(hidden, Metadata(view.extend_seq_lens, view.scale * 7)),
-        ),
-        (
-            lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2,
-            lambda view, hidden, inner: inner(hidden, extra=view.extend_seq_lens * view.scale),  # no slot, by requests
-        ),
-        (lambda hidden, _: with_gradients(hidden), None),
-        (lambda hidden, view: with_gradients(scaled(with_current_view(hidden), view)), None),
-    ],
-    ids=["view", "slots", "asked-view", "asks-itself", "metadata", "unread-tensor", "no-gradients", "three"],
-)
-def test_arguments_are_live(backend: Backend, stack: Any, outer: Any) -> None:
-    """Whatever way a break gets at this step's metadata, it is this step's, for any number of requests."""
-    runner, eager = around(stack, backend, outer)
-    with torch.enable_grad():
-        assert_equal(runner, eager, backend.device, 1, 2)
-    assert runner.stats()["steps"] == {"breakable": 10, "eager": 0}
 
 
 def test_answers_that_change(backend: Backend) -> None:

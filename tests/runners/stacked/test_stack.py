@@ -186,22 +186,6 @@ def test_steps_unlike_the_capture(backend: Backend) -> None:
         assert_equal(runner, eager, backend.device)
 
 
-def test_stack_that_writes_its_argument(backend: Backend) -> None:
-    """What graphs write into an argument is found there by the step, as it would be without graphs."""
-
-    def stack(hidden: torch.Tensor, view: Prefill, total: torch.Tensor) -> torch.Tensor:
-        hidden.mul_(2)
-        total.copy_(hidden.sum(0))
-        return scaled(hidden, view)
-
-    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        hidden[int(view.extend_seq_lens.sum()) :] = 0
-        total = torch.empty(2, dtype=torch.float64, device=hidden.device)
-        return inner(hidden, view, total) + hidden + total
-
-    assert_equal(*around(stack, backend, outer), backend.device, 1, 2)
-
-
 def test_ways_to_name_the_stack(backend: Backend) -> None:
     """A module and a dotted path mean the same stack; without one the whole step is captured."""
     outputs, batch = [], batch_of([1, 2], 1, backend.device)
