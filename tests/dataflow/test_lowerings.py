@@ -226,7 +226,7 @@ def turns(draw: st.DrawFn, world: World) -> list[Turn]:
 
 @settings(max_examples=2 * settings().max_examples)  # there is much to draw
 @given(data=st.data(), declaration=declarations(), capabilities=st.sampled_from(CAPABILITIES), out=st.booleans())
-def test_lowerings_take_turns(
+def test_lowerings_in_turns_leave_what_the_oracle_leaves(
     data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities, *, out: bool
 ) -> None:
     """Over one set of buffers, steps of all lowerings and kinds of sources leave what the oracle leaves."""
@@ -252,7 +252,9 @@ def spoil(value: Any) -> None:
 @pytest.mark.parametrize("name", ["cpu", NAME, *DEVICES])
 @settings(max_examples=min(300, settings().max_examples))  # several steps each, and on a device hundreds are queued
 @given(data=st.data(), declaration=declarations(), seed=st.integers(0, 1 << 20))
-def test_every_step_in_flight(name: str, data: st.DataObject, declaration: type[Inputs], seed: int) -> None:
+def test_steps_in_flight_leave_what_the_oracle_leaves(
+    name: str, data: st.DataObject, declaration: type[Inputs], seed: int
+) -> None:
     """Steps on each device, queued behind a busy one and compared when all are, leave the oracle's bytes."""
     backend = backend_of(name)
     world = World(declaration, backend.capabilities, seed, backend=backend)
@@ -285,7 +287,7 @@ TABLES = declaration_of(
 
 
 @given(data=st.data())
-def test_tails_along_two_dims(data: st.DataObject) -> None:
+def test_tails_along_two_dims_keep_no_stale_corner(data: st.DataObject) -> None:
     """Slots whose live rows are a box within a box keep no stale corner, whatever the sizes before."""
     world = World(TABLES, Capabilities())
     for turn in data.draw(turns(world)):
@@ -313,7 +315,7 @@ def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: t
 
 
 @given(data=st.data(), declaration=declarations())
-def test_order_of_declaration_changes_nothing(data: st.DataObject, declaration: type[Inputs]) -> None:
+def test_the_order_of_declaration_changes_nothing(data: st.DataObject, declaration: type[Inputs]) -> None:
     """The same slots in another order make the same plan and the same bytes."""
     slots = declaration.slotgraph.slots
     names = data.draw(st.permutations(sorted(slots)))
@@ -323,7 +325,7 @@ def test_order_of_declaration_changes_nothing(data: st.DataObject, declaration: 
     assert repr(one) == repr(two)  # as text, in which NaN equals itself
 
 
-def test_the_oracle_by_hand() -> None:
+def test_the_oracle_leaves_bytes_worked_out_by_hand() -> None:
     """The oracle itself against bytes worked out by hand: a copy, a tail, a kept tail, a host count, a device slot."""
     fields = {
         "seq_lens": copied(BATCH, dtype=torch.int32, pad=1),

@@ -100,7 +100,7 @@ def expected(batch: dict[str, Any], scale: int = 2) -> dict[str, Any]:
     }
 
 
-def test_plan() -> None:
+def test_a_plan_says_what_rides_in_the_packet() -> None:
     """It says what rides, and comes back from JSON; what is large or absent does not, nor anything elsewhere."""
     plan = plan_fill(Small.slotgraph, SIZES, PACKS, Pattern(hosted=["rows", "lens"]))
     assert {"upload  rows, steps, here in one packet", "copy    rows, steps  (int64, device, foreach)"} < {
@@ -134,7 +134,7 @@ def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callab
                 monkeypatch.setattr(where, name, lambda *_, **__: pytest.fail("a steady step went the long way"))
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_plans_are_kept_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """However sources change places, kinds and live sizes, a few plans and bound plans are kept; all are right."""
     monkeypatch.setattr(buckets, "PATTERNS", 3)
     monkeypatch.setattr(all_kinds, "KINDS", 2)
@@ -160,7 +160,7 @@ def test_handing_over_gives_tensors_of_their_own() -> None:
         assert views[name].tolist() == right[name]
 
 
-def test_devices_without_a_packet() -> None:
+def test_a_promised_packet_that_is_not_there_is_told() -> None:
     """A record that promises a packet which the backend does not give is said; so is one that is too small."""
     for feed, why in ((Feed(lambda _: None, 1024), ConfigError), (Feed(HostUpload, 64), ValueError)):
         bucket = Bucket(Small.slotgraph, SIZES, PACKS, poisoned(Small, PACKS, SIZES, 5), feed=feed)

@@ -340,13 +340,13 @@ WAYS: Final = (("cpu", None), ("cpu-capture", None), ("cpu-capture", "in_graph")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(filter(None, way)))
-def test_any_order_of_news(way: tuple[str, str | None]) -> None:
+def test_steps_are_right_in_any_order_of_news(way: tuple[str, str | None]) -> None:
     """Requests that leave, join and change, refused edits, broken steps, other buckets: all as in plain Python."""
     play([way], examples=4, count=25)
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps() -> None:
+def test_ten_thousand_steps_are_right() -> None:
     """The same for 10,000 steps."""
     begun = Steps.taken
     while Steps.taken - begun < 10_000:
@@ -355,6 +355,6 @@ def test_ten_thousand_steps() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
-def test_any_order_of_news_on_cuda(lowering: str) -> None:
+def test_steps_are_right_in_any_order_of_news_on_cuda(lowering: str) -> None:
     """The same by the compiled kernel, and by torch's own operators."""
     play([("cuda", lowering)], examples=25, count=40)

@@ -446,27 +446,27 @@ WAYS: Final = [("cpu-capture", lowering) for lowering in LADDER] + [("cpu", "in_
 
 
 @pytest.mark.parametrize(("backend", "lowering"), WAYS)
-def test_functions_of_steps_that_follow_one_another(backend: str, lowering: str) -> None:
+def test_functions_see_their_own_step_in_loops(backend: str, lowering: str) -> None:
     """No output and no slot differs, whatever requests leave, join and change."""
     played(lambda draw: Steps(draw, backend, lowering).play(), 20)
 
 
 @pytest.mark.parametrize("backend", ["cpu-capture", "cpu"])
-def test_functions_of_graphs_of_one_s_own(backend: str) -> None:
+def test_functions_see_their_own_step_in_graphs_of_one_s_own(backend: str) -> None:
     """No slot differs after any number of replays, on axes that are free of one another."""
     played(lambda draw: play_graphs(draw, backend_of(backend)), 30)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("lowering", LADDER)
-def test_functions_of_steps_on_cuda(lowering: str) -> None:
+def test_functions_see_their_own_step_in_loops_on_cuda(lowering: str) -> None:
     """The same by the compiled kernel, and by torch's own operators."""
     backend_of("cuda", lowering)
     played(lambda draw: Steps(draw, "cuda", lowering).play(), 25)
 
 
 @pytest.mark.cuda
-def test_functions_of_graphs_of_one_s_own_on_cuda() -> None:
+def test_functions_see_their_own_step_in_graphs_of_one_s_own_on_cuda() -> None:
     """The same for graphs that the caller captures."""
     backend = backend_of("cuda", "in_graph")
     played(lambda draw: play_graphs(draw, backend), 25)

@@ -49,7 +49,7 @@ class LateWork:
 
 
 @pytest.mark.parametrize("error", ["", "Connection closed by peer"])
-def test_messages_that_arrive_as_a_wait_times_out(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+def test_messages_that_arrive_as_a_wait_times_out_count(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     """They count: ranks on a loaded machine once took such a wait for a lost connection, and lost each other."""
     monkeypatch.setattr(group, "_all_gather", lambda *_: LateWork(error))
     unused: Any = None
@@ -96,7 +96,7 @@ def refuses(rank: int, kind: str, over: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(("kind", "over"), [*((kind, OVER[0]) for kind in KINDS), ("decode", "gloo")])
-def test_a_refused_batch(two: Processes, kind: str, over: str) -> None:
+def test_a_batch_refused_by_one_rank_is_run_by_none(two: Processes, kind: str, over: str) -> None:
     """Nobody runs the step, nothing is written anywhere, each is told, and the next step is right."""
     first, second = two.run(refuses, kind, over)
     assert [error for error, _ in first[::2] + second[::2]] == [""] * 10
@@ -121,7 +121,7 @@ def breaks_off(rank: int, kind: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "how"), [*((kind, "fill") for kind in KINDS), ("decode", "step")])
-def test_a_step_that_one_breaks_off(two: Processes, kind: str, how: str) -> None:
+def test_a_step_that_one_breaks_off_is_told_in_the_next(two: Processes, kind: str, how: str) -> None:
     """The others run it; in the next one they are told what happened."""
     first, second = two.run(breaks_off, kind, how)
     assert second.startswith("ComputeError: slot 'number'" if how == "fill" else "ValueError: lost a page")
@@ -145,7 +145,7 @@ def fails_in_capture(rank: int) -> tuple[str, dict[int, str], tuple[int, ...]]:
     return str(caught.value), runner.report.failed, runner.report.captured
 
 
-def test_a_bucket_that_one_cannot_capture(two: Processes) -> None:
+def test_a_bucket_that_one_cannot_capture_is_left_out_by_all(two: Processes) -> None:
     """All leave it out, rank 0 says whose error it was, and the others are usable."""
     first, second = two.run(fails_in_capture)
     assert first[1].keys() == second[1].keys() == {4}
@@ -170,7 +170,7 @@ def lost(rank: int, stalls: bool, over: str) -> list[str]:  # noqa: FBT001 - sen
 
 
 @pytest.mark.parametrize(("stalls", "over"), [(False, OVER[0]), (True, OVER[0]), (False, "gloo")])
-def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool, over: str) -> None:  # noqa: FBT001 - a parameter
+def test_a_lost_rank_is_named(tmp_path: pathlib.Path, stalls: bool, over: str) -> None:  # noqa: FBT001 - a parameter
     """The others are told which, none waits for ever, and who tries again is told at once."""
     with ranks(3, tmp_path, timeout=20) as made:
         outcomes = made.outcomes(lost, stalls, over)
@@ -211,7 +211,7 @@ def waits(rank: int, absent: int, where: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("absent", [1, -1])
 @pytest.mark.parametrize("where", ["wait", "read", "warm_up"])
-def test_a_device_that_stands_still(two: Processes, absent: int, where: str) -> None:
+def test_waiting_for_a_device_that_stands_still_ends(two: Processes, absent: int, where: str) -> None:
     """Waiting for it ends, with the name of the rank that did not come, if one did not; nothing is exchanged then."""
     name = "runner 1 (DecodeRunner of Counted)"
     what = f"{name}: a warm-up before a capture" if where == "warm_up" else "the end of a step on the device"
@@ -243,7 +243,7 @@ def test_what_makes_no_sense_is_refused(two: Processes) -> None:
     two.run(nonsense)
 
 
-def test_a_torch_without_process_groups() -> None:
+def test_a_torch_without_process_groups_is_told() -> None:
     """Some builds have none: slotgraph is imported all the same, and ranks say what is missing."""
     code = (
         "import torch.distributed as dist\n"

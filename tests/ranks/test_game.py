@@ -257,13 +257,13 @@ def game(group: Processes, over: str, first: int, *, equal: bool = False, alike:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_two_ranks(two: Processes, over: str) -> None:
+def test_two_ranks_never_wait_in_vain(two: Processes, over: str) -> None:
     """Calls, idle calls, calls told ahead, loops by graphs and by calls."""
     game(two, over, 0)
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_three_ranks(tmp_path: pathlib.Path, over: str) -> None:
+def test_three_ranks_never_wait_in_vain(tmp_path: pathlib.Path, over: str) -> None:
     """The same, where some fail in one step and others in the next."""
     with ranks(3, tmp_path) as three:
         game(three, over, 100)
@@ -271,6 +271,6 @@ def test_three_ranks(tmp_path: pathlib.Path, over: str) -> None:
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("alike", [False, True])
-def test_equal_ranks(two: Processes, over: str, alike: bool) -> None:  # noqa: FBT001 - a parameter
+def test_equal_ranks_never_wait_in_vain(two: Processes, over: str, alike: bool) -> None:  # noqa: FBT001 - a parameter
     """Ranks that exchange nothing as long as none fails."""
     game(two, over, 200, equal=True, alike=alike)

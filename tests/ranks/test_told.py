@@ -75,7 +75,9 @@ def fails(rank: int, kind: str, over: str, equal: bool, error: BaseException) ->
         ("eager", OVER[1], True, ValueError("lost a page")),
     ],
 )
-def test_a_step_that_raises(two: Processes, kind: str, over: str, equal: bool, error: BaseException) -> None:  # noqa: FBT001 - a parameter
+def test_a_step_that_raises_is_told_in_the_next_call(
+    two: Processes, kind: str, over: str, equal: bool, error: BaseException
+) -> None:  # noqa: FBT001 - a parameter
     """All are told which rank failed in what, by their next call, that rank too; the one after it is right."""
     name = "EagerRunner" if kind == "eager" else "DecodeRunner"
     told = f"RankError: rank 1 failed in a step of runner 1 ({name} of Counted): "
@@ -100,7 +102,7 @@ def refused(rank: int, over: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_refused_batch_of_equal_ranks(two: Processes, over: str) -> None:
+def test_a_batch_refused_by_an_equal_rank_is_a_failed_step(two: Processes, over: str) -> None:
     """Is a failed step: the others, who ran it, hear of it soon."""
     (first, seconds), (second, _) = two.run(refused, over)
     assert (first[0], first[2:], second[2:]) == ("", ["", ""], ["", ""])
@@ -233,14 +235,14 @@ def judge(found: list[Any], how: str, said: str) -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("over", "ahead"), [(OVER[0], 0), (OVER[0], 2), (OVER[1], 1)])
-def test_a_loop_that_one_rank_leaves(two: Processes, how: str, over: str, ahead: int) -> None:
+def test_a_loop_that_one_rank_leaves_ends_the_others(two: Processes, how: str, over: str, ahead: int) -> None:
     """The others' loops raise at once and name it; all are at their start in the next call."""
     judge(two.run(leaves, how, over, {"ahead": ahead}), how, LEFT + WAYS[how])
 
 
 @pytest.mark.parametrize("how", ["body", "break", "step", "held"])
 @pytest.mark.parametrize("options", [{"agree_every": 3, "ahead": 1}, {"lowering": "fused"}, {"equal": True}], ids=str)
-def test_each_kind_of_loop(two: Processes, how: str, options: dict[str, Any]) -> None:
+def test_each_kind_of_loop_ends_when_one_rank_leaves(two: Processes, how: str, options: dict[str, Any]) -> None:
     """Also where ranks agree now and then, where steps are calls, and where nothing is exchanged."""
     is_called = how == "step" and "lowering" in options
     said = f"failed in a step of steps() of {NAME}" if is_called else LEFT
@@ -263,7 +265,7 @@ def both_leave(rank: int, equal: bool) -> list[str]:  # noqa: FBT001 - a process
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_a_loop_that_all_leave(two: Processes, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_loop_that_all_leave_is_no_error(two: Processes, equal: bool) -> None:  # noqa: FBT001 - a parameter
     """Is no error of anybody."""
     assert two.run(both_leave, equal) == [[""] * 6] * 2
 
@@ -298,7 +300,7 @@ def nested(rank: int, where: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("where", ["none", "inner", "both"])
-def test_nested_loops(two: Processes, where: str) -> None:
+def test_a_rank_that_leaves_nested_loops_ends_those_it_left(two: Processes, where: str) -> None:
     """A rank that leaves the inner loop ends that one; one that leaves both ends both."""
     first, second = two.run(nested, where)
     assert first[3:] == second[3:] == [[True] * 4] * 2
@@ -333,7 +335,7 @@ def interrupted(rank: int, over: str) -> list[str]:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) -> None:
+def test_a_rank_interrupted_while_it_waits_is_told_in_the_next_step(two: Processes, over: str) -> None:
     """The others ran that step: they are told in the next one, and all go on."""
     first, second = two.run(interrupted, over)
     assert (first[0], second[0]) == ("", "KeyboardInterrupt: ")
@@ -357,7 +359,9 @@ def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, fl
 @pytest.mark.parametrize(
     ("over", "equal", "read"), [(OVER[0], False, False), (OVER[1], True, False), (OVER[0], True, True)]
 )
-def test_a_device_that_waits_for_a_rank_that_failed(two: Processes, over: str, equal: bool, read: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_device_that_waits_for_a_failed_rank_is_not_waited_for(
+    two: Processes, over: str, equal: bool, read: bool
+) -> None:  # noqa: FBT001 - a parameter
     """Is not waited for until the time-out; a CPU never stands still, so that the event is made here."""
     (told, seconds), (own, _) = two.run(stands_still, over, equal, read)
     assert own.startswith("ReplayError: the step raised ValueError: lost a page")
@@ -386,7 +390,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_process_that_ends_by_an_error(tmp_path: pathlib.Path, over: str) -> None:
+def test_a_process_that_ends_by_an_error_is_told_to_the_others(tmp_path: pathlib.Path, over: str) -> None:
     """It does not wait for the others, and they are told what it was."""
     begin = [sys.executable, "-c", PROGRAM]
     both = [

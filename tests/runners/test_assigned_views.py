@@ -66,7 +66,7 @@ def test_what_a_graph_would_not_see_is_refused(cpu: str, lowering: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_views_of_every_runner(name: str) -> None:
+def test_views_of_every_runner_refuse_assignments(name: str) -> None:
     """Filled ones, the second by the short way, and those of batches that no graph takes."""
     runner = captured(name)
     for rows in (2, 2, 2, 30, 30):
@@ -78,7 +78,7 @@ def test_views_of_every_runner(name: str) -> None:
         assert all(map(torch.equal, answer, tensors_of(runner(batch))))
 
 
-def test_a_bucket_of_a_producer() -> None:
+def test_a_producer_writes_into_the_slots_memory() -> None:
     """It writes into the slot's memory."""
     view = placed().inputs(4)
     with pytest.raises(ReplayError, match=r"view\.ids\.copy_\(value\)"):
@@ -86,7 +86,7 @@ def test_a_bucket_of_a_producer() -> None:
 
 
 @pytest.mark.parametrize("lowering", LADDER)
-def test_the_steps_own_assignments(cpu: str, lowering: str) -> None:
+def test_a_step_may_assign_to_its_own_view(cpu: str, lowering: str) -> None:
     """A step may keep what it likes on its view, in a capture and eagerly, and the layers that it calls, too."""
 
     def layer(view: Any) -> None:

@@ -155,7 +155,7 @@ def with_plain(name: str) -> type[Inputs]:
     return made
 
 
-def test_batches_of_another_shape(cpu: str) -> None:
+def test_a_batch_of_another_shape_is_refused(cpu: str) -> None:
     """A batch with another number of branches or of tokens is refused, and the next one is right."""
     runner = captured(cpu, 2, 3)
     good = batch_of(2, 2, 3, 1)
@@ -170,7 +170,7 @@ class Mrope(standard.DraftMrope, standard.DraftInputs):
     """Positions of three parts, which the steps advance beside the plain ones."""
 
 
-def test_positions_of_three_parts(backend: "Backend") -> None:
+def test_positions_of_three_parts_advance_together(backend: "Backend") -> None:
     """All parts are one more in each step, and as before at its end."""
     device, seen = backend.device, list[torch.Tensor]()
     table = torch.cat([TABLE, TABLE], 1).to(device)
@@ -193,7 +193,7 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
     assert torch.equal(first + 1, second)
 
 
-def test_what_cannot_be_drafted() -> None:
+def test_what_cannot_be_drafted_is_refused() -> None:
     """Counts below 1, widths and sizes that contradict them, and declarations that lack something are refused."""
     wrong: list[tuple[type[Inputs], dict[str, Any], str]] = [
         (BareInputs, {"topk": 0}, r"topk: expected a whole number, at least 1, got 0"),

@@ -41,7 +41,7 @@ def batch_of(requests: int, tokens: int, pages: int, seed: int, *, heats: bool =
 
 
 @pytest.mark.parametrize("lowering", LADDER)
-def test_the_oracle_s_bytes(cpu: str, lowering: str) -> None:
+def test_fills_of_any_sizes_leave_the_oracles_bytes(cpu: str, lowering: str) -> None:
     """Any live sizes in any padded sizes, axis by axis, or in few, where one plan fills often, leave the oracle's."""
     buffers = InputBuffers(Wide, CAPACITY, backend=cpu, lowering=lowering)
     assert re.fullmatch(rf"<InputBuffers of Wide on {cpu}: .*BATCH \d+.*, {lowering}, \S+ K?i?B>", repr(buffers))
@@ -63,7 +63,7 @@ def test_the_oracle_s_bytes(cpu: str, lowering: str) -> None:
 
 
 @pytest.mark.parametrize("lowering", LADDER)
-def test_a_graph_of_the_caller_s_own(lowering: str) -> None:
+def test_a_graph_of_the_callers_own_gives_the_eager_answer(lowering: str) -> None:
     """The caller captures with the fill's device part in front, and replays behind each fill: the eager answer."""
     backend = load("cpu-capture")()
     buffers = InputBuffers(Wide, CAPACITY, backend=backend, lowering=lowering)
@@ -89,7 +89,7 @@ def test_a_graph_of_the_caller_s_own(lowering: str) -> None:
         assert torch.equal(graphs[bucket].outputs[:requests], right[:requests])
 
 
-def test_live_sizes_that_no_source_tells() -> None:
+def test_live_sizes_that_no_source_tells_may_be_given() -> None:
     """Live rows may be given where no copied slot tells them; else the error says so."""
 
     class Untold(Inputs):
@@ -114,7 +114,7 @@ def test_adopted_memory_is_kept_where_asked(lowering: str) -> None:
         assert mine.tolist() == [*batch["ids"].tolist(), *[-7] * 4, *(range(7, 9) if keep else [-7] * 2)]
 
 
-def test_what_is_refused() -> None:
+def test_sizes_and_slots_that_do_not_fit_are_refused() -> None:
     """Sizes and slots that do not fit are named, before anything is made."""
     with pytest.raises(ConfigError, match="needs sizes= for PAGES, TOKENS"):
         InputBuffers(Wide, {BATCH: 3}, backend="cpu")
@@ -140,7 +140,7 @@ def test_what_is_refused() -> None:
         buffers.prepare(absent={"ids"})
 
 
-def test_batch_larger_than_adopted_memory(cpu: str) -> None:
+def test_a_batch_larger_than_adopted_memory_is_refused(cpu: str) -> None:
     """A batch that adopted memory cannot hold is refused by the slot's name, and the next one is right."""
     runner = plain_runner(cpu, bind={"ids": torch.full((8,), 33)})
     assert plain_runner(cpu).graphs.memory().inputs > runner.graphs.memory().inputs  # of what is allocated here
@@ -152,7 +152,7 @@ def test_batch_larger_than_adopted_memory(cpu: str) -> None:
     assert_right(runner(batch), batch)
 
 
-def test_adopted_constant_and_output(cpu: str) -> None:
+def test_constants_and_outputs_may_lie_in_adopted_memory(cpu: str) -> None:
     """A constant and a tail that is written once are established there too; a step's result lies in what was given."""
 
     class Fixed(Inputs):
@@ -185,7 +185,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_refused(cpu: str) -> None:
+def test_memory_that_cannot_be_a_slot_is_refused(cpu: str) -> None:
     """Memory that cannot serve as a slot is refused with the slot and what was expected; it is not written."""
     for name, tensor, says in REFUSED:
         before = tensor.clone() if isinstance(tensor, torch.Tensor) else tensor

@@ -55,7 +55,7 @@ def test_copies_are_the_callers_own(cpu: str, lowering: str) -> None:
 
 
 @pytest.mark.parametrize("name", [one for one in RUNNERS if one != "EagerRunner"])
-def test_copies_of_every_runner(name: str) -> None:
+def test_every_runner_that_captures_copies_outputs(name: str) -> None:
     """Each that captures takes the option."""
     runner, plain = captured(name, outputs="copy"), captured(name)
     kept = []
@@ -78,7 +78,7 @@ def test_copies_hold_nothing_of_the_graph(cpu: str) -> None:
     assert alive() is None
 
 
-def test_what_cannot_be_copied(cpu: str) -> None:
+def test_outputs_that_cannot_be_copied_are_refused(cpu: str) -> None:
     """It is refused, and not handed out as it is."""
     runner = decoder(
         Counted,
@@ -93,7 +93,7 @@ def test_what_cannot_be_copied(cpu: str) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_outputs_of_steps(cpu: str, ahead: int) -> None:
+def test_copied_outputs_of_loops_last(cpu: str, ahead: int) -> None:
     """With the option they last for ever; in debug mode a later use is an error; `tokens` reads numbers at once."""
     runner = counted(cpu, outputs="copy")
     kept = []

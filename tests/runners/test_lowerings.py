@@ -346,7 +346,9 @@ SPOILS: Final[list[tuple[str, Callable[[Any], Any]]]] = [
 @pytest.mark.parametrize("place", ["host", *(pytest.param(one, marks=getattr(pytest.mark, one)) for one in DEVICES)])
 @settings(max_examples=2 * settings().max_examples)  # over three backends and two declarations
 @given(data=st.data(), played=st.lists(steps, min_size=2, max_size=12))
-def test_any_sequence(place: str, lowering: str, data: st.DataObject, played: list[Op]) -> None:
+def test_any_sequence_gives_what_the_oracle_gives(
+    place: str, lowering: str, data: st.DataObject, played: list[Op]
+) -> None:
     """Whatever came before, each step gives what the oracle gives, by its own lowering; a refusal changes nothing."""
     backends = [place] if place in DEVICES else ["cpu", "cpu-capture", NAME]
     able = [one for one in backends if place == "host" or load(one).is_available()]
@@ -362,7 +364,7 @@ def test_any_sequence(place: str, lowering: str, data: st.DataObject, played: li
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_every_mix_of_inference_mode(backend: str) -> None:
+def test_runners_are_right_in_every_mix_of_inference_mode(backend: str) -> None:
     """A runner made inside or outside of it is right in steps of either kind, through growth, and in place."""
     for made, lowering in itertools.product((False, True), LADDER):
         with torch.inference_mode(made):
@@ -372,7 +374,7 @@ def test_every_mix_of_inference_mode(backend: str) -> None:
             game.play((what, size, seed, of, ABSENT, ("plain", "inference")[seed % 2]))
 
 
-def test_backend_without_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_the_lowering_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that lacks a lowering refuses it; one that names it but has no fusion is told so."""
     kind = CpuCaptureBackend
     few = attrs.evolve(kind().capabilities, lowerings=("foreach", "slot_by_slot"))

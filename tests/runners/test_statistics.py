@@ -116,7 +116,7 @@ def test_fills_are_timed(cpu: str, kind: str, lowering: str) -> None:
     assert fills["every"] == EVERY
 
 
-def test_captures_and_memory(cpu: str) -> None:
+def test_metrics_tell_captures_and_memory(cpu: str) -> None:
     """Buckets, graphs, seconds and bytes are those of the report; larger buffers of eager steps are told apart."""
     runner = plain_runner(cpu)
     stats, report = runner.stats(), runner.report
@@ -129,7 +129,7 @@ def test_captures_and_memory(cpu: str) -> None:
     assert grown["total"] == stats["memory"]["total"] + grown["eager"] > stats["memory"]["total"]
 
 
-def test_one_event_with_all_books(cpu: str) -> None:
+def test_one_event_has_all_counts(cpu: str) -> None:
     """Books are logged when someone asks for it, by the runner's name."""
     for runner in (plain_runner(cpu), EagerRunner(PlainInputs, plain_step, backend=cpu)):
         anyone: Runner[Any] = runner
@@ -153,7 +153,7 @@ def test_captures_in_a_fill_are_no_time_of_fills(cpu: str, lowering: str) -> Non
     assert runner.stats()["fills"]["buckets"][8]["count"] == 1
 
 
-def test_read_while_steps_run(cpu: str) -> None:
+def test_statistics_can_be_read_while_steps_run(cpu: str) -> None:
     """Another thread may read the books and the metrics all the time: no count ever falls, and none is lost."""
     runner, done = plain_runner(cpu, lowering="in_graph"), threading.Event()
     seen: list[Statistics] = []
@@ -178,7 +178,7 @@ def test_read_while_steps_run(cpu: str) -> None:
 
 
 @pytest.mark.usefixtures("_quick_collections")
-def test_a_dropped_runner(cpu: str) -> None:
+def test_a_dropped_runner_leaves_the_metrics(cpu: str) -> None:
     """A registry keeps no runner alive: what is gone is told of no more, and the others go on."""
     registry, collector = CollectorRegistry(), Collector()
     registry.register(collector)
@@ -200,7 +200,7 @@ def test_a_dropped_runner(cpu: str) -> None:
     assert generate_latest(registry) == b""
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+def test_metrics_without_the_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
     """Where prometheus-client is not installed, the command that installs it is named."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     for use in (exposition, Collector):
@@ -221,7 +221,7 @@ def logged() -> Iterator[tuple[str, str, frozenset[str]]]:
                     yield str(name), level, frozenset(one.arg for one in keywords if one.arg is not None)
 
 
-def test_the_table_of_events() -> None:
+def test_the_table_of_events_is_that_of_the_code() -> None:
     """What is logged is told, at that level and with those keys, none of which a LogRecord has; and the other way."""
     page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8").split("## Events")[1].split("\n## ")[0]
     table = {name: (level, frozenset(re.findall(r"`(\w+)`", keys))) for name, level, keys in _ROW.findall(page)}

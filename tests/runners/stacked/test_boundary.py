@@ -140,7 +140,7 @@ def writing_what_is_returned(view: Prefill, hidden: torch.Tensor, inner: Any) ->
     return [out, same, extra]
 
 
-def test_objects_that_are_returned(backend: Backend) -> None:
+def test_objects_that_are_returned_are_the_steps_own(backend: Backend) -> None:
     """An object, a slot over requests and the view itself are each step's own, too."""
 
     def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
@@ -154,7 +154,7 @@ def test_objects_that_are_returned(backend: Backend) -> None:
     assert_same(*pair("breakable", backend, body, outer), backend.device)
 
 
-def test_part_of_another_dtype(cpu: str) -> None:
+def test_a_part_of_another_dtype_is_refused(cpu: str) -> None:
     """A part of an argument as another dtype has no name in a later step: it is refused."""
     body = lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.view(torch.int64))  # noqa: E731
     said = refusal("breakable", cpu, body, writing_what_is_returned)
@@ -162,7 +162,7 @@ def test_part_of_another_dtype(cpu: str) -> None:
     assert "return a clone" in said
 
 
-def test_columns_of_one_tensor(backend: Backend) -> None:
+def test_columns_of_one_tensor_do_not_share_memory(backend: Backend) -> None:
     """Parts of one tensor that have no element in common do not share memory."""
 
     def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
@@ -177,7 +177,7 @@ def test_columns_of_one_tensor(backend: Backend) -> None:
     assert_same(*pair("breakable", backend, body, outer), backend.device)
 
 
-def test_arguments_that_share_memory_later(backend: Backend) -> None:
+def test_arguments_that_share_memory_later_are_refused(backend: Backend) -> None:
     """Arguments that share memory in a later step alone are refused in that step, which leaves the next one right."""
     later = list[bool]()
 
@@ -199,7 +199,7 @@ def test_arguments_that_share_memory_later(backend: Backend) -> None:
     assert_same(runner, eager, backend.device)
 
 
-def test_one_object_twice(backend: Backend) -> None:
+def test_one_object_at_capture_stays_one(backend: Backend) -> None:
     """A break cannot tell apart what was one object at capture: two in a later step are refused."""
     later = list[bool]()
 
@@ -222,7 +222,7 @@ def test_one_object_twice(backend: Backend) -> None:
 
 
 @each_kind
-def test_argument_that_is_written_past_it(backend: Backend, kind: str) -> None:
+def test_an_argument_written_through_a_context_is_refused(backend: Backend, kind: str) -> None:
     """A break that writes an argument's memory, which graphs read, through a context is refused: they have a copy."""
 
     def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
@@ -250,7 +250,7 @@ STORED: list[Any] = [
 @each_kind
 @pytest.mark.parametrize("reader", ["break", "step"])
 @pytest.mark.parametrize("stored", STORED, ids=["result", "argument", "part", "part of a slot", "slot"])
-def test_attribute_that_the_stack_stores(backend: Backend, kind: str, stored: Any, reader: str) -> None:
+def test_an_attribute_that_the_stack_stores_is_refused(backend: Backend, kind: str, stored: Any, reader: str) -> None:
     """A break or a step that reads what the code of the stack has stored would have the capture's: it is refused."""
 
     def body(breaks: Breaks, hidden: torch.Tensor, view: Prefill) -> Any:
@@ -271,7 +271,7 @@ def test_attribute_that_the_stack_stores(backend: Backend, kind: str, stored: An
     CONTEXT.stored = None
 
 
-def test_name_of_what_is_stored(cpu: str) -> None:
+def test_the_error_names_the_stored_attribute(cpu: str) -> None:
     """The error names the attribute."""
     step: Any = Around(lambda hidden, view: graph_break(lambda one: one + step.last)(storing(hidden, view)))
 
@@ -283,7 +283,7 @@ def test_name_of_what_is_stored(cpu: str) -> None:
         ready(runner_of("breakable", step, cpu, buckets=[4], output_rows=None))
 
 
-def test_what_breaks_store_themselves(backend: Backend) -> None:
+def test_breaks_may_store_what_each_replay_computes(backend: Backend) -> None:
     """A break may store its arguments and results for another one, or for the step: each replay runs it."""
 
     @graph_break
@@ -306,7 +306,7 @@ def test_what_breaks_store_themselves(backend: Backend) -> None:
     assert_same(*pair("breakable", backend, body, outer), backend.device, [3], [2, 3])
 
 
-def test_object_that_the_stack_makes(backend: Backend) -> None:
+def test_an_object_that_the_stack_makes_may_reach_a_break(backend: Backend) -> None:
     """An object of the stack's code with tensors of its graphs may be handed to a break: graphs write these anew."""
     body = lambda _, hidden: with_context(hidden, Context(hidden * 2)) + 1  # noqa: E731
 
@@ -337,7 +337,7 @@ ANEW: dict[str, Any] = {
 @each_kind
 @pytest.mark.parametrize("body", ANEW.values(), ids=ANEW)
 @pytest.mark.parametrize("same", [False, True], ids=["another", "argument"])
-def test_tensor_made_anew(backend: Backend, kind: str, body: Any, *, same: bool) -> None:
+def test_a_tensor_made_anew_in_each_step_is_refused(backend: Backend, kind: str, body: Any, *, same: bool) -> None:
     """A tensor of each step that reaches a graph or a break's arguments past the stack's own arguments is refused."""
 
     def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
@@ -349,7 +349,7 @@ def test_tensor_made_anew(backend: Backend, kind: str, body: Any, *, same: bool)
     assert "Hand it to the stack as an argument, or read it in a break" in said
 
 
-def test_tensor_of_an_object_of_each_step(backend: Backend) -> None:
+def test_a_slot_of_each_steps_object_may_reach_a_break(backend: Backend) -> None:
     """The stack's code may hand a slot of each step's object to a break, but no tensor that was made for it."""
 
     @graph_break
@@ -386,7 +386,7 @@ def opened() -> Iterator[None]:
         OPEN.reset(token)
 
 
-def test_context_around_the_stack(backend: Backend) -> None:
+def test_graphs_are_captured_in_the_steps_context(backend: Backend) -> None:
     """Graphs are captured in what the step has set up around its stack, and the step is left as it goes on itself."""
 
     def outer(_: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
@@ -405,7 +405,7 @@ def test_context_around_the_stack(backend: Backend) -> None:
 
 
 @each_kind
-def test_autocast_around_the_stack(backend: Backend, kind: str) -> None:
+def test_graphs_hold_the_casts_of_the_step(backend: Backend, kind: str) -> None:
     """Casts that the step turns on for its stack are in its graphs."""
     weight = torch.eye(2, device=backend.device)
 
@@ -419,7 +419,7 @@ def test_autocast_around_the_stack(backend: Backend, kind: str) -> None:
     assert_same(runner, eager, backend.device, [3])
 
 
-def test_compiled_step_around_the_stack(cpu: str) -> None:
+def test_a_compiled_step_leaves_the_stack_alone(cpu: str) -> None:
     """The compiler leaves alone what a capture and a replay put in the place of the stack."""
     stack = lambda hidden: BREAKS["breakable"].plus(hidden * 2) + 1  # noqa: E731
     step = Around(stack, lambda view, hidden, inner: [inner(hidden * view.scale) - 1])
@@ -430,7 +430,7 @@ def test_compiled_step_around_the_stack(cpu: str) -> None:
 
 
 @each_kind
-def test_what_follows_the_stack_in_a_capture(backend: Backend, kind: str) -> None:
+def test_what_follows_the_stack_runs_in_a_capture(backend: Backend, kind: str) -> None:
     """In each run that a capture makes of a step, what follows the stack finds what the stack returns."""
 
     def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
@@ -444,7 +444,7 @@ def test_what_follows_the_stack_in_a_capture(backend: Backend, kind: str) -> Non
     assert_same(*pair(kind, backend, body, outer, warmups=3), backend.device, [3])
 
 
-def test_stack_whose_capture_fails(cpu: str) -> None:
+def test_a_step_whose_stack_fails_comes_to_its_end(cpu: str) -> None:
     """Its step comes to its end, for the sake of other ranks; what is raised there hides nothing."""
     importlib.import_module("torch._dynamo")  # where it is, no warm-up is left out: the capture is the fourth run
     counts = Counter[str]()
@@ -468,7 +468,7 @@ def test_stack_whose_capture_fails(cpu: str) -> None:
     assert counts["begun"] == counts["ended"]
 
 
-def test_step_that_calls_its_stack_at_times(cpu: str) -> None:
+def test_a_step_that_calls_its_stack_at_times_is_refused(cpu: str) -> None:
     """A step that does not call its stack in some run of a capture is refused."""
     runs = list[None]()
 
@@ -480,7 +480,7 @@ def test_step_that_calls_its_stack_at_times(cpu: str) -> None:
         pair("breakable", cpu, lambda breaks, hidden: breaks.plus(hidden), outer, buckets=[4], warmups=2)
 
 
-def test_break_that_returns_parts_of_its_arguments(backend: Backend) -> None:
+def test_a_break_may_return_parts_of_its_arguments(backend: Backend) -> None:
     """Parts of arguments and tensors of its own may be mixed in an answer."""
 
     @graph_break
@@ -502,7 +502,7 @@ def test_break_that_returns_parts_of_its_arguments(backend: Backend) -> None:
     assert_same(*pair("breakable", backend, body, outer), backend.device)
 
 
-def test_answers_that_are_no_arguments_any_more(backend: Backend) -> None:
+def test_an_answer_that_is_no_argument_any_more_is_refused(backend: Backend) -> None:
     """A break that returned its argument at capture, and something else in a later step, is refused in that step."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} runs what follows a break anew")
@@ -530,7 +530,7 @@ def test_answers_that_are_no_arguments_any_more(backend: Backend) -> None:
     assert_same(runner, eager, backend.device)
 
 
-def test_results_that_share_memory(backend: Backend) -> None:
+def test_results_that_share_memory_may_be_read_alone(backend: Backend) -> None:
     """Results that are parts of one another may be read; a graph that writes one is refused, as it has copies."""
 
     @graph_break
@@ -543,7 +543,7 @@ def test_results_that_share_memory(backend: Backend) -> None:
     assert_same(*pair("breakable", backend, body, outer), backend.device, [3])
     said = refusal("breakable", backend, lambda _, hidden: twice(hidden)[1].add_(1), outer)
     assert "add_ writes a result of break 'marked" in said.replace(
-        "test_results_that_share_memory.<locals>.twice", "marked"
+        "test_results_that_share_memory_may_be_read_alone.<locals>.twice", "marked"
     )
 
 
@@ -557,7 +557,7 @@ def references_to(kind: str, backend: Backend, seed: int) -> list[weakref.ref[An
 
 
 @each_kind
-def test_runners_that_are_deleted(backend: Backend, kind: str) -> None:
+def test_nothing_of_a_deleted_runner_lives_on(backend: Backend, kind: str) -> None:
     """Nothing of a runner lives on: not its model, nor weights and caches."""
     references = [one for seed in range(50 if kind == "breakable" else 5) for one in references_to(kind, backend, seed)]
     gc.collect()

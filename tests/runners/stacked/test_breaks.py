@@ -14,7 +14,7 @@ from tests.runners.models import Ids, decoder
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, scaled
 
 
-def test_outside_of_steps() -> None:
+def test_a_break_outside_of_steps_is_the_function_itself() -> None:
     """Elsewhere a marked function is the function itself: name, arguments, gradients, errors and all."""
 
     @graph_break
@@ -31,7 +31,7 @@ def test_outside_of_steps() -> None:
         square()  # type: ignore[call-arg] # that is the test
 
 
-def test_view_that_is_not_there(cpu: str) -> None:
+def test_a_view_that_is_not_there_is_refused(cpu: str) -> None:
     """A view is asked for in a step, by its own declaration."""
 
     class Other(Prefill):
@@ -44,7 +44,7 @@ def test_view_that_is_not_there(cpu: str) -> None:
         eager(batch_of([2], 1))
 
 
-def test_answers_that_change(backend: Backend) -> None:
+def test_an_answer_unlike_the_captures_is_refused(backend: Backend) -> None:
     """An answer of another shape, dtype, structure or python value than at capture is refused, by the break's name."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} runs what follows a break anew")
@@ -71,7 +71,7 @@ def test_answers_that_change(backend: Backend) -> None:
         assert torch.equal(runner(batch), eager(batch))
 
 
-def test_break_inside_a_break(backend: Backend) -> None:
+def test_a_break_inside_a_break_is_refused(backend: Backend) -> None:
     """A mark within a marked function is refused with both names."""
 
     @graph_break
@@ -82,7 +82,7 @@ def test_break_inside_a_break(backend: Backend) -> None:
         around(outer, backend)
 
 
-def test_break_that_raises_in_a_bucket(backend: Backend) -> None:
+def test_a_bucket_whose_break_raises_is_left_out(backend: Backend) -> None:
     """A bucket whose break raises is not captured, its error names the break, and other buckets are usable."""
 
     @graph_break
@@ -106,7 +106,7 @@ def test_break_that_raises_in_a_bucket(backend: Backend) -> None:
         around(lambda hidden, _: picky(hidden) + 1, backend)
 
 
-def test_break_that_raises_in_a_step(backend: Backend) -> None:
+def test_a_break_that_raises_in_a_step_is_named(backend: Backend) -> None:
     """What a break raises in a replay is chained to a ReplayError with its name; the next step is right."""
     faults: list[Exception] = []
 
@@ -131,7 +131,7 @@ def test_break_that_raises_in_a_step(backend: Backend) -> None:
     assert_equal(runner, eager, backend.device)
 
 
-def test_graph_alone(backend: Backend) -> None:
+def test_a_graph_with_breaks_is_no_step(backend: Backend) -> None:
     """A graph with breaks is not a step: replayed without its runner, it says so."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} has no graphs")
@@ -143,7 +143,7 @@ def test_graph_alone(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_another_runner_within_a_break(backend: Backend, *, shared: bool) -> None:
+def test_another_runner_may_not_replay_over_a_steps_memory(backend: Backend, *, shared: bool) -> None:
     """Its replay may overwrite what later graphs of the step read, where both share a pool: that step is refused."""
     other = decoder(Ids, lambda view: view.ids * 3, buckets=[2], output_rows=BATCH, backend=backend)
     wanted = [False]

@@ -40,7 +40,7 @@ COUNTS = (standard.DataParallelGathered, standard.DataParallelAgreed, standard.D
     data=st.data(),
 )
 @settings(max_examples=25)
-def test_any_base_with_any_mixins(
+def test_any_base_takes_any_mixins(
     *, base: type[Inputs], chosen: set[type[Inputs]], counted: tuple[type[Inputs] | None, ...], data: st.DataObject
 ) -> None:
     """Whatever the order, the class has every slot of its bases, and is filled as the oracle fills it."""
@@ -79,7 +79,7 @@ def test_mixins_that_say_different_things_are_refused() -> None:
             types.new_class("Torn", bases, {})
 
 
-def test_models_dtype() -> None:
+def test_the_decorator_settles_the_models_dtype() -> None:
     """The decorator settles the model's dtype, of inherited slots too, and keeps all else that they say."""
 
     @standard.model_dtype(torch.float32)
@@ -125,7 +125,7 @@ shardings = st.tuples(st.integers(1, 8), st.integers(0, 7), st.booleans()).map(
 
 
 @given(sharding=shardings, chunk=st.integers(0, 40), rest=st.integers(0, 7), way=ways, data=st.data())
-def test_num_token_non_padded(
+def test_each_rank_counts_the_live_rows_of_its_part(
     *, sharding: standard.Sharding, chunk: int, rest: int, way: Any, data: st.DataObject
 ) -> None:
     """Each rank counts the live rows of its own part; a bucket that does not divide is refused where it is cut."""
@@ -141,7 +141,7 @@ def test_num_token_non_padded(
 
 
 @given(width=st.integers(1, 6), data=st.data())
-def test_last_correct(width: int, data: st.DataObject) -> None:
+def test_last_correct_rows_stay_within_their_request(width: int, data: st.DataObject) -> None:
     """Multi-layer: behind the front, and within a request's own rows where a padded one has -1."""
     front = data.draw(st.integers(0, width - 1))
     correct = data.draw(st.lists(st.integers(0, width - front - 1), max_size=8))
@@ -156,7 +156,7 @@ def test_last_correct(width: int, data: st.DataObject) -> None:
 
 
 @given(lens=st.lists(st.integers(1, 9), max_size=8), requests=st.integers(0, 4), tokens=st.integers(0, 9))
-def test_first_tokens(lens: list[int], requests: int, tokens: int) -> None:
+def test_first_tokens_are_where_requests_begin(lens: list[int], requests: int, tokens: int) -> None:
     """Prefill: where each request begins; padded requests begin at a row that is there, wherever there is one."""
     rows = sum(lens) + tokens
     padded = torch.tensor([*lens, *[0] * requests], dtype=torch.int32)
@@ -165,7 +165,7 @@ def test_first_tokens(lens: list[int], requests: int, tokens: int) -> None:
     assert all(0 <= row < max(rows, 1) for row in found)
 
 
-def test_settings_that_make_no_sense() -> None:
+def test_settings_that_make_no_sense_are_refused() -> None:
     """A wrong rank or a name that is not there is refused by its name, and missing settings when a runner is made."""
     step = Step({TOKENS: 1}, {TOKENS: 2})
     for rank in (-1, 2, 5):
@@ -188,7 +188,9 @@ batches_of = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 
 
 @given(requests=batches_of, shards=shards_of, width=st.integers(1, 4), spare=st.integers(0, 12), rest=st.integers(0, 4))
-def test_counts_of_ranks(*, requests: list[int], shards: int, width: int, spare: int, rest: int) -> None:
+def test_each_rank_counts_every_batch_once(
+    *, requests: list[int], shards: int, width: int, spare: int, rest: int
+) -> None:
     """Each rank sees every batch's tokens and requests once, and counts the live rows of its own part of the bucket."""
     padded, fixed = (max(requests) * width + spare) * shards + rest, {standard.DP: len(requests)}
     told = [{BATCH: rows, TOKENS: rows * width} for rows in requests]

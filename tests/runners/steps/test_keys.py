@@ -35,7 +35,7 @@ def begun(*lives: int) -> dict[str, list[int]]:
     return {"life": [*lives], "turn": [0] * len(lives)}
 
 
-def test_tokens_of_an_earlier_step() -> None:
+def test_tokens_of_an_earlier_step_can_be_asked_for() -> None:
     """They can be asked for as long as the step's outputs can be read."""
     steps = tagged("cpu-capture").steps({"life": [1, 2], "turn": [0, 0]}, keys=["a", "b"], ahead=1)
     first = next(steps)
@@ -85,7 +85,7 @@ class Lives:
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize("lowering", ["foreach", "in_graph", "fused"])
-def test_any_order_of_lives(lowering: str, ahead: int) -> None:
+def test_tokens_have_the_rows_that_count_in_any_order_of_lives(lowering: str, ahead: int) -> None:
     """Random ends, known ahead or not, and keys that come back as soon as they may."""
     runner = tagged("cpu-capture", lowering=lowering)
     for seed in range(12):

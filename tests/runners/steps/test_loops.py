@@ -33,7 +33,7 @@ def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch)
     assert sent == []
 
 
-def test_what_the_host_foretells(cpu: str) -> None:
+def test_the_host_foretells_the_next_launch(cpu: str) -> None:
     """Lengths of the step that is launched next: of requests of the first batch, of new ones, of changed ones."""
     lens = torch.ones(2, dtype=torch.int32)
     for step in counting(cpu).steps({**batch(1, 2), "lens": lens}, keys=[*"ab"], ahead=2, needs=["lens"]):
@@ -75,7 +75,7 @@ def test_outputs_last_until_the_ring_is_round(cpu: str) -> None:
         _ = first.outputs
 
 
-def test_what_is_read(cpu: str) -> None:
+def test_read_chooses_what_is_copied(cpu: str) -> None:
     """`read` chooses what is copied, and makes nothing of its own; tokens need one tensor."""
     chosen = counting(cpu, lambda view: {"made": count(view), "twice": view.made * 2})
     step = next(chosen.steps(batch(3, 4)))
@@ -90,7 +90,7 @@ def test_what_is_read(cpu: str) -> None:
         next(whole.steps(batch(3, 4))).tokens()
 
 
-def test_a_device_that_is_late(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_its_own_outputs_alone(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits for its own outputs alone; memory that the device may still write lives on when the loop ends."""
     events, waited, runner = weakref.WeakSet[HostEvent](), list[int](), counting(cpu)
 
@@ -122,7 +122,7 @@ def test_buckets_are_captured_when_an_edit_needs_them(cpu: str) -> None:
     assert sorted(runner.graphs.captured) == [(2, frozenset()), (8, frozenset())]
 
 
-def test_what_ends_the_loop(runner: DecodeRunner[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_the_runner_ends_the_loop(runner: DecodeRunner[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of the runner takes the slots; steps may begin again. A forked process has no graphs."""
     steps = runner.steps(batch(1, 2))
     next(steps)
@@ -228,7 +228,7 @@ def test_wrong_rules_are_refused_with_the_class() -> None:
 PAGES = Axis("PAGES")
 
 
-def test_what_steps_refuse() -> None:
+def test_steps_refuse_what_cannot_run() -> None:
     """Before anything is run, with the way out."""
 
     class Still(Inputs):
@@ -280,7 +280,7 @@ class Laneless(Counting):  # a slot that the kernel does not take, and one of al
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_edits_that_bring_the_kernel_nothing(cpu: str, lowering: str) -> None:
+def test_edits_that_bring_the_kernel_nothing_leave_slots_alone(cpu: str, lowering: str) -> None:
     """They leave all other slots alone, whatever became of the tensors of the batch before."""
 
     def step(view: Laneless) -> torch.Tensor:

@@ -92,7 +92,7 @@ def calls_of(junk: Any) -> dict[str, Callable[[Any], Any]]:
     return first | slots
 
 
-def test_no_raw_error(runner: DecodeRunner[Mixed]) -> None:
+def test_every_method_takes_or_refuses_junk(runner: DecodeRunner[Mixed]) -> None:
     """Whatever each method is given, it takes it or refuses it; a refused one changes nothing."""
     plain, refused = runner.steps(mixed(10, 20), keys=["a", "b"], needs=["lens"]), 0
     next(plain)
@@ -110,7 +110,7 @@ def test_no_raw_error(runner: DecodeRunner[Mixed]) -> None:
 
 
 @pytest.mark.parametrize("place", range(1, len(JUNK)))
-def test_arguments_of_steps(place: int) -> None:
+def test_junk_arguments_of_steps_are_refused(place: int) -> None:
     """They are refused before anything is run."""
     junk = JUNK[place]
     runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
@@ -174,7 +174,7 @@ WHOLE: Final = (
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("dtype", WHOLE, ids=str)
-def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: str) -> None:
+def test_whole_numbers_of_every_dtype_advance_and_move(cpu: str, dtype: torch.dtype, lowering: str) -> None:
     """They advance up and down beyond their ends, and their rows move, where torch itself adds no such numbers."""
     info = torch.iinfo(dtype)
     size, most = 1 << info.bits, min(info.max, (1 << 63) - 1)
@@ -222,13 +222,13 @@ def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: st
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 @pytest.mark.parametrize("dtype", WHOLE, ids=str)
-def test_whole_numbers_on_cuda(dtype: torch.dtype, lowering: str) -> None:
+def test_whole_numbers_advance_and_move_on_cuda(dtype: torch.dtype, lowering: str) -> None:
     """The same by the compiled kernel, and by torch's own operators."""
-    test_whole_numbers_of_every_dtype("cuda", dtype, lowering)
+    test_whole_numbers_of_every_dtype_advance_and_move("cuda", dtype, lowering)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_a_rule_that_torch_cannot_run(cpu: str, lowering: str) -> None:
+def test_a_rule_that_torch_cannot_run_is_named(cpu: str, lowering: str) -> None:
     """It is named with its line."""
 
     class Chained(Inputs):
@@ -267,7 +267,7 @@ FITS: Final = {
 
 
 @pytest.mark.parametrize("dtype", FITS, ids=str)
-def test_a_constant_that_the_dtype_cannot_hold(dtype: torch.dtype) -> None:
+def test_a_constant_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype) -> None:
     """It is refused with the class, and the largest that it holds is not."""
     for number in FITS[dtype]:
 
