@@ -86,7 +86,7 @@ def tails_begin_a_row_late(old: Any, self: Any, live: Any, dirty: Any) -> None:
     old(self, tuple(rows + 1 for rows in live), dirty)
 
 
-@fault(OTHERS, tails.CleanTails, "begin", "runners/test_pool.py::test_producers_of_another_are_known")
+@fault(OTHERS, tails.CleanTails, "begin", "runners/engine/test_pool.py::test_producers_of_another_are_known")
 def producers_are_trusted(old: Any, self: Any, *given: Any) -> Any:
     """Believe tails though producers have the slots: padded rows that one writes reach the next step."""
     self.handed_out = False
@@ -102,7 +102,7 @@ def broken_fills_are_believed(old: Any, self: Any, by: Any, live: Any, padded: A
     return dirty
 
 
-@fault(OTHERS, tails.CleanTails, "begin", "runners/test_pool.py::test_shared_memory_changes_no_output[cpu]")
+@fault(OTHERS, tails.CleanTails, "begin", "runners/engine/test_pool.py::test_shared_memory_changes_no_output[cpu]")
 def neighbours_are_trusted(old: Any, self: Any, by: Any, *given: Any) -> Any:
     """Take any fill for one's own: rows of another runner of the pool stay in the tail."""
     self._filled_by = self._filled_by and by
@@ -135,7 +135,7 @@ def rows_apart_are_read_as_one_piece(old: Any, *given: Any) -> int:
     return 0
 
 
-@fault(KINDS, kinds.SourceKinds, "read", "runners/test_outputs.py::test_rows_of_outputs_follow_their_axis")
+@fault(KINDS, kinds.SourceKinds, "read", "runners/engine/test_outputs.py::test_rows_of_outputs_follow_their_axis")
 def sizes_are_those_of_the_batch_before(old: Any, self: Any, given: Any) -> Any:
     """Keep the sizes of the first batch: a later one of other sizes has its rows cut, or rows that it has not."""
     _, live, _ = self._last
@@ -315,7 +315,7 @@ def everybody_is_let_in(old: Any, self: Any, runner: str) -> None:
     self.lock = _Open()
 
 
-@fault(BOOKS, routes.GraphRoute, "run", "runners/test_statistics.py::test_every_step_is_counted")
+@fault(BOOKS, routes.GraphRoute, "run", "runners/engine/test_statistics.py::test_every_step_is_counted")
 def replays_are_not_counted(old: Any, self: Any, view: Any, live: Any) -> Any:
     """Count no replay: statistics lack steps."""
     made = old(self, view, live)
@@ -351,7 +351,10 @@ def forks_are_not_noticed(old: Any, self: Any, captured: Any) -> None:
 
 
 @fault(
-    OUTPUTS, routes.GraphRoute, "__init__", "runners/test_outputs.py::test_each_tensor_of_a_structure_has_its_live_rows"
+    OUTPUTS,
+    routes.GraphRoute,
+    "__init__",
+    "runners/engine/test_outputs.py::test_each_tensor_of_an_output_has_its_live_rows",
 )
 def outputs_are_not_cut(old: Any, self: Any, *given: Any) -> None:
     """Cut no outputs: a caller gets padded rows."""
@@ -359,7 +362,7 @@ def outputs_are_not_cut(old: Any, self: Any, *given: Any) -> None:
     self._rows_each = None
 
 
-@fault(OUTPUTS, outputs, "own_copy", "runners/test_kept_outputs.py::test_copies_are_the_callers_own")
+@fault(OUTPUTS, outputs, "own_copy", "runners/engine/test_kept_outputs.py::test_copies_are_the_callers_own")
 def copies_are_views(old: Any, made: Any) -> Any:
     """Copy nothing: with outputs='copy' an output is overwritten by the next step."""
     del old
@@ -372,7 +375,7 @@ def stale_outputs_are_read(old: Any, self: Any) -> None:
     del old, self
 
 
-@fault(CAPTURES, buffers, "at_rest", "runners/test_capture.py::test_lazy_capture_keeps_what_a_producer_wrote")
+@fault(CAPTURES, buffers, "at_rest", "runners/engine/test_capture.py::test_lazy_capture_keeps_what_a_producer_wrote")
 def captures_run_on_live_rows(old: Any, *given: Any) -> Any:
     """Leave the slots as they are: warm-ups of a late capture run on the last step's inputs."""
     del old, given
@@ -408,7 +411,7 @@ def outputs_in_restored_slots_are_not_copied(old: Any, self: Any, view: Any, ste
     return made[-1]
 
 
-@fault(POOLS, sharing, "lasting", "runners/test_sharing.py::test_lifetimes_follow_from_what_slots_say")
+@fault(POOLS, sharing, "lasting", "runners/engine/test_sharing.py::test_lifetimes_follow_from_what_slots_say")
 def everything_is_shared(old: Any, *given: Any) -> None:
     """Share all slots: steps of one runner overwrite constants and host memory of another."""
     del old, given

@@ -208,7 +208,7 @@ def test_metrics_without_the_library_say_what_to_install(monkeypatch: pytest.Mon
             use(mine=plain_runner(cpu))
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| .* \| (.*) \|$", re.MULTILINE)
 
 
