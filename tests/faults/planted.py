@@ -354,7 +354,7 @@ def forks_are_not_noticed(old: Any, self: Any, captured: Any) -> None:
     OUTPUTS,
     routes.GraphRoute,
     "__init__",
-    "runners/engine/test_outputs.py::test_each_tensor_of_an_output_has_its_live_rows",
+    "runners/engine/test_outputs.py::test_each_tensor_has_its_live_rows",
 )
 def outputs_are_not_cut(old: Any, self: Any, *given: Any) -> None:
     """Cut no outputs: a caller gets padded rows."""

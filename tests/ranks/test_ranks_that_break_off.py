@@ -75,13 +75,7 @@ def fails(rank: int, kind: str, over: str, equal: bool, error: BaseException) ->
         ("eager", OVER[1], True, ValueError("lost a page")),
     ],
 )
-def test_a_step_that_raises_is_told_in_the_next_call(
-    two: Processes,
-    kind: str,
-    over: str,
-    equal: bool,
-    error: BaseException,  # noqa: FBT001 - a parameter
-) -> None:
+def test_a_step_that_raises_is_told(two: Processes, kind: str, over: str, equal: bool, error: BaseException) -> None:  # noqa: FBT001 - a parameter
     """All are told which rank failed in what, by their next call, that rank too; the one after it is right."""
     name = "EagerRunner" if kind == "eager" else "DecodeRunner"
     told = f"RankError: rank 1 failed in a step of runner 1 ({name} of Counted): "
@@ -363,12 +357,7 @@ def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, fl
 @pytest.mark.parametrize(
     ("over", "equal", "read"), [(OVER[0], False, False), (OVER[1], True, False), (OVER[0], True, True)]
 )
-def test_a_device_that_waits_for_a_failed_rank_is_not_waited_for(
-    two: Processes,
-    over: str,
-    equal: bool,
-    read: bool,  # noqa: FBT001 - a parameter
-) -> None:
+def test_a_device_of_a_failed_rank_is_not_waited_for(two: Processes, over: str, equal: bool, read: bool) -> None:  # noqa: FBT001 - a parameter
     """Is not waited for until the time-out; a CPU never stands still, so that the event is made here."""
     (told, seconds), (own, _) = two.run(stands_still, over, equal, read)
     assert own.startswith("ReplayError: the step raised ValueError: lost a page")

@@ -65,7 +65,7 @@ STRUCTURES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], type]] 
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_each_tensor_of_an_output_has_its_live_rows(cpu: str, kind: str) -> None:
+def test_each_tensor_has_its_live_rows(cpu: str, kind: str) -> None:
     """Each tensor comes with its live rows, on every path; a caller's change of the structure is gone at the next."""
     make, wanted = STRUCTURES[kind]
     runner = runner_of(lambda view: make(view.ids * 2, view.lens[:, None] + 1), cpu)
