@@ -3,9 +3,6 @@
 import dataclasses
 import importlib
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,8 @@ from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inpu
 from slotgraph.backends import choose, load
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError
+from tests.npu.programs import program
 from tests.strategies import draw
-
-
-def program(source: str, **environment: str) -> list[str]:
-    """What a program in a process of its own prints: for settings that are read once, and what a start looks like."""
-    variables = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
-    words = [sys.executable, "-c", source]
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
-    assert not done.returncode or done.stdout, done.stderr
-    return done.stdout.strip().splitlines()
 
 
 @pytest.fixture

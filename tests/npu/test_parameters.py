@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
-from tests.npu.test_backend import program
+from tests.npu.programs import program
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 DIM, LENGTH, BUCKETS = 16, 8, (2, 4)

@@ -16,18 +16,10 @@ from slotgraph.runners.ranks.group import Message, Ranks
 from tests.programs import python
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
-from tests.ranks.stepping import OVER, Counted, Kept, Numbered, runner_on, soon
+from tests.ranks.stepping import OVER, Counted, Kept, Numbered, Unreadable, runner_on, soon
 
 KINDS: Final = ("decode", "eager")
 CPU: Final = torch.device("cpu")
-
-
-class Unreadable(dict[str, Any]):
-    """A batch that cannot be read."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Not at all."""
-        raise OSError(f"lost {name}")
 
 
 class LateWork:
@@ -88,7 +80,7 @@ def refuses(rank: int, kind: str, over: str) -> list[tuple[str, bool]]:
     for number in range(9):
         batch = batch_of(number, number + 1)
         wrong = (None, batch["ids"].to(torch.complex64), batch["ids"][None, None])
-        odd = [*({**batch, "ids": ids} for ids in wrong), Unreadable(batch)]
+        odd = [*({**batch, "ids": ids} for ids in wrong), Unreadable(batch, OSError("lost a page"))]
         before = [one.clone() for one in buffers]
         error = raised(runner, odd[number // 2] if rank == 1 and number % 2 else batch)
         found.append((error, all(torch.equal(old, new) for old, new in zip(before, buffers, strict=True))))

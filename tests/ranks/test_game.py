@@ -17,7 +17,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.runners.ranks import group
 from tests.ranks.processes import Processes, ranks
-from tests.ranks.stepping import OVER, soon
+from tests.ranks.stepping import OVER, Unreadable, soon
 
 CALLS: Final = ("", "", "refused", "raises", "interrupted", "key", "vouched")
 LOOPS: Final = ("", "", "body", "raises", "closed", "dropped", "cycle", "held", "begin")
@@ -34,14 +34,6 @@ class Grown(Inputs):
 
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1, then=lambda ids: ids + 1)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0.5)
-
-
-class Pressed(dict[str, Any]):
-    """A batch over which somebody presses a key."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Pressed."""
-        raise KeyboardInterrupt(name)
 
 
 class Faulty:
@@ -127,7 +119,7 @@ class Player:
         given = {"ids": torch.arange(rows), "weights": torch.ones(rows)}
         if fault == "refused":
             given["weights"] = torch.ones(rows, 3)
-        return Pressed(given) if fault == "key" else given
+        return Unreadable(given) if fault == "key" else given
 
     def is_paired(self, turn: Turn) -> bool:
         """Whether the ranks brought this very round to the step that was run last."""

@@ -17,7 +17,7 @@ from slotgraph.extend import side
 from slotgraph.runners.ranks.pipeline import PipelineStage
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHOSEN, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
-from tests.ranks.stepping import soon
+from tests.ranks.stepping import Unreadable, soon
 from tests.runners import prefilled
 from tests.runners.models import decoder
 from tests.runners.prefilled import HIDDEN, VOCAB, Prefill
@@ -341,14 +341,6 @@ def test_what_was_told_ahead_of_a_lost_step_is_heard(four: Processes, fault: str
         assert exchanges == 18 + sum(faulty)  # by which both know that both failed
 
 
-class Interrupting(dict[str, Any]):
-    """A batch that somebody presses a key over."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Pressed."""
-        raise KeyboardInterrupt(name)
-
-
 def ends_early(rank: int, how: str) -> str:
     """Rank 0's step ends before its runner begins to agree; rank 1 waits for it in what it does next."""
     groups: list[Any] = [dist.new_group([place]) for place in range(2)]
@@ -362,7 +354,7 @@ def ends_early(rank: int, how: str) -> str:
     if rank == 1:
         return raised(other.capture) if quiet else raised(stage, batch_of(3, 1))
     try:
-        return raised(stage, Interrupting(batch_of(3, 1)), **({"pp_proxy_tensors": {}} if quiet else {}))
+        return raised(stage, Unreadable(batch_of(3, 1)), **({"pp_proxy_tensors": {}} if quiet else {}))
     except KeyboardInterrupt:
         return "KeyboardInterrupt: "
 

@@ -12,6 +12,7 @@ from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import BatchError, ConfigError
 from slotgraph.extend import HOST
+from tests.packing import backend_of
 from tests.runners.models import batch_for
 from tests.strategies import same_bytes
 
@@ -57,12 +58,8 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def pair(backend: str, lowering: str) -> tuple[Any, Any]:
     """Buffers under test, and others that are filled whole."""
-    available = load(backend).is_available()
-    if not available:
-        pytest.skip(f"{backend}: {available.reason}")
-    if lowering not in load(backend)().capabilities.lowerings:
-        pytest.skip(f"{backend} has no lowering {lowering!r} here")
-    one, other = (InputBuffers(Verify, SIZES, backend=backend, lowering=lowering) for _ in range(2))
+    made = backend_of(backend, lowering)
+    one, other = (InputBuffers(Verify, SIZES, backend=made, lowering=lowering) for _ in range(2))
     return one, other
 
 
