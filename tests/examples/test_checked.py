@@ -16,7 +16,7 @@ from slotgraph.runners.check.checks import CheckReport
 from slotgraph.runners.decode import GraphRunner
 from slotgraph.runners.engine.runner import Runner
 from tests.examples.demo import NEEDS, SMALL, module
-from tests.examples.test_programs_go_on_after_their_runners_were_checked import SHORT, needs
+from tests.examples.test_programs import SHORT, needs
 
 MOST = 4
 

@@ -37,16 +37,18 @@ class Stream:  # work in order. handed: how much ever came. done: how much of it
 
 
 @attrs.define(eq=False)
-class Point(Event):  # a point in a stream
+class Point(Event):  # a point in a stream. tells: whether it says the truth; else it says that it has passed
     stream: Stream
     at: int
+    tells: bool = True
 
     def query(self) -> bool:
-        return self.stream.done >= self.at
+        return self.stream.done >= self.at or not self.tells
 
     def synchronize(self) -> None:
-        with _disable_current_modes():  # else what is done would be put off again
-            self.stream.run(self.at)
+        if self.tells:
+            with _disable_current_modes():  # else what is done would be put off again
+                self.stream.run(self.at)
 
     def elapsed_time(self, end_event: Any) -> float:
         raise NotImplementedError
@@ -67,12 +69,15 @@ class LaterGraph(Graph):  # a graph of cpu-capture's, which is replayed on the c
 
 @final
 class Device(HostBackend):
-    """The device. current: the stream that is. buffers: all memory that it was asked for."""
+    """The device. current: the stream that is. buffers: all memory that it was asked for.
+
+    fault: what it breaks. `mark`: events of uploads say that they have passed.
+    """
 
     name: ClassVar[str] = "invariants"
 
-    def __init__(self) -> None:
-        self.current, self.is_late = 0, False
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.current, self.is_late = fault, 0, False
         self.streams = [Stream() for _ in range(3)]
         self.buffers: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
@@ -106,7 +111,7 @@ class Device(HostBackend):
         def pinned(count: int) -> torch.Tensor:
             return self._on_host(torch.zeros(count, dtype=torch.uint8))
 
-        return Ring(packet, pinned, start, lambda _: self.event(), self.synchronize)
+        return Ring(packet, pinned, start, lambda _: self._point(tells=self.fault != "mark"), self.synchronize)
 
     def fusion(self) -> Fusion:
         return HOST_FUSION
@@ -122,8 +127,11 @@ class Device(HostBackend):
 
     def event(self, again: Event | None = None) -> Event:
         del again
+        return self._point(tells=True)
+
+    def _point(self, *, tells: bool) -> Point:
         stream = self.streams[self.current]
-        return Point(stream, stream.handed)
+        return Point(stream, stream.handed, tells)
 
     def synchronize(self) -> None:
         self._drain(random.Random(0))  # noqa: S311 - data for a test

@@ -97,7 +97,8 @@ def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
     options: Any = {"backend": backend_of(backend, lowering), "sizes": {PAGES: WIDE}, "output_rows": BATCH}
     if lowering is not None:
         options["lowering"] = lowering
-    return decoder(AheadInputs, step, buckets=BUCKETS, **options)
+    made: DecodeRunner[AheadInputs] = decoder(AheadInputs, step, buckets=BUCKETS, **options)
+    return made
 
 
 rows_of_requests = st.builds(

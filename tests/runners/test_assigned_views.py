@@ -32,7 +32,8 @@ def placed_step(view: Placed) -> torch.Tensor:
 def placed(step: Callable[[Placed], Any] = placed_step, **options: Any) -> DecodeRunner[Placed]:
     """A captured runner."""
     given: dict[str, Any] = {"backend": "cpu-capture", "buckets": (2, 4), **options}
-    return decoder(Placed, step, **given)
+    made: DecodeRunner[Placed] = decoder(Placed, step, **given)
+    return made
 
 
 BATCH_OF_TWO: Final = {"ids": [1, 2], "positions": [7, 8], "lens": [1, 1]}

@@ -26,7 +26,10 @@ def counted_step(view: Counted) -> dict[str, Any]:
 
 def counted(backend: str, **options: Any) -> DecodeRunner[Counted]:
     """A captured runner."""
-    return decoder(Counted, counted_step, backend=backend, buckets=(2, 4), output_rows=BATCH, **options)
+    made: DecodeRunner[Counted] = decoder(
+        Counted, counted_step, backend=backend, buckets=(2, 4), output_rows=BATCH, **options
+    )
+    return made
 
 
 def numbers_of(outputs: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,10 @@ def count(view: Counting) -> torch.Tensor:
 
 def counting(backend: str | Backend, step: Callable[[Counting], Any] = count, **options: Any) -> DecodeRunner[Counting]:
     """A captured runner for up to eight requests."""
-    return decoder(Counting, step, backend=backend, buckets=(2, 4, 8), output_rows=BATCH, **options)
+    made: DecodeRunner[Counting] = decoder(
+        Counting, step, backend=backend, buckets=(2, 4, 8), output_rows=BATCH, **options
+    )
+    return made
 
 
 def batch(*tags: int) -> dict[str, Any]:

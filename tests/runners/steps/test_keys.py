@@ -20,7 +20,7 @@ class Tagged(Inputs):  # a number for each life, and the number of its step
 
 def tagged(backend: str, **options: Any) -> DecodeRunner[Tagged]:
     """A captured runner whose rows name their life and their step."""
-    return decoder(
+    made: DecodeRunner[Tagged] = decoder(
         Tagged,
         lambda view: view.life * 1000 + view.turn,
         backend=backend,
@@ -28,6 +28,7 @@ def tagged(backend: str, **options: Any) -> DecodeRunner[Tagged]:
         output_rows=BATCH,
         **options,
     )
+    return made
 
 
 def begun(*lives: int) -> dict[str, list[int]]:

@@ -41,7 +41,8 @@ def step_of(view: Number) -> Made:
 def ready(backend: str, step: Callable[[Number], Any] = step_of, **options: Any) -> DecodeRunner[Number]:
     """A captured runner."""
     given: dict[str, Any] = {"output_rows": BATCH, **options}
-    return decoder(Number, step, backend=backend, buckets=(2, 4), **given)
+    made: DecodeRunner[Number] = decoder(Number, step, backend=backend, buckets=(2, 4), **given)
+    return made
 
 
 PARTS: Final[dict[str, Callable[[Made], Any]]] = {

@@ -67,7 +67,10 @@ def mixed(*ids: int) -> dict[str, Any]:
 @pytest.fixture(params=["foreach", "in_graph"], scope="module")
 def runner(request: pytest.FixtureRequest) -> DecodeRunner[Mixed]:
     """A runner by each lowering, of which each test begins steps anew."""
-    return decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2, 4), output_rows=BATCH, lowering=request.param)
+    made: DecodeRunner[Mixed] = decoder(
+        Mixed, mixed_step, backend="cpu-capture", buckets=(2, 4), output_rows=BATCH, lowering=request.param
+    )
+    return made
 
 
 def calls_of(junk: Any) -> dict[str, Callable[[Any], Any]]:
@@ -307,4 +310,4 @@ def test_holds_need_a_reason() -> None:
     step = next(runner.steps(mixed(1)))
     for wrong in ("", 5, None):
         with pytest.raises(ConfigError, match="hold: expected a reason"):
-            step.hold(wrong)  # type: ignore[arg-type]
+            step.hold(wrong)
