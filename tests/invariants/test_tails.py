@@ -28,7 +28,7 @@ from tests.invariants.steps import (
 
 ADOPTED = {"ids": torch.int64, "weights": torch.float32, "here": torch.int64}
 
-ACTS = ("step", "step", "halves", "fill", "refused", "broken", "written", "turned", "produced")
+ACTS = ("step", "step", "halves", "fill", "refused", "broken", "written", "produced")
 """The last only after a while: no fill believes tails once a producer has the slots."""
 
 
@@ -37,12 +37,13 @@ def after_anything(
 ) -> set[str]:
     """Slots that were wrong in a step, among other acts. few: without the optional slot fills are exact, no graph's."""
     draw, found = random.Random(seed), set[str]()  # noqa: S311 - data for a test
+    acts = ("written", "turned", *ACTS) if owned else ACTS
     for number in range(40):
         runner, rows = draw.choice(runners), draw.choice((0, 1, 3, 3, 3, 5, 6 if owned else BEYOND))
         values = drawn(rows, number, absent=draw.random() < 0.3, inputs=inputs)
         batch: dict[str, Any] = on(backend, values)
         buckets = () if few and "extra" not in values else BUCKETS
-        match draw.choice(ACTS[: len(ACTS) - (number < 20)]):
+        match draw.choice(acts[: len(acts) - (number < 20)]):
             case "step":
                 found |= {*wrong(runner(batch), values, buckets)}
             case "halves":
