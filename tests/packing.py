@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 import attrs
+import pytest
 import torch
 
 from slotgraph.backends import Backend, Capabilities, Fusion, Graph, Interruption, Upload, load
@@ -76,9 +77,17 @@ class PackingBackend(HostBackend):
         return self._inner.interrupt(run)
 
 
-def backend_of(name: str) -> Backend:
-    """An adapter of the project's, or the one above."""
-    return PackingBackend() if name == NAME else load(name)()
+def backend_of(name: str, lowering: str | None = None) -> Backend:
+    """Make an adapter of the project's, or the one above; skip the test where it cannot run, or lacks the lowering."""
+    if name == NAME:
+        return PackingBackend()
+    available = load(name).is_available()
+    if not available:
+        pytest.skip(f"{name}: {available.reason}")
+    made = load(name)()
+    if lowering not in (None, "auto", *made.capabilities.lowerings):
+        pytest.skip(f"{name} has no lowering {lowering!r}")
+    return made
 
 
 def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Feed:

@@ -86,7 +86,7 @@ SETUPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETUPS)
-def test_a_program_that_prints_json(name: str, tmp_path: Path) -> None:
+def test_standard_output_is_the_programs_alone(name: str, tmp_path: Path) -> None:
     """Standard output is the program's alone, prints of its steps too; standard error has what was asked for."""
     program = PROGRAM.format(setup=SETUPS[name], path=tmp_path / "last.safetensors")
     reader, writer = pty.openpty() if name == "terminal" else os.pipe()

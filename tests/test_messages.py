@@ -15,7 +15,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, DecodeRunner, EagerRunner, InputBuffers, Inputs, copied
+from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, EagerRunner, InputBuffers, Inputs, copied
 from slotgraph.backends import load
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow import errors
@@ -24,6 +24,7 @@ from slotgraph.dataflow.errors import BatchError, CaptureError, MissingSourceErr
 from slotgraph.pool import InputPool
 from slotgraph.runners.engine.hooks import Watcher
 from tests.runners.kinds import RUNNERS, Drafted, Fed, batch_of, captured, make
+from tests.runners.models import decoder
 
 HERE = Path(__file__).name
 FACTORS = {
@@ -105,7 +106,7 @@ def said_by(take: Callable[[Any], Any], batch: Any, kind: type[Exception] = Batc
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_what_is_no_batch(entry: str) -> None:
+def test_what_is_no_batch_is_told_what_a_batch_is(entry: str) -> None:
     """A tensor, a list, a number, nothing, a class: the message says what a batch is, and names no slot as missing."""
     take, batch = ENTRIES[entry].take, placed_batch(ENTRIES[entry].name)
     given: list[tuple[Any, str]] = [
@@ -129,15 +130,14 @@ def test_what_is_no_batch(entry: str) -> None:
     take(SimpleNamespace(**batch))
 
 
-def test_what_is_no_batch_has_no_keys() -> None:
+def test_attributes_of_what_is_no_batch_are_no_keys() -> None:
     """A runner that names the keys that no slot reads says nothing of a tensor's attributes."""
 
     class Graded(Inputs):
         grads: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
         names: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
-    runner = DecodeRunner(Graded, lambda view: view.grads, buckets=[2], backend="cpu-capture", debug=True)
-    runner.capture()
+    runner = decoder(Graded, lambda view: view.grads, buckets=[2], backend="cpu-capture", debug=True)
     for value in (torch.ones(2), [1, 2], "grads", None, torch.nn.Linear(2, 2)):
         with capture_logs() as events:
             assert said_by(runner, value).startswith("a batch is a mapping or an object")
@@ -145,7 +145,7 @@ def test_what_is_no_batch_has_no_keys() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_batch_with_a_misspelt_name(entry: str) -> None:
+def test_a_misspelt_name_is_told_which_was_meant(entry: str) -> None:
     """A mapping and an object that lack one source, or have all under other names, are told which name was meant."""
     take, batch = ENTRIES[entry].take, placed_batch(ENTRIES[entry].name)
     for wrong in ({"lens": "len"}, {"tokens": "token", "lens": "len", "places": "place"}):
@@ -158,7 +158,7 @@ def test_a_batch_with_a_misspelt_name(entry: str) -> None:
 
 @pytest.mark.parametrize("as_what", ["tensor", "list", "array", "attribute"])
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_one_source_is_shorter(entry: str, as_what: str) -> None:
+def test_the_source_that_is_shorter_comes_first(entry: str, as_what: str) -> None:
     """The slot that differs comes first, and each slot says one size: none is told what another should have been."""
     name, take = ENTRIES[entry].name, ENTRIES[entry].take
     factor, batch = FACTORS.get(name, ("", 0))[1], placed_batch(ENTRIES[entry].name)
@@ -185,7 +185,7 @@ def test_one_source_is_shorter(entry: str, as_what: str) -> None:
 
 
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if ENTRIES[entry].name in FACTORS])
-def test_more_tokens_a_request_than_the_runner_has(entry: str) -> None:
+def test_more_tokens_a_request_name_the_option(entry: str) -> None:
     """TOKENS is some whole number x BATCH: the option that says so is named, and who says which size."""
     name, take = ENTRIES[entry].name, ENTRIES[entry].take
     option, factor = FACTORS[name]
@@ -199,7 +199,7 @@ def test_more_tokens_a_request_than_the_runner_has(entry: str) -> None:
     take(batch)
 
 
-def test_too_few_tokens_a_request() -> None:
+def test_too_few_tokens_a_request_name_the_option() -> None:
     """The other way round, with width=2 where one token comes; seven tokens of three requests fit no width."""
     runner = captured("DecodeRunner", inputs=Placed, width=2)
     few, odd = placed_batch("DecodeRunner"), placed_batch("DecodeRunner")
@@ -212,7 +212,7 @@ def test_too_few_tokens_a_request() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_source_of_another_rank(entry: str) -> None:
+def test_a_source_of_another_rank_is_named_alone(entry: str) -> None:
     """It alone is named, whatever else its first dim seems to say of the others."""
     take, batch = ENTRIES[entry].take, placed_batch(ENTRIES[entry].name)
     for slot, value in [(slot, batch[slot]) for slot in ("tokens", "lens", "places")]:
@@ -246,10 +246,9 @@ class Advancing(Inputs):
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1, then=lambda lens: lens + 1)
 
 
-def test_batches_of_loops() -> None:
+def test_batches_of_loops_are_looked_at_as_those_of_calls() -> None:
     """What begins `steps`, and what joins them, is looked at as the batch of a call is."""
-    runner = DecodeRunner(Advancing, lambda view: view.ids * 3, buckets=[8], backend="cpu-capture")
-    runner.capture()
+    runner = decoder(Advancing, lambda view: view.ids * 3, buckets=[8], backend="cpu-capture")
     batch: dict[str, Any] = {"ids": torch.tensor([5, 7, 9]), "lens": torch.tensor([2, 4, 6])}
     loop = runner.steps(batch)
     step = next(loop)
@@ -271,7 +270,7 @@ class Paged(Inputs):
     held: torch.Tensor = copied(PAGES * 2 + ROWS, dtype=torch.int64, pad=0)
 
 
-def test_live_rows_of_an_axis_that_no_source_tells() -> None:
+def test_live_rows_that_no_source_tells_may_be_given() -> None:
     """`live=` gives what sources do not tell; those that they tell are read, and compared, as ever."""
     made = InputBuffers(Paged, {BATCH: 8, ROWS: 8, PAGES: 8}, backend="cpu-capture")
     batch = {"ids": torch.tensor([4, 5, 6]), "pages": torch.arange(4), "held": torch.arange(1, 9)}
@@ -289,12 +288,11 @@ class Tabled(Advancing):
     owners: torch.Tensor = copied(PAGES, dtype=torch.int32, pad=0)
 
 
-def test_sources_that_differ_on_several_axes() -> None:
+def test_each_axis_on_which_sources_differ_has_its_sentence() -> None:
     """Each axis has its own sentence; a slot over two of them is named in both if it differs in both."""
     sizes = {BATCH: 4, TOKENS: 8, PAGES: 6}
     made = InputBuffers(Tabled, sizes, backend="cpu-capture")
-    runner = DecodeRunner(Tabled, lambda view: view.ids * 2, buckets=[4], sizes={PAGES: 6}, backend="cpu-capture")
-    runner.capture()
+    runner = decoder(Tabled, lambda view: view.ids * 2, buckets=[4], sizes={PAGES: 6}, backend="cpu-capture")
     eager = EagerRunner(Tabled, lambda view: view.ids * 2, backend="cpu")
     integers = functools.partial(torch.ones, dtype=torch.int32)
     batch = {"ids": torch.ones(3).long(), "lens": torch.ones(3).long(), "table": integers(3, 5), "owners": integers(5)}
@@ -310,7 +308,7 @@ def test_sources_that_differ_on_several_axes() -> None:
 
 @pytest.mark.parametrize("debug", [None, True, "poison,parity"])
 @pytest.mark.parametrize("name", RUNNERS)
-def test_replay_of_what_is_no_view(name: str, debug: Any) -> None:
+def test_a_replay_of_what_is_no_view_names_what_came(name: str, debug: Any) -> None:
     """`replay` takes what `fill` returned: a batch, a tensor and nothing are named, whoever watches."""
     if name == "EagerRunner":
         runner, watcher = captured(name, inputs=inputs_of(name)), Watcher()
@@ -387,7 +385,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", NAMES)
-def test_the_name_that_was_meant(what: str) -> None:
+def test_a_refused_name_comes_with_the_one_meant(what: str) -> None:
     """A misspelt name, or the name of a device that a backend has under another, is refused with the one meant."""
     do, words = NAMES[what]
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the words are looked at
@@ -448,7 +446,7 @@ def shown(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize(("name", "how"), CAPTURING)
-def test_a_failing_capture(name: str, how: str) -> None:
+def test_a_failing_capture_says_each_reason_once(name: str, how: str) -> None:
     """One message, which says each reason once, and one traceback, whose last line is the user's own."""
     runner = failing(name, STEPS[how])
     with pytest.raises(CaptureError) as caught, capture_logs() as events:
@@ -475,7 +473,7 @@ def test_a_failing_capture(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), CAPTURING)
-def test_a_capture_that_fails_within_a_call(name: str, how: str) -> None:
+def test_a_capture_that_fails_within_a_call_names_the_line(name: str, how: str) -> None:
     """With `lazy` the batch runs eagerly, or raises what its step does; the decision and the event name the line."""
     runner = failing(name, STEPS[how], lazy=True)
     runner.capture()
@@ -490,7 +488,7 @@ def test_a_capture_that_fails_within_a_call(name: str, how: str) -> None:
     assert re.search(rf"{HERE}(:|, line )\d+", reason)
 
 
-def test_captures_that_fail_for_several_reasons() -> None:
+def test_each_reason_of_failed_captures_has_its_buckets() -> None:
     """Each reason is said with its buckets; numbers alone do not make two of one."""
 
     def picky(view: Any) -> Any:
@@ -509,7 +507,7 @@ def test_captures_that_fail_for_several_reasons() -> None:
     assert "size 8" in runner.report.failed[8]
 
 
-def test_a_step_that_raises_itself() -> None:
+def test_a_step_that_raises_itself_is_the_last_line() -> None:
     """Its line is the last where a capture fails; an eager step passes on what it raises."""
 
     def broken(_: Any) -> Any:

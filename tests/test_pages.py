@@ -14,6 +14,7 @@ import pytest
 import slotgraph
 from slotgraph.config import RunnerConfig
 from slotgraph.extend import Slot
+from tests.faults.planted import FAULTS
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = [
@@ -53,8 +54,8 @@ def docstrings(path: Path) -> dict[str, str]:
     return {node.name: ast.get_docstring(node) or "" for node in nodes if node.name.startswith("test_")}
 
 
-def test_every_invariant_has_both_tests() -> None:
-    """One that holds it and one with a planted fault; the page names tests of other folders, too."""
+def test_every_invariant_has_tests_and_a_fault_that_they_catch() -> None:
+    """The page names tests of other folders, too; each fault must be caught by a test that its section names."""
     named = NAMED.findall(INVARIANTS)
     assert [f"{path}::{name}" for path, name in named if name not in docstrings(ROOT / path)] == []
     assert INVARIANTS.count("tests/") == len(named) + 2, "a test is named in another form"
@@ -63,8 +64,11 @@ def test_every_invariant_has_both_tests() -> None:
     sections = re.split(r"^## \d+\. ", INVARIANTS.split("## What the CPU")[0], flags=re.MULTILINE)[1:]
     assert len(sections) == 14
     for section in sections:
-        inside = {name for path, name in NAMED.findall(section) if path.startswith("tests/invariants/")}
-        assert set() < {name for name in inside if name.startswith("test_planted_")} < inside, section
+        inside = {f"{path}::{name}" for path, name in NAMED.findall(section)}
+        faults = re.findall(r"`([\w-]+)`", section.partition("- Faults: ")[2])
+        assert faults, section
+        for name in faults:
+            assert inside.intersection(test.partition("[")[0] for test in FAULTS[name].tests), name
 
 
 def test_no_page_denies_what_there_is() -> None:

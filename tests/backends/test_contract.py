@@ -41,7 +41,7 @@ def has_true_graphs(backend: Backend) -> bool:
     return bool(backend.capabilities.capture_error_modes)
 
 
-def test_name(backend: Backend, backend_name: str) -> None:
+def test_a_backend_is_loaded_by_its_name(backend: Backend, backend_name: str) -> None:
     """A backend is named as users write it, is loaded and chosen by that name, and says that it can run."""
     kind = type(backend)
     assert kind.name == backend_name
@@ -54,7 +54,7 @@ def test_name(backend: Backend, backend_name: str) -> None:
     assert (bool(available), available.reason) == (True, "")
 
 
-def test_capabilities(backend: Backend) -> None:
+def test_a_record_names_what_there_is(backend: Backend) -> None:
     """The record stays as it is, and what it names exists; fused lowerings are there just where the kernel is."""
     record = backend.capabilities
     assert record == backend.capabilities
@@ -72,7 +72,7 @@ def test_capabilities(backend: Backend) -> None:
     assert (backend.fusion() is not None) == ("in_graph" in record.lowerings) == ("fused" in record.lowerings)
 
 
-def test_current_stream(backend: Backend) -> None:
+def test_streams_have_numbers_and_an_order(backend: Backend) -> None:
     """The current stream has a number, and streams can be ordered."""
     here = backend.stream_key()
     assert here() == here() == backend.stream_key()()
@@ -80,7 +80,7 @@ def test_current_stream(backend: Backend) -> None:
     assert bool((random_on(backend, 2, 1) > 0).all())
 
 
-def test_empty(backend: Backend) -> None:
+def test_memory_is_as_it_was_asked_for(backend: Backend) -> None:
     """Memory is of the shape, dtype and device asked for, contiguous, ordinary in any mode, and its own."""
     for dtype, placement, inside in itertools.product(DTYPES, PLACEMENTS, (False, True)):
         with torch.inference_mode(mode=inside):
@@ -97,7 +97,7 @@ def test_empty(backend: Backend) -> None:
         assert len({tensor.data_ptr() for tensor in kept}) == len(kept)
 
 
-def test_replays_on_changed_inputs(backend: Backend) -> None:
+def test_a_replay_computes_on_what_its_inputs_hold_now(backend: Backend) -> None:
     """A replay computes on what its inputs hold now, in the same structure; true graphs write to the same tensors."""
     source, weights = random_on(backend, 4, 1), random_on(backend, 3, 2)
     graph = captured(backend, lambda: {"one": source + 1, "two": ((source @ weights).relu(), [source - source.sum()])})
@@ -113,7 +113,7 @@ def test_replays_on_changed_inputs(backend: Backend) -> None:
             assert [tensor.data_ptr() for tensor in pytree.tree_leaves(graph.outputs)] == addresses
 
 
-def test_step_that_writes_its_state(backend: Backend) -> None:
+def test_each_replay_moves_state_on_once(backend: Backend) -> None:
     """Each replay moves the step's state on by one; where graphs are true, capture leaves it as it was."""
     state, source = backend.empty((3,), torch.int64, DEVICE), random_on(backend, 4, 1)
     state.zero_()
@@ -135,7 +135,7 @@ def test_step_that_writes_its_state(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_inference_mode(backend: Backend, *, inside: bool) -> None:
+def test_a_capture_inside_inference_mode_is_replayed_outside(backend: Backend, *, inside: bool) -> None:
     """What was captured inside inference mode is replayed outside it, and the other way round."""
     source = random_on(backend, 4, 1)
     with torch.inference_mode(mode=inside):
@@ -147,7 +147,7 @@ def test_inference_mode(backend: Backend, *, inside: bool) -> None:
     torch.testing.assert_close(graph.outputs.clone(), source * 3)
 
 
-def test_step_that_raises_in_capture(backend: Backend) -> None:
+def test_a_step_that_raises_spoils_no_other_capture(backend: Backend) -> None:
     """A step that raises is a CaptureError chained to it; the next capture, the earlier graphs and the stream work."""
     source = random_on(backend, 4, 1)
     earlier = captured(backend, lambda: source + 1)
@@ -168,7 +168,7 @@ def test_step_that_raises_in_capture(backend: Backend) -> None:
         torch.testing.assert_close(graph.outputs, answer)
 
 
-def test_error_modes(backend: Backend) -> None:
+def test_each_error_mode_of_the_record_is_taken(backend: Backend) -> None:
     """Each mode that the record names is taken, and where there are any, another one is refused."""
     source = random_on(backend, 4, 1)
     for mode in backend.capabilities.capture_error_modes:
@@ -181,7 +181,7 @@ def test_error_modes(backend: Backend) -> None:
             captured(backend, source.neg, error_mode="no such mode")
 
 
-def test_bytes(backend: Backend) -> None:
+def test_bytes_of_graphs_and_device_fit_one_another(backend: Backend) -> None:
     """A graph's bytes and a device's memory are whole numbers that fit one another, and grow by holding more."""
     source = random_on(backend, 64, 1)
     graph, memory = captured(backend, lambda: (source * 2 + 1) * source), backend.memory()
@@ -197,7 +197,7 @@ def test_bytes(backend: Backend) -> None:
     assert backend.memory().allocated >= memory.allocated
 
 
-def test_events(backend: Backend) -> None:
+def test_events_pass_in_order_and_measure_work(backend: Backend) -> None:
     """Events pass in order, can be waited for, and measure more milliseconds for more work."""
     source = random_on(backend, 512, 1)
     wide = source.repeat(1, 100)
@@ -215,7 +215,7 @@ def test_events(backend: Backend) -> None:
     assert middle.elapsed_time(stop) < start.elapsed_time(stop)
 
 
-def test_stream(backend: Backend) -> None:
+def test_work_on_the_stream_is_done_after_a_synchronisation(backend: Backend) -> None:
     """Work on the stream is done after a synchronisation, also where the block raised, and the stream may be nested."""
     source = random_on(backend, 4, 1)
     with pytest.raises(KeyError), backend.stream():
@@ -268,7 +268,7 @@ def answer(table: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("places", [torch.int32, torch.int64])
-def test_same_answers_everywhere(backend: Backend, places: torch.dtype) -> None:
+def test_every_backend_and_lowering_gives_the_same_numbers(backend: Backend, places: torch.dtype) -> None:
     """Batches of any size, through buckets and eagerly, give the same numbers on every backend by every lowering."""
     for lowering in backend.capabilities.lowerings:
         runner, table = runner_on(backend, buckets=[1, 2, 4, 8], lowering=lowering)
@@ -281,7 +281,7 @@ def test_same_answers_everywhere(backend: Backend, places: torch.dtype) -> None:
         assert runner.stats()["lowerings"] == {lowering: 9}
 
 
-def test_record_decides(backend: Backend) -> None:
+def test_the_record_decides_dtypes_tails_and_memory(backend: Backend) -> None:
     """Roles take the record's dtypes and values, and slots lie in one allocation or each in its own, as it says."""
     record, (runner, _) = backend.capabilities, runner_on(backend, buckets=[4])
     view = runner.fill(batch_on(backend, 2, 1, torch.int64))

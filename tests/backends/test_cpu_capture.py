@@ -99,7 +99,7 @@ def test_what_a_capture_allocates_is_poisoned_until_the_first_replay() -> None:
 @pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("around_replay", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_inference_mode_mixes(inside: Modes, outer: Modes, around_replay: Modes) -> None:
+def test_capture_step_and_replay_run_in_any_mix_of_modes(inside: Modes, outer: Modes, around_replay: Modes) -> None:
     """Capture, step and replay each in any mode: the same bytes, no inference tensors, no gradients."""
     with torch.inference_mode():
         weight, cache = torch.randn(5, 5), torch.randn(6, 5)
@@ -221,7 +221,7 @@ def value_of(expression: str, tensors: Tensors, **names: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel and other:UserWarning")
 @pytest.mark.parametrize("expression", cases(REFUSED) + cases(MOVED))
-def test_refused(expression: str) -> None:
+def test_what_cuda_refuses_is_refused_with_the_way_out(expression: str) -> None:
     """The capture fails with the operation and what to do instead, and the step's tensors keep their bytes."""
     tensors = Tensors()
     before = {key: value.clone() for key, value in vars(tensors).items()}
@@ -232,7 +232,7 @@ def test_refused(expression: str) -> None:
 
 
 @pytest.mark.parametrize("expression", cases("x.__setitem__((0, 0), 1.0); x.__setitem__(index, 1.0)"))
-def test_numbers_written_to_elements(expression: str) -> None:
+def test_numbers_written_to_elements_are_refused_where_torch_copies_them(expression: str) -> None:
     """They are refused where torch makes a tensor of the number, which CUDA copies from the host; torch 2.15 fills."""
     captured, eager, other = Tensors(), Tensors(), Tensors()
     with Operators() as seen:
@@ -249,7 +249,7 @@ def test_numbers_written_to_elements(expression: str) -> None:
     assert torch.equal(captured.x, eager.x)
 
 
-def test_a_warning_that_is_an_error() -> None:
+def test_a_step_that_warns_is_told_that_warnings_are_errors() -> None:
     """A step that warns where warnings are errors is told so: the operator itself may be fine."""
 
     def step() -> None:
@@ -532,7 +532,7 @@ assert torch.compile(lambda y: y * 2, backend="eager")(x).sum() == 6 and torch._
 """
 
 
-def test_a_step_that_loads_the_compiler() -> None:
+def test_a_first_import_of_the_compiler_is_not_recorded() -> None:
     """A first import of it in a capture is not recorded; the step runs as it was written, and the compiler works."""
     done = python("-c", FIRST)
     assert done.returncode == 0, done.stderr

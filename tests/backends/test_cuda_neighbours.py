@@ -134,7 +134,7 @@ def main(kind: str, order: str) -> None:
 
 @pytest.mark.parametrize("order", ["ours_first", "theirs_first"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_beside_reduce_overhead(kind: str, order: str) -> None:
+def test_steps_are_right_beside_graphs_of_torch_compile(kind: str, order: str) -> None:
     """1,000 steps in turn with a model under `torch.compile(mode="reduce-overhead")`, with caches cleared between."""
     paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "tests.backends.test_cuda_neighbours", kind, order]

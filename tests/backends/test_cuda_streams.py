@@ -219,7 +219,7 @@ turns = st.builds(
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @settings(max_examples=15)
 @given(data=st.data())
-def test_steps_on_many_streams(place: Place, data: st.DataObject, *, graphs: bool, pooled: bool) -> None:
+def test_steps_on_many_streams_are_right(place: Place, data: st.DataObject, *, graphs: bool, pooled: bool) -> None:
     """Two runners over one graph memory take turns on busy streams, whatever becomes of the sources.
 
     With a pool the runners share their input memory too, so that each fills and replays in one call.
@@ -242,7 +242,7 @@ def test_steps_on_many_streams(place: Place, data: st.DataObject, *, graphs: boo
 
 
 @pytest.mark.parametrize("kind", [Flow, Wide])
-def test_sources_of_another_stream_are_freed_at_once(place: Place, lowering: str, kind: type[Flow]) -> None:
+def test_sources_of_another_stream_may_be_freed_at_once(place: Place, lowering: str, kind: type[Flow]) -> None:
     """Memory of another stream stays with a step until the device has read it, though its owner lets go of it."""
     if lowering == "foreach":
         pytest.skip("as with any copy of torch's, the owner must see to that: record_stream")
@@ -260,7 +260,7 @@ def test_sources_of_another_stream_are_freed_at_once(place: Place, lowering: str
     place.assert_answers(got, pool)
 
 
-def test_the_same_sources_again_and_again(place: Place, lowering: str) -> None:
+def test_static_sources_are_read_in_each_step(place: Place, lowering: str) -> None:
     """Static sources that are written before each step, as an engine has them, are read in each."""
     runner, got = place.captured(Wide, lowering), list[torch.Tensor]()
     pool = [Drawn.of(place.backend, Wide, 7, seed) for seed in range(50)]
@@ -274,7 +274,7 @@ def test_the_same_sources_again_and_again(place: Place, lowering: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Flow, Wide])
-def test_many_steps_behind_a_slow_kernel(place: Place, lowering: str, kind: type[Flow]) -> None:
+def test_many_steps_wait_for_a_slow_kernel(place: Place, lowering: str, kind: type[Flow]) -> None:
     """Far more steps than the ring has entries, some of new threads, wait for a slow kernel; their sources are gone."""
     runner, pool, got = place.captured(kind, lowering), place.pool(kind, 300, 8), list[torch.Tensor]()
     place.busy(10 * LONG)

@@ -25,7 +25,6 @@ from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.packet import CODES, HEAD, Lane, code_of, converts, has_lane, head_bytes, row_stride, table_of
 from slotgraph.dataflow.tails import Number
 from tests.life import test_ahead as ahead
-from tests.runners import test_ahead as news
 
 KERNEL = "slotgraph.backends.cuda_kernel"
 DTYPES = (*CODES, torch.uint16, torch.float64, torch.complex64)
@@ -331,19 +330,21 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
 
 @given(lanes=st.lists(cases(), min_size=1, max_size=3), block=st.integers(0, 2), owner=OWNERS)
 @settings(max_examples=min(300, settings().max_examples))  # the interpreter takes 50 ms for one
-def test_lanes(kernel: Way, lanes: list[Case], block: int, owner: int) -> None:
+def test_lanes_are_filled_as_by_torch_and_nothing_else_changes(
+    kernel: Way, lanes: list[Case], block: int, owner: int
+) -> None:
     """Lanes are copied, converted and padded as by torch, and no other byte of any buffer changes."""
     fill(kernel, lanes, kernel.blocks[block], owner=owner)
 
 
 @given(lanes=st.lists(cases(), min_size=1, max_size=3), owner=OWNERS, other=st.one_of(st.just(0), OWNERS))
 @settings(max_examples=10)
-def test_not_armed(kernel: Way, lanes: list[Case], owner: int, other: int) -> None:
+def test_a_packet_that_is_not_armed_fills_nothing(kernel: Way, lanes: list[Case], owner: int, other: int) -> None:
     """A packet that is not armed, or is meant for another table, fills nothing."""
     fill(kernel, lanes, kernel.blocks[-1], owner=owner, meant_for=other if other != owner else 0)
 
 
-def test_every_alignment(kernel: Way) -> None:
+def test_every_mix_of_alignments_is_copied_right(kernel: Way) -> None:
     """Every mix of places that are multiples of four, eight and sixteen bytes, and that are not."""
     mixes = itertools.product((16, 20, 24), (0, 4, 8, 13), (0, 1, 4, 8), (0, 4, 8))
     lanes = [
@@ -355,7 +356,7 @@ def test_every_alignment(kernel: Way) -> None:
 
 @given(live=st.integers(0, 96), seed=st.integers(0, 1 << 32), block=st.integers(0, 2))
 @settings(max_examples=5)
-def test_every_conversion(kernel: Way, live: int, seed: int, block: int) -> None:
+def test_every_conversion_gives_what_torch_gives(kernel: Way, live: int, seed: int, block: int) -> None:
     """Every pair of dtypes that may be converted is, whole numbers by wrapping."""
     lanes = [
         Case(target, source, (96,), 0, live, seed + number, room=1, pad=target == torch.bool or 1, ahead=1)
@@ -364,7 +365,7 @@ def test_every_conversion(kernel: Way, live: int, seed: int, block: int) -> None
     fill(kernel, lanes, kernel.blocks[block])
 
 
-def test_every_float(kernel: Way) -> None:
+def test_every_float_is_rounded_to_the_nearest(kernel: Way) -> None:
     """Floats are rounded to the nearest, ties to even: denormals, infinities and NaNs too."""
     pairs = [(float_bits(source), source, target) for source, target in itertools.product(FLOATS, repeat=2)]
     lanes = [Case(target, source, (len(bits),), 0, len(bits), 1, bits=bits) for bits, source, target in pairs]
@@ -372,7 +373,9 @@ def test_every_float(kernel: Way) -> None:
 
 
 @pytest.mark.parametrize("chip", [80, 90])
-def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_compiles_for_chips_that_are_not_here(
+    chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiler takes the kernel for chips that are not here: no shared memory, moves of eight bytes."""
     need_triton()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -424,4 +427,3 @@ def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.
     runner.capture()
     monkeypatch.setattr(ahead, "runner_on", lambda *_: runner)
     ahead.play([("interpreting", "in_graph")], examples=2, count=8)
-    news.test_all_news_in_one_step(backend, "in_graph")

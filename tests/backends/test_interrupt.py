@@ -50,7 +50,7 @@ def interrupting(backend: Backend) -> Backend:
     return backend
 
 
-def test_outside_of_a_capture(interrupting: Backend) -> None:
+def test_outside_of_a_capture_a_call_is_made_once(interrupting: Backend) -> None:
     """Where nothing is captured it is called once, for its answer, which comes back as it is."""
     times = itertools.count()
     assert interrupting.interrupt(lambda places: (places, next(times))) == (None, 0)
@@ -59,7 +59,7 @@ def test_outside_of_a_capture(interrupting: Backend) -> None:
 
 @settings(max_examples=12)
 @given(parts=st.lists(st.sampled_from(["graph", "break"]), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], seed: int) -> None:
+def test_graphs_and_calls_run_once_in_any_order(interrupting: Backend, parts: list[str], seed: int) -> None:
     """Calls may come first, last, alone, and behind one another with nothing between them; each part is done once."""
     x, count, times = random_on(interrupting, 2, seed=7), random_on(interrupting, 1, seed=8), [0]
 
@@ -88,7 +88,7 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
         assert count.tolist() == [[parts.count("graph")] * 3]
 
 
-def test_answers_in_structures(interrupting: Backend) -> None:
+def test_an_answer_may_be_nested(interrupting: Backend) -> None:
     """An answer may be nested, with no tensor or several; what is not a tensor comes back as it was at capture."""
     x = random_on(interrupting, 2, seed=8)
 
@@ -103,7 +103,7 @@ def test_answers_in_structures(interrupting: Backend) -> None:
     torch.testing.assert_close(scaled, x * x[0, 0] + 1)
 
 
-def test_raises_at_capture(interrupting: Backend) -> None:
+def test_a_call_that_raises_breaks_the_capture_off(interrupting: Backend) -> None:
     """What raises breaks the capture off, in its own words; the next capture and older graphs go on."""
     x = random_on(interrupting, 2, seed=12)
     older = captured(interrupting, lambda: between(interrupting, lambda: x * 2) + 1)
@@ -120,7 +120,7 @@ def test_raises_at_capture(interrupting: Backend) -> None:
         torch.testing.assert_close(graph.outputs, x * times + 1)
 
 
-def test_raises_in_a_replay(interrupting: Backend) -> None:
+def test_a_replay_that_a_call_breaks_off_can_be_repeated(interrupting: Backend) -> None:
     """A replay that it breaks off leaves a graph that can be replayed."""
     x, faults = random_on(interrupting, 2, seed=13), list[Exception]()
 
@@ -138,7 +138,7 @@ def test_raises_in_a_replay(interrupting: Backend) -> None:
     torch.testing.assert_close(graph.outputs, x * 2 + 1)
 
 
-def test_host_reads_are_refused_after_it(interrupting: Backend) -> None:
+def test_host_reads_are_refused_after_a_call(interrupting: Backend) -> None:
     """Only the call itself may read the host: what follows is a graph again."""
     if not has_true_graphs(interrupting):
         pytest.skip(f"{interrupting.name} runs steps again, host reads and all")
@@ -147,7 +147,7 @@ def test_host_reads_are_refused_after_it(interrupting: Backend) -> None:
         interrupting.capture(lambda: float(between(interrupting, lambda: x * float(x[0, 0]))[0, 0]))
 
 
-def test_other_graphs_within(interrupting: Backend) -> None:
+def test_a_call_may_capture_and_replay_another_graph(interrupting: Backend) -> None:
     """It may capture and replay another graph, as a runner within a break does; later calls still are calls."""
     x, made, later = random_on(interrupting, 2, seed=15), list[Any](), list[float]()
 
@@ -166,7 +166,7 @@ def test_other_graphs_within(interrupting: Backend) -> None:
     assert (later[-1], len(later) > 1) == (float(x[0, 0]), True)
 
 
-def test_within_another_interruption(interrupting: Backend) -> None:
+def test_a_call_within_a_call_is_a_part_of_it(interrupting: Backend) -> None:
     """One asked for while another runs is a part of that: it is called with it, each time once."""
     x, order = random_on(interrupting, 2, seed=22), list[str]()
 
@@ -182,7 +182,7 @@ def test_within_another_interruption(interrupting: Backend) -> None:
     torch.testing.assert_close(graph.outputs, x * 2 + 1)
 
 
-def test_a_part_that_only_allocates(interrupting: Backend) -> None:
+def test_memory_allocated_before_the_first_call_is_kept(interrupting: Backend) -> None:
     """Before the first call there may be memory and no operator; it is there for all later parts."""
     x = random_on(interrupting, 3, seed=23)
 
@@ -195,7 +195,7 @@ def test_a_part_that_only_allocates(interrupting: Backend) -> None:
     torch.testing.assert_close(replayed(interrupting, step, x).outputs, x + 1)
 
 
-def test_graphs_in_turns(interrupting: Backend) -> None:
+def test_two_graphs_with_calls_do_not_disturb_one_another(interrupting: Backend) -> None:
     """Two graphs with calls in them, which may share memory, do not disturb one another's steps."""
     x = random_on(interrupting, 4, seed=17)
 
@@ -211,7 +211,7 @@ def test_graphs_in_turns(interrupting: Backend) -> None:
         torch.testing.assert_close(graphs[factor].outputs, (x + x[0, 0] + x[1, 0]) * factor * 2)
 
 
-def test_borrowed_memory(interrupting: Backend) -> None:
+def test_borrowed_memory_is_the_same_memory(interrupting: Backend) -> None:
     """What is borrowed in a call is the same memory, whoever owns it."""
     x, borrowed = random_on(interrupting, 2, seed=25), list[tuple[torch.Tensor, torch.Tensor]]()
 
@@ -236,7 +236,7 @@ class Plain(HostBackend):
         raise NotImplementedError(step, options)
 
 
-def test_backend_that_cannot() -> None:
+def test_a_backend_that_cannot_interrupt_says_so() -> None:
     """It is asked in vain: CaptureError names it."""
     with pytest.raises(CaptureError, match="backend 'plain' cannot interrupt a capture, which a break in a step needs"):
         Plain().interrupt(id)
@@ -244,7 +244,7 @@ def test_backend_that_cannot() -> None:
     assert Plain().borrow(tensor) is tensor
 
 
-def test_modes_of_the_user(interrupting: Backend) -> None:
+def test_a_torch_mode_sees_what_a_call_does(interrupting: Backend) -> None:
     """A torch mode that is on sees what the call does at capture as it does in a replay, and is on afterwards."""
     x, counts = random_on(interrupting, 2, seed=24), list[int]()
 

@@ -76,7 +76,7 @@ def thread_state() -> list[Any]:
     [("line", 1), pytest.param("opcode", 5, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("around", [contextlib.nullcontext, torch.inference_mode, AUTOCAST])
-def test_an_interrupt_anywhere(around: Any, event: str, stride: int) -> None:
+def test_an_interrupt_at_any_line_leaves_nothing_behind(around: Any, event: str, stride: int) -> None:
     """Torch's modes, the random state, and what the step wrote are as before the capture."""
     backend, state, value = CpuCaptureBackend(), torch.randn(4, 4), torch.randn(4)
     before = state.clone()

@@ -52,7 +52,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_records(wrong: dict[str, Any]) -> None:
+def test_a_wrong_value_in_a_record_is_refused_by_its_field(wrong: dict[str, Any]) -> None:
     """A value of another kind, an unknown lowering and a name that is almost a role's are refused by the field."""
     [name] = wrong
     said = rf"Capabilities\({name}=\): "
@@ -64,7 +64,7 @@ def test_records(wrong: dict[str, Any]) -> None:
             make()
 
 
-def test_records_that_suit() -> None:
+def test_records_that_suit_are_taken() -> None:
     """Every backend here has a record that is taken, and so is one with a role and a fill role of one's own."""
     for name in names():
         if load(name).is_available():
@@ -85,7 +85,7 @@ def test_records_that_suit() -> None:
         Capabilities(roles={"pages_of_record": torch.int32})
 
 
-def test_records_that_are_none() -> None:
+def test_what_is_no_record_is_refused() -> None:
     """A backend's record is a Capabilities."""
     records: list[Callable[[], Any]] = [dict, lambda: None, lambda: Capabilities]
     for record in records:
@@ -100,7 +100,7 @@ def plain(name: str) -> Any:
 
 @pytest.mark.parametrize("lowering", ["in_graph", "fused"])
 @pytest.mark.parametrize("missing", ["upload", "fusion"])
-def test_lowerings_without_their_verbs(lowering: Any, missing: str) -> None:
+def test_a_fused_lowering_needs_an_upload_and_a_fusion(lowering: Any, missing: str) -> None:
     """A record that names a fused lowering asks for an upload and a fusion, one with packed uploads for an upload."""
     record = functools.partial(Capabilities, lowerings=("foreach", lowering))
     with pytest.raises(ConfigError, match=rf"does not define: upload\(\) and fusion\(\), for {lowering}"):
@@ -108,7 +108,7 @@ def test_lowerings_without_their_verbs(lowering: Any, missing: str) -> None:
     assert choose(backend_of(record=record)).name == "own"
 
 
-def test_packed_uploads_without_an_upload() -> None:
+def test_packed_uploads_need_an_upload() -> None:
     """Likewise for packed uploads."""
     record = functools.partial(Capabilities, packed_uploads=True)
     with pytest.raises(ConfigError, match=r"does not define: upload\(\), for packed_uploads"):
@@ -132,7 +132,7 @@ VERBS: dict[str, list[tuple[Callable[..., Any], str]]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_verbs_that_take_something_else(verb: str) -> None:
+def test_a_verb_that_takes_something_else_is_refused(verb: str) -> None:
     """A verb that cannot take what runners call it with is refused when the class is defined, mixins included."""
     for function, said in VERBS[verb]:
         with pytest.raises(ConfigError, match=rf"Own\.{verb}: .*{said}.*: runners call {verb}\("):
@@ -142,7 +142,7 @@ def test_verbs_that_take_something_else(verb: str) -> None:
             types.new_class("Own", (mixin, Cpu), {})
 
 
-def test_verbs_that_take_more() -> None:
+def test_a_verb_may_take_more() -> None:
     """A verb may take more than runners give, by defaults, or anything at all."""
 
     def takes_any(self: Any, *args: Any, **given: Any) -> Any:

@@ -62,7 +62,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_own_names(installed: Any) -> None:
+def test_no_package_takes_the_place_of_our_backends(installed: Any) -> None:
     """The backends of this package are there, whatever else is, and another package cannot take their place."""
     installed(cpu=f"{__name__}:PreferredBackend")
     assert {"cpu", "cpu-capture"} <= set(names())
@@ -70,7 +70,7 @@ def test_own_names(installed: Any) -> None:
     assert load("cpu") is CpuBackend
 
 
-def test_unknown_name() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     """A name that is none is refused with the nearest one, if there is one, and all that are known."""
     for name, hint in (("cpu_capture", r" \(did you mean 'cpu-capture'\?\)"), ("quantum", "")):
         for use in (choose, load):
@@ -78,7 +78,7 @@ def test_unknown_name() -> None:
                 use(name)
 
 
-def test_auto(installed: Any) -> None:
+def test_auto_takes_the_highest_priority_that_can_run(installed: Any) -> None:
     """Of those that can run here, auto takes the one of highest priority; one that cannot run is passed over."""
     before = choose("auto")
     assert before.priority == max(load(name).priority for name in names() if load(name).is_available())
@@ -98,11 +98,13 @@ def test_auto(installed: Any) -> None:
         ("slotgraph.backends.cpu:NoSuchClass", "'broken' cannot be loaded: .*NoSuchClass"),
         ("card_driver:Adapter", "'broken' cannot be loaded: RuntimeError: no card in slot 3"),
         (f"{__name__}:EntryPoint", "'broken': .* is not a subclass of .*Backend"),
-        (f"{__name__}:test_own_names", "'broken': .* is not a subclass of .*Backend"),
+        (f"{__name__}:test_no_package_takes_the_place_of_our_backends", "'broken': .* is not a subclass of .*Backend"),
         (f"{__name__}:BrokenBackend", "the driver said something unheard of"),
     ],
 )
-def test_what_breaks(installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, says: str) -> None:
+def test_a_broken_package_is_told_and_passed_over(
+    installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, says: str
+) -> None:
     """Whatever is wrong with a package is an error with the reason by name, and a warning for auto, which goes on."""
     (tmp_path / "card_driver.py").write_text("raise RuntimeError('no card in slot 3')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -133,7 +135,7 @@ assert not {"triton", "torch_npu", "transformers", "matplotlib", "typer", "torch
 """
 
 
-def test_loaded_on_first_use() -> None:
+def test_adapters_are_loaded_on_first_use() -> None:
     """Importing slotgraph, and listing backends, loads no adapter; choosing one loads that one and no other."""
     paths = [Path(__file__).parents[2] / "src", *sys.path]
     done = python("-c", LAZY, paths=paths, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
@@ -163,7 +165,7 @@ def reason(name: str) -> str:
     return available.reason
 
 
-def test_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reason_for_no_cuda_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No torch for CUDA, hidden devices, a driver that does not start, and a fork are told apart, with the way out."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name in ("is_available", "_is_in_bad_fork"):
@@ -190,7 +192,7 @@ def test_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("cuda")
 
 
-def test_liveness_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_inputs_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for torch's check of inputs is refused where this torch has none."""
     monkeypatch.setattr(torch.cuda, "graph", lambda cuda_graph, pool=None: (cuda_graph, pool))
     with pytest.raises(BackendUnavailableError, match=r"cannot check whether inputs are alive: torch 2\.13 can"):
@@ -213,7 +215,7 @@ def present(monkeypatch: pytest.MonkeyPatch, **calls: Any) -> None:
     monkeypatch.setattr(torch, "npu", SimpleNamespace(**found), raising=False)
 
 
-def test_torch_npu_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torch_npu_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package, the reason is the command that installs the one for this torch."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     version = torch.__version__.split("+")[0]
@@ -222,7 +224,7 @@ def test_torch_npu_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         load("npu")()
 
 
-def test_torch_npu_cannot_be_imported(package: pytest.MonkeyPatch) -> None:
+def test_a_torch_npu_that_raises_at_import_is_told(package: pytest.MonkeyPatch) -> None:
     """A package that raises at its import is told from one that is missing, with what it said; it is tried once."""
     tries, really = list[str](), importlib.import_module
 
@@ -239,7 +241,7 @@ def test_torch_npu_cannot_be_imported(package: pytest.MonkeyPatch) -> None:
     assert tries == ["torch_npu"]
 
 
-def test_no_npu(package: pytest.MonkeyPatch) -> None:
+def test_each_reason_for_no_npu_is_told_apart(package: pytest.MonkeyPatch) -> None:
     """No device, hidden devices, a driver that does not start, and forks, seen by torch_npu or not, are told apart."""
     package.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     present(package, is_available=lambda: False)
@@ -257,7 +259,7 @@ def test_no_npu(package: pytest.MonkeyPatch) -> None:
     assert load("npu").is_available()
 
 
-def test_something_else_of_that_name(package: pytest.MonkeyPatch) -> None:
+def test_something_else_called_torch_npu_is_no_npu(package: pytest.MonkeyPatch) -> None:
     """What a program put in the package's place, as tests of others do, is no NPU, and breaks nothing off."""
     package.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     assert reason("npu") == "what is imported as torch_npu brings no torch.npu"
@@ -293,7 +295,7 @@ CONDITIONS = (
 )
 
 
-def test_what_a_device_refuses() -> None:
+def test_a_refusal_of_the_device_names_line_and_way_out() -> None:
     """Each says what was refused, at which line of the step if it is to blame, and the way out, without a C++ place."""
     for device, text, way_out in SAID:
         said = told(RuntimeError(text), device)
@@ -308,7 +310,7 @@ def test_what_a_device_refuses() -> None:
         assert not any(one in said for one in (".cpp", ".py", "\n"))
 
 
-def test_what_a_step_raises() -> None:
+def test_an_error_of_a_step_is_told_with_its_line() -> None:
     """An error of the step's own is told with its line; one that was never raised has none, one of torch's has ours."""
     said = told(LookupError("out of workspace"))
     assert said.startswith("the step raised LookupError at test_registry.py:")
@@ -328,7 +330,7 @@ RAN_OUT = {
 }
 
 
-def test_memory_that_ran_out() -> None:
+def test_memory_that_ran_out_is_told_apart() -> None:
     """Too little memory is told apart from other errors, with what was asked for and what to lower."""
     ran_out = [torch.OutOfMemoryError(next(iter(RAN_OUT))), *map(RuntimeError, RAN_OUT)]
     kinds: tuple[Kind, ...] = (CudaBackend, NpuBackend)
@@ -341,7 +343,7 @@ def test_memory_that_ran_out() -> None:
     assert not device_graph.ran_out_of_memory(ValueError("out of memory"))
 
 
-def test_strange_pool() -> None:
+def test_what_is_no_pool_is_refused() -> None:
     """What is no pool is refused."""
     nowhere: Any = None
     for pool in (3, (1,), (1, "2"), "pool"):

@@ -152,7 +152,7 @@ def test_nothing_is_overwritten_in_flight(seed: int, sizes: tuple[int, int], lag
 
 
 @given(seed=st.integers(0, 1 << 32), sizes=bounds)
-def test_sources_are_let_go(seed: int, sizes: tuple[int, int]) -> None:
+def test_sources_are_freed_once_the_device_is_past_them(seed: int, sizes: tuple[int, int]) -> None:
     """Once the device is past them sources go, but for those of the last two segments."""
     device, draw = LazyDevice(), chance(seed)
     ring = device.ring(SMALL)
@@ -178,7 +178,7 @@ def test_packets_that_point_to_nothing_never_wait() -> None:
 
 
 @pytest.mark.parametrize(("size", "stream"), [(SMALL, 0), (LARGE, 0), (LARGE, 1)])
-def test_the_end_of_a_ring(size: int, stream: int) -> None:
+def test_a_ring_that_goes_waits_for_what_is_in_flight(size: int, stream: int) -> None:
     """When a ring goes, it waits for what is in flight, whichever stream is current: nothing of it goes before."""
     device = LazyDevice()
     ring = device.ring(SMALL)
@@ -224,7 +224,7 @@ def test_a_packet_lies_at_a_round_address() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_each_packet_arrives(*, inference: bool) -> None:
+def test_each_packet_arrives_whole(*, inference: bool) -> None:
     """Over many turns of the ring the packet holds what was sent last, and beyond its length what it held before."""
     ring, draw, held = ring_on(HERE, 4096, Streams, host_memory), chance(3), bytes(4096)
     lengths = [draw.randint(1, most) for most in (40, 64, 4096) for _ in range(3 * ENTRIES)]
@@ -243,7 +243,7 @@ def test_each_packet_arrives(*, inference: bool) -> None:
 
 
 @pytest.mark.parametrize("capturing", [None, False, True])
-def test_the_end_waits_but_for_captures(capturing: bool | None) -> None:  # noqa: FBT001 - a parameter
+def test_the_end_of_a_ring_waits_unless_that_breaks_a_capture(capturing: bool | None) -> None:  # noqa: FBT001 - a parameter
     """A device is waited for, unless that would break off a capture; not every one has captures to ask for."""
     waited = list[torch.device]()
     module = SimpleNamespace(synchronize=waited.append)

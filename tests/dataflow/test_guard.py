@@ -32,7 +32,7 @@ LIKE_COMPLEX = (noise((4,), torch.complex64, 3).conj(), vars(torch)["_neg_view"]
 
 
 @pytest.mark.parametrize("make", [own_guard, plain_guard, torch_guard])
-def test_whatever_differs_does_not(make: Any) -> None:
+def test_a_guard_stops_tensors_that_differ_in_anything(make: Any) -> None:
     """Others like them pass, at any address and of any values; one that differs in anything else stops all of them."""
     guard = make(ONES, [()] * len(ONES))
     assert guard(*ONES)
@@ -44,12 +44,12 @@ def test_whatever_differs_does_not(make: Any) -> None:
             assert not guard(*given), (place, other)
 
 
-def test_no_tensors() -> None:
+def test_a_guard_over_nothing_passes() -> None:
     """A guard over nothing passes."""
     assert own_guard([])()
 
 
-def test_what_is_negated_or_conjugated_passes_where_it_came_before() -> None:
+def test_a_negated_tensor_passes_where_one_came_before() -> None:
     """A guard over a tensor whose elements are read with another sign lets such tensors pass, and no others."""
     for make in (torch.Tensor.conj, lambda one: one.conj().imag):
         like, again, other = [make(noise((4,), torch.complex64, seed)) for seed in range(3)]
@@ -78,7 +78,7 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", ODD)
-def test_a_torch_whose_guards_are_other_ones(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_of_another_torch_are_not_trusted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own are not trusted where they are gone, take other arguments, or answer in another way."""
     own: Any = torch._C
     monkeypatch.setattr(own._dynamo.guards, "TensorGuards", ODD[how])
@@ -86,7 +86,7 @@ def test_a_torch_whose_guards_are_other_ones(how: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_one_tensor_at_several_places(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
+def test_one_tensor_at_several_places_passes_there_alone(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
     """It passes at the same places again, whichever tensor that is; two of the same kind there do not."""
     monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRUSTED", trusted)
     one, other, third = (noise((5, 3), torch.float32, seed) for seed in (4, 5, 6))

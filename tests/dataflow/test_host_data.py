@@ -71,12 +71,12 @@ def assert_same(way: Way, value: Any) -> torch.Tensor | None:
 
 
 @given(value=st.lists(st.sampled_from(ODD), max_size=MOST), boxed=st.sampled_from([list, tuple]))
-def test_odd_numbers(way: Way, value: list[Any], boxed: type) -> None:
+def test_odd_numbers_are_taken_or_refused_alike(way: Way, value: list[Any], boxed: type) -> None:
     """Lists of numbers on the verge, of mixed kinds or of no numbers are taken alike, or refused alike."""
     assert_same(way, boxed(value))
 
 
-def test_each_odd_number(way: Way) -> None:
+def test_each_odd_number_is_what_torch_makes_of_it(way: Way) -> None:
     """The same for each of them alone, and what is taken is what torch makes of it."""
     for value in ODD:
         right = assert_same(way, [value, value])
@@ -92,7 +92,7 @@ NUMBERS: Final[tuple[Any, ...]] = (0, 1, 7, 0.5, 1.0, np.int64(1), np.float32(0.
 
 
 @given(value=st.lists(st.sampled_from([*BOOLS, *NUMBERS]), min_size=2, max_size=MOST))
-def test_bools_among_numbers(way: Way, value: list[Any]) -> None:
+def test_a_bool_among_numbers_is_refused(way: Way, value: list[Any]) -> None:
     """One bool among numbers is refused, wherever it stands, by every dtype; bools alone are for bools alone."""
     bools = sum(type(one) in (bool, np.bool_) for one in value)
     right = assert_same(way, value)
@@ -101,7 +101,7 @@ def test_bools_among_numbers(way: Way, value: list[Any]) -> None:
 
 
 @given(rows=st.integers(0, 4), columns=st.integers(1, 3), deep=st.booleans(), seed=st.integers(0, 1 << 30))
-def test_nested_lists(way: Way, rows: int, columns: int, *, deep: bool, seed: int) -> None:
+def test_nested_lists_come_through_bit_by_bit(way: Way, rows: int, columns: int, *, deep: bool, seed: int) -> None:
     """Nested lists come through bit by bit, in every dtype, whatever lists and tuples they are made of."""
     value = noise((rows, columns, 2) if deep else (rows, columns), way.dtype, seed)
     if way.dtype == torch.float64:
@@ -125,14 +125,14 @@ REFUSED: Final[list[tuple[Any, torch.dtype, str]]] = [
 ]
 
 
-def test_what_is_no_box_of_numbers() -> None:
+def test_what_is_no_box_of_numbers_is_refused() -> None:
     """What a dtype cannot hold, and lists that are no box, are refused with the reason, not changed."""
     for brought, dtype, said in REFUSED:
         with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
             tensor_of(brought, dtype)
 
 
-def test_lists_of_nothing() -> None:
+def test_empty_lists_keep_the_dims_that_they_show() -> None:
     """Empty lists keep the dims that they show."""
     values: list[Any] = [[], [[]], [[], []], [[[]]]]
     shapes = {repr(value): [*tensor_of(value, torch.int32).shape] for value in values}
@@ -144,7 +144,7 @@ ARRAYS: Final = ("<i8", ">i8", "u2", "u8", "f8", "f4", "f2", "i1", "?", "c8", "O
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_arrays_of_every_dtype(way: Way, kind: str) -> None:
+def test_arrays_are_taken_in_the_slots_own_dtype_alone(way: Way, kind: str) -> None:
     """Arrays whose dtype is the slot's are taken; all others, and those that torch has no dtype for, are refused."""
     for rows in (0, 1, 3):
         array = np.arange(1, rows + 1).astype(kind)
@@ -193,7 +193,7 @@ floats = st.sampled_from([math.nan, 3.0, 38.5, 39.5, 41.0, 77.0, math.inf, -math
 
 @pytest.mark.parametrize("form", FORMS)
 @given(rows=st.lists(st.integers(0, 3 * LIMIT), max_size=8) | st.lists(floats, max_size=6), there=st.booleans())
-def test_limits(form: str, rows: list[Any], *, there: bool) -> None:
+def test_host_data_is_held_to_its_limit(form: str, rows: list[Any], *, there: bool) -> None:
     """Host data is held to its limit, whatever form it has, and NaN hides nothing; no tensor for a device is read."""
     slot, limit = ("there", str(LIMIT)) if there else ("here", rf"CONTEXT = {LIMIT}")
     over = [row for row, one in enumerate(rows) if one > LIMIT and not (there and "tensor" in form)]
@@ -213,7 +213,7 @@ BOXES: Final[list[Callable[[Any], Any]]] = [
     rows=st.lists(st.lists(st.integers(0, 2 * LIMIT + 3), min_size=2, max_size=2), max_size=6),
     form=st.sampled_from(BOXES),
 )
-def test_limits_in_two_dims(rows: list[list[int]], form: Any) -> None:
+def test_an_element_over_the_limit_is_named_by_its_place(rows: list[list[int]], form: Any) -> None:
     """Lists of lists, tuples and arrays, arrays and tensors from a side argument: the element is named by its place."""
     over = [(i, j) for i, row in enumerate(rows) for j, one in enumerate(row) if one > 2 * LIMIT]
     said = None
@@ -226,7 +226,7 @@ def test_limits_in_two_dims(rows: list[list[int]], form: Any) -> None:
 NO_NUMBERS: Final[list[Any]] = [None, "word", 3, [], (), [None], ["a", "b"], [[]], [[1], [1, 2]], [1, "b"], object()]
 
 
-def test_what_limits_leave_alone() -> None:
+def test_limits_leave_other_faults_to_the_fill() -> None:
     """What is no box of numbers is left to the fill; what lies elsewhere is not read; no slot may have a limit."""
     for value in (*NO_NUMBERS, np.array("word"), np.int64(3), torch.full((3,), 99, device="meta")):
         check_limits({"here": value, "there": value})

@@ -71,7 +71,7 @@ class World:
     """One declaration over two sets of buffers: one for all lowerings, one for the oracle.
 
     Buckets share one packet, as a runner's do. backend: whose memory that is, and whose kernel. out: producers were
-    given the slots.
+    given the slots. settings: what functions may ask for.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class World:
         *,
         out: bool = False,
         backend: Backend | None = None,
+        settings: Any = None,
     ) -> None:
-        self.declaration, self.slots, self.capabilities = declaration, declaration.slotgraph, capabilities
+        self.declaration, self.capabilities = declaration, capabilities
+        self.slots = declaration.slotgraph.under(settings)
         self.backend: Backend = load("cpu")() if backend is None else backend
         self.capacity = dict.fromkeys(AXES, 9) | {HIDDEN: 3}
         self.mine, self.right = self._buffers(seed), self._buffers(seed)
@@ -224,7 +226,7 @@ def turns(draw: st.DrawFn, world: World) -> list[Turn]:
 
 @settings(max_examples=2 * settings().max_examples)  # there is much to draw
 @given(data=st.data(), declaration=declarations(), capabilities=st.sampled_from(CAPABILITIES), out=st.booleans())
-def test_lowerings_take_turns(
+def test_lowerings_in_turns_leave_what_the_oracle_leaves(
     data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities, *, out: bool
 ) -> None:
     """Over one set of buffers, steps of all lowerings and kinds of sources leave what the oracle leaves."""
@@ -250,7 +252,9 @@ def spoil(value: Any) -> None:
 @pytest.mark.parametrize("name", ["cpu", NAME, *DEVICES])
 @settings(max_examples=min(300, settings().max_examples))  # several steps each, and on a device hundreds are queued
 @given(data=st.data(), declaration=declarations(), seed=st.integers(0, 1 << 20))
-def test_every_step_in_flight(name: str, data: st.DataObject, declaration: type[Inputs], seed: int) -> None:
+def test_steps_in_flight_leave_what_the_oracle_leaves(
+    name: str, data: st.DataObject, declaration: type[Inputs], seed: int
+) -> None:
     """Steps on each device, queued behind a busy one and compared when all are, leave the oracle's bytes."""
     backend = backend_of(name)
     world = World(declaration, backend.capabilities, seed, backend=backend)
@@ -283,7 +287,7 @@ TABLES = declaration_of(
 
 
 @given(data=st.data())
-def test_tails_along_two_dims(data: st.DataObject) -> None:
+def test_tails_along_two_dims_keep_no_stale_corner(data: st.DataObject) -> None:
     """Slots whose live rows are a box within a box keep no stale corner, whatever the sizes before."""
     world = World(TABLES, Capabilities())
     for turn in data.draw(turns(world)):
@@ -311,7 +315,7 @@ def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: t
 
 
 @given(data=st.data(), declaration=declarations())
-def test_order_of_declaration_changes_nothing(data: st.DataObject, declaration: type[Inputs]) -> None:
+def test_the_order_of_declaration_changes_nothing(data: st.DataObject, declaration: type[Inputs]) -> None:
     """The same slots in another order make the same plan and the same bytes."""
     slots = declaration.slotgraph.slots
     names = data.draw(st.permutations(sorted(slots)))
@@ -321,7 +325,7 @@ def test_order_of_declaration_changes_nothing(data: st.DataObject, declaration: 
     assert repr(one) == repr(two)  # as text, in which NaN equals itself
 
 
-def test_the_oracle_by_hand() -> None:
+def test_the_oracle_leaves_bytes_worked_out_by_hand() -> None:
     """The oracle itself against bytes worked out by hand: a copy, a tail, a kept tail, a host count, a device slot."""
     fields = {
         "seq_lens": copied(BATCH, dtype=torch.int32, pad=1),
@@ -359,31 +363,22 @@ class Ranked(Inputs):
     )
 
 
-@given(rank=st.integers(-9, 9), scale=st.integers(-9, 9), tokens=st.integers(0, 9), data=st.data())
-def test_every_way_to_fill_knows_settings(*, rank: int, scale: int, tokens: int, data: st.DataObject) -> None:
-    """Grouped, exact and handed over, and by the oracle: functions get the runner's settings, on either side."""
-    kind, padded = data.draw(st.sampled_from([dict, SimpleNamespace])), data.draw(st.integers(tokens, 9))
-    slots, capabilities = Ranked.slotgraph.under(kind(rank=rank, scale=scale)), Capabilities()
-    batch, step = {"ids": noise((tokens,), torch.int64, rank)}, Step({TOKENS: tokens}, {TOKENS: padded})
-    buffers = [poisoned(Ranked, capabilities, {TOKENS: 9}, seed) for seed in range(3)]
-    exact = Bucket(slots, {TOKENS: 9}, capabilities, buffers[0], exact=True)
-    grouped = Bucket(slots, {TOKENS: padded}, capabilities, buffers[1]).fill(batch, (tokens,))
-    ways = ((grouped, padded), (exact.fill(batch, (tokens,)), tokens), (hand_over(exact, batch, (tokens,)), tokens))
-    for ready, _ in ways:
-        ready.compute_on_device()
-    by_hand = fill_slot_by_slot(slots, buffers[2], capabilities, step, batch)
-    for views, held in ((by_hand, padded), *((ready.views, held) for ready, held in ways)):
-        ids, of_rank = [*batch["ids"].tolist(), *[-5] * (held - tokens)], tokens * 100 + held * 10 + rank
-        moved = [one * 3 + rank for one in ids]
-        right = {"ids": ids, "moved": moved, "wide": [one * scale for one in ids], "of_rank": [of_rank]}
-        shown = {name: None if tensor is None else tensor.tolist() for name, tensor in views.items()}
-        assert shown == {**right, "after": [one + of_rank for one in moved], "here": [scale]}
+@given(data=st.data(), kind=st.sampled_from([dict, SimpleNamespace]))
+def test_every_way_to_fill_knows_settings(data: st.DataObject, kind: Any) -> None:
+    """Functions get the runner's settings in every lowering and by the oracle, on either side."""
+    world = World(Ranked, Capabilities(), settings=kind(rank=3, scale=-7))
+    for turn in data.draw(turns(world)):
+        world.step(turn)
 
 
-def test_missing_settings_are_refused_when_a_runner_is_made() -> None:
+def test_settings_are_given_or_refused_when_a_runner_is_made() -> None:
     """A slot that asks for settings where none are given is named; one that is off asks for none."""
     with pytest.raises(DeclarationError, match=r"slot '\w+': its function asks for `settings`: give the runner"):
         EagerRunner(Ranked, lambda view: view, backend="cpu")
+    ranked: Any = EagerRunner(Ranked, lambda view: view.ids, backend="cpu", settings={"rank": 3, "scale": 5})
+    view = ranked.fill({"ids": [1, 2]})
+    assert (view.after.tolist(), view.wide.tolist()) == ([229, 232], [5, 10])
+    assert (view.of_rank.tolist(), view.here.tolist()) == ([223], [5])
     count = computed(lambda settings: settings.count, dtype=torch.int64, when=lambda _: False)
     switched = declaration_of({"ids": copied(TOKENS, dtype=torch.int64, pad=0), "count": count})
     runner: Any = EagerRunner(switched, lambda view: vars(view)["count"], backend="cpu")

@@ -1,6 +1,5 @@
 """What the host has for device slots: one packet a step, its place in the plan, and what a refusal leaves alone."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from slotgraph import BATCH, CACHE_LOC, Inputs, computed, copied
 from slotgraph.backends.cpu import HostUpload
-from slotgraph.dataflow import plan as plans
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.fill import bucket as buckets
@@ -104,7 +100,7 @@ def expected(batch: dict[str, Any], scale: int = 2) -> dict[str, Any]:
     }
 
 
-def test_plan() -> None:
+def test_a_plan_says_what_rides_in_the_packet() -> None:
     """It says what rides, and comes back from JSON; what is large or absent does not, nor anything elsewhere."""
     plan = plan_fill(Small.slotgraph, SIZES, PACKS, Pattern(hosted=["rows", "lens"]))
     assert {"upload  rows, steps, here in one packet", "copy    rows, steps  (int64, device, foreach)"} < {
@@ -126,16 +122,6 @@ def test_plan() -> None:
     assert plan_fill(few, SIZES, PACKS).packed == counts
 
 
-@pytest.mark.parametrize(("most", "moved"), [(1, 4), (24, 3)])
-def test_what_is_too_large_is_moved(monkeypatch: pytest.MonkeyPatch, most: int, moved: int) -> None:
-    """Host data from a size on is moved by itself, and large slots that the host computes are written at once."""
-    monkeypatch.setattr(plans, "LARGE_BYTES", most)
-    rig = Rig()
-    for seed in range(6):
-        rig.assert_fills(host_batch(seed), scale=seed)
-    assert (rig.upload.moved, rig.upload.sent) == (6 * moved, 6 if moved < 4 else 0)
-
-
 @pytest.mark.parametrize("kind", [torch.tensor, list, np.array])
 def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callable[[Any], Any]) -> None:
     """Once a pattern is known, steps of it neither plan nor look at sources one by one, those of host slots neither."""
@@ -148,7 +134,7 @@ def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callab
                 monkeypatch.setattr(where, name, lambda *_, **__: pytest.fail("a steady step went the long way"))
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_plans_are_kept_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """However sources change places, kinds and live sizes, a few plans and bound plans are kept; all are right."""
     monkeypatch.setattr(buckets, "PATTERNS", 3)
     monkeypatch.setattr(all_kinds, "KINDS", 2)
@@ -174,24 +160,7 @@ def test_handing_over_gives_tensors_of_their_own() -> None:
         assert views[name].tolist() == right[name]
 
 
-@given(kinds=st.tuples(*[st.sampled_from([list, tuple, np.array, torch.tensor])] * 3), seed=st.integers(0, 99))
-@settings(max_examples=min(100, settings().max_examples))
-def test_kinds_change_from_step_to_step(kinds: tuple[Callable[[Any], Any], ...], seed: int) -> None:
-    """One live size, now from lists, now from arrays or tensors on the device, is right each time."""
-    rig, batch = shared_rig(), host_batch(seed)
-    values = {"rows": batch["rows"], "places": batch["places"].tolist(), "turned": batch["turned"].tolist()}
-    made = {name: kind(values[name]) for name, kind in zip(values, kinds, strict=True)}
-    if not isinstance(made["turned"], list | tuple):
-        made["turned"] = np.array(values["turned"], np.int16)
-    sent = rig.upload.sent
-    rig.assert_fills(batch, **made)
-    assert (rig.upload.sent - sent <= 1, rig.upload.moved) == (True, 0), "one packet a step"
-
-
-shared_rig = functools.cache(Rig)  # which many examples share
-
-
-def test_devices_without_a_packet() -> None:
+def test_a_promised_packet_that_is_not_there_is_told() -> None:
     """A record that promises a packet which the backend does not give is said; so is one that is too small."""
     for feed, why in ((Feed(lambda _: None, 1024), ConfigError), (Feed(HostUpload, 64), ValueError)):
         bucket = Bucket(Small.slotgraph, SIZES, PACKS, poisoned(Small, PACKS, SIZES, 5), feed=feed)

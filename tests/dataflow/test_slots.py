@@ -16,7 +16,6 @@ from slotgraph import (
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
-    DecodeRunner,
     Inputs,
     Step,
     computed,
@@ -36,6 +35,7 @@ from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
 from slotgraph.extend import HOST, FillRole, Role, Slot, once, side, slot
+from tests.runners.models import decoder
 from tests.strategies import declaration_of, empty
 
 NPU_LIKE = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
@@ -47,7 +47,7 @@ WHOLE = st.integers(0, 7)
 
 
 @given(sizes=SIZES, a=WHOLE, b=WHOLE)
-def test_values_of_expressions(sizes: dict[Axis, int], a: int, b: int) -> None:
+def test_expressions_come_to_what_plain_numbers_do(sizes: dict[Axis, int], a: int, b: int) -> None:
     """Sums and products over axes have a normal form, come to what plain numbers do, and axes can be written out."""
     size = (BATCH * STEPS + a) * b + TOKENS * TOKENS
     batch, tokens, steps = sizes[BATCH], sizes[TOKENS], sizes[STEPS]
@@ -59,7 +59,7 @@ def test_values_of_expressions(sizes: dict[Axis, int], a: int, b: int) -> None:
     assert written.at(sizes) == size.at({**sizes, TOKENS: batch * 3})
 
 
-def test_which_axis_an_expression_tells() -> None:
+def test_an_expression_tells_its_one_axis() -> None:
     """A size tells an axis where that is its one varying axis, to the first power."""
     told = [one.reveals() for one in (TOKENS * STEPS + 2, TOKENS * BATCH, TOKENS * TOKENS, Dim.of(STEPS))]
     assert told == [TOKENS, None, None, None]
@@ -68,7 +68,7 @@ def test_which_axis_an_expression_tells() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"), [(-1, ValueError), (1.5, TypeError), ("TOKENS", TypeError), (True, TypeError)]
 )
-def test_what_is_no_size(wrong: object, error: type[Exception]) -> None:
+def test_what_is_no_size_is_refused(wrong: object, error: type[Exception]) -> None:
     """A size is an axis, an expression or a whole number of at least 0."""
     with pytest.raises(error, match="size"):
         shape_of((BATCH, wrong))
@@ -100,7 +100,7 @@ def fill(fields: dict[str, Any], batch: Any, rows: int, capabilities: Capabiliti
     return {name: None if tensor is None else tensor.tolist() for name, tensor in views.items()}
 
 
-def test_a_kind_of_ones_own() -> None:
+def test_a_kind_of_ones_own_is_planned_and_filled_as_any_other() -> None:
     """A subclass of Slot takes part in declarations, plans and fills like any other."""
     counted = {**IDS, "count": slot(Counter(shape=1, dtype=torch.int64, start=40), init=False)}
     assert declaration_of(counted).slotgraph.slots["count"].kind == "counter"
@@ -128,23 +128,16 @@ class Written(Slot):
         return BY_STEP
 
 
-def test_a_kind_that_the_step_writes() -> None:
+def test_a_kind_that_the_step_writes_passes_as_an_output_slot() -> None:
     """Who writes a slot is what it says, not what class it is of: it goes through each check as an output slot does."""
     fields: dict[str, Any] = {**IDS, "made": slot(Written(shape=BATCH, dtype=torch.int64), init=False)}
     step: Any = lambda view: torch.add(view.ids, 1, out=view.made)  # noqa: E731 - of one line
-    runner: Any = DecodeRunner(
-        declaration_of(fields),
-        step,
-        buckets=[4],
-        backend="cpu-capture",
-        progress=False,
-    )
-    runner.capture()
+    runner = decoder(declaration_of(fields), step, buckets=[4], backend="cpu-capture", progress=False)
     assert runner({"ids": torch.tensor([7, 8])}).tolist() == [8, 9]
     assert slotgraph.check(runner, progress=False).findings == ()
 
 
-def test_what_the_backend_decides() -> None:
+def test_the_backend_decides_dtypes_and_pads_of_roles() -> None:
     """Roles take the device's dtype and pad value, other int64 slots stay what they are; fixed axes serve as values."""
     fields = {
         "out_cache_loc": copied(TOKENS, dtype=CACHE_LOC, pad=0),
@@ -160,7 +153,7 @@ def test_what_the_backend_decides() -> None:
     assert fill(fields, batch, 2) == dict(zip(fields, shown, strict=True))
 
 
-def test_roles_of_ones_own() -> None:
+def test_a_role_that_no_backend_knows_keeps_its_default() -> None:
     """A role that no backend knows keeps its own default and takes the dtypes that it accepts."""
     role = Role("slot_ids", torch.int16, accepts=(torch.int64,))
     own = {"ids": copied(BATCH, dtype=role, pad=FillRole("nowhere", -5))}
@@ -169,7 +162,7 @@ def test_roles_of_ones_own() -> None:
         fill(own, {"ids": torch.tensor([3], dtype=torch.int32)}, 1)
 
 
-def test_sources() -> None:
+def test_a_source_is_a_name_a_path_or_a_function() -> None:
     """A source is the slot's own name, a dotted path through objects and mappings, or a function of the batch."""
     sources: dict[str, Any] = {
         **IDS,
@@ -196,7 +189,7 @@ def test_sources() -> None:
         (torch.float32, [3, float("nan"), 2**70], [1e39, 10**400]),
     ],
 )
-def test_what_a_dtype_holds(dtype: torch.dtype, fit: list[Any], misfit: list[Any]) -> None:
+def test_values_that_a_dtype_cannot_hold_are_refused(dtype: torch.dtype, fit: list[Any], misfit: list[Any]) -> None:
     """No float in an index slot, no number for a truth value, nothing out of range."""
     assert all(holds(dtype, value) for value in fit)
     assert not any(holds(dtype, value) for value in misfit)
@@ -219,7 +212,7 @@ def test_what_a_dtype_holds(dtype: torch.dtype, fit: list[Any], misfit: list[Any
         ([[1], [2, 3]], r"\[\[1\], \[2, 3\]\]"),
     ],
 )
-def test_results_that_do_not_fit(value: Any, message: str) -> None:
+def test_a_result_that_does_not_fit_is_refused(value: Any, message: str) -> None:
     """What a function returns is neither cast nor broadcast nor cut: the error names the slot and both sides."""
     shape = 1 if isinstance(value, int | float) else BATCH
     odd = computed(lambda: value, shape=shape, dtype=torch.int32)
@@ -250,20 +243,20 @@ FITTING: dict[str, tuple[Any, Any]] = {
 }
 
 
-def test_results_that_fit() -> None:
+def test_a_result_that_fits_is_taken() -> None:
     """Numbers, lists, arrays and tensors of the slot's own shape and kind are taken."""
     shown = fill({**IDS, **{name: field for name, (field, _) in FITTING.items()}}, {"ids": torch.tensor([1, 2, 3])}, 3)
     assert shown == {"ids": [1, 2, 3, 0], **{name: right for name, (_, right) in FITTING.items()}}
 
 
-def test_values_that_fit_no_device() -> None:
+def test_a_pad_that_the_devices_dtype_cannot_hold_is_refused() -> None:
     """A pad that only this backend's dtype cannot hold is refused when buffers are allocated."""
     wide = declaration_of({"ids": copied(BATCH, dtype=Role("wide", torch.int64), pad=2**40)}).slotgraph
     with pytest.raises(ComputeError, match=r"slot 'ids': 1099511627776 does not fit int32"):
         allocate(wide, CAPACITY, Capabilities(roles={"wide": torch.int32}), empty)
 
 
-def test_at_rest() -> None:
+def test_starts_says_what_a_buffer_holds_before_its_first_fill() -> None:
     """`starts`: what a buffer holds before its first fill. A late capture finds what an early one would."""
     fields = {
         "counts": copied(BATCH, dtype=torch.int32, pad=-1, starts=1),
@@ -302,7 +295,7 @@ class Parameters(Inputs):
     )
 
 
-def test_parameters_by_argument() -> None:
+def test_a_declaration_tells_the_slot_of_each_argument() -> None:
     """The declaration tells for each argument the slot that it takes, of those that the settings leave."""
     declared = {"actual_seq_lengths_kv": "kv_lens", "actual_seq_lengths": "ends", "where": "where", "lens": "four"}
     assert Parameters.slotgraph.parameters == {**declared, "context_lens": "context_lens"}
@@ -374,7 +367,7 @@ FAULTS: list[tuple[Any, str]] = [
 ]
 
 
-def test_every_fault() -> None:
+def test_every_fault_of_a_slot_is_told_at_once() -> None:
     """One class with a slot for each: as many faults, each by its slot and with the way out."""
     fields = {f"slot_{place}": field for place, (field, _) in enumerate(FAULTS)}
     good = {
@@ -390,7 +383,7 @@ def test_every_fault() -> None:
     assert any("slot 'settings': the name has a meaning of its own" in fault for fault in faults)
 
 
-def test_fields_that_functions_cannot_ask_for() -> None:
+def test_no_function_may_ask_for_a_field_called_settings() -> None:
     """A field that is called settings is one, but no function may ask for it."""
     count = computed(lambda settings: settings, **INT64)
     with pytest.raises(DeclarationErrors, match="1 rule") as refused:

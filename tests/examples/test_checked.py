@@ -83,7 +83,9 @@ RUNNERS = {"twins": 1, "windows": 1, "speculating": 3, "states": 1}
 
 
 @pytest.mark.parametrize("package", SHORT)
-def test_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: list[Kept], package: str) -> None:
+def test_programs_go_on_after_their_runners_were_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: list[Kept], package: str
+) -> None:
     """Each program goes on as before after its runners were checked."""
     needs(package)
     monkeypatch.chdir(tmp_path)  # where one of them draws a picture
@@ -94,7 +96,7 @@ def test_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: list[Ke
 
 
 @pytest.mark.parametrize("prefill", ["breakable", "piecewise"])
-def test_demo(kept: list[Kept], prefill: str) -> None:
+def test_the_demo_goes_on_after_its_runners_were_checked(kept: list[Kept], prefill: str) -> None:
     """The demo chooses the same tokens as generate() after its prefill and its decode runner were checked."""
     pytest.importorskip("transformers", reason=NEEDS)
     options = module("serving.options").parse([*SMALL, "--prefill", prefill])

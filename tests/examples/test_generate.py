@@ -119,7 +119,7 @@ def test_command_reads_standard_input() -> None:
     assert all(words in done.stdout for words in ("of 2 requests", "whole step", "Grüße"))
 
 
-def test_checkpoints(generate: Generate, tmp_path: Path, prompts: str) -> None:
+def test_the_model_may_be_a_folder_of_a_checkpoint(generate: Generate, tmp_path: Path, prompts: str) -> None:
     """`--model` takes a folder of save_pretrained(), with its own tokenizer, or without one: bytes are tokens then."""
     odd = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32, "eos_token_id": [257, 258]}
     checkpoint = save_llama(tmp_path / "checkpoint", **odd)  # not the demo's own shape, with two ends of text
@@ -138,7 +138,7 @@ def test_checkpoints(generate: Generate, tmp_path: Path, prompts: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_every_bucket_is_timed(generate: Generate, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device every bucket is timed, with the host waiting for each step and without, and torch.compile too."""
     measuring = module("serving.measuring")
     monkeypatch.setattr(measuring, "ON_A_CPU", attrs.evolve(measuring.ON_A_DEVICE, rounds=2, turn=0.0))
@@ -157,7 +157,7 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch of itself, where it compiles
-def test_a_compiled_step(generate: Generate, prompts: str) -> None:
+def test_a_compiled_step_makes_equal_tokens(generate: Generate, prompts: str) -> None:
     """`--compile` captures torch.compile(step), tokens stay equal, and a backend that cannot hold it is refused."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     drawn = ("--temperature", "0.9", "--top-p", "0.95")
@@ -221,7 +221,7 @@ def misplaced(inputs: Any) -> Any:
     return Misplaced
 
 
-def test_without_a_comparison(generate: Generate, default: Result) -> None:
+def test_runs_without_a_comparison_make_the_same_texts(generate: Generate, default: Result) -> None:
     """`--no-verify` makes the same texts, and steps hand out tokens alone."""
     status, report, out = generate("--no-verify")
     assert (status, report["comparison"], report["texts"]) == (0, None, default[1]["texts"])

@@ -79,7 +79,7 @@ def texts_of(report: Any) -> list[list[int]]:
     return [text["tokens"] for text in report["texts"]]
 
 
-def test_torchrun(tmp_path: Path, prompts: str, single: Result) -> None:
+def test_torchrun_shares_out_heads_and_says_all_once(tmp_path: Path, prompts: str, single: Result) -> None:
     """`torchrun docs/examples/generate --tp 2`: each rank has half of the heads, and all is said once."""
     file = tmp_path / "report.json"
     done = launch(str(FOLDER), "--tp", "2", "--prompts", prompts, *SHORT, "--model", "random", "--json", str(file))
@@ -116,7 +116,9 @@ def test_two_ranks_make_the_tokens_of_one(several: dict[str, Any], single: Resul
     assert (pipeline["buckets"], pipeline["prefill"]["paths"]) == (alone["buckets"], alone["prefill"]["paths"])
 
 
-def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, prompts: str) -> None:
+def test_other_ways_to_run_are_right_too(
+    several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, prompts: str
+) -> None:
     """Steps that run again, an odd vocabulary with tied embeddings, traced layers and low precision are right, too."""
     shorter = [text[:4] for text in texts_of(single[1])]
     assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16", "idle", "ahead"))
@@ -189,7 +191,7 @@ def test_models_that_cannot_be_shared_out(capsys: pytest.CaptureFixture[str], tm
     assert "layers.*.self_attn.qkv_proj" in said
 
 
-def test_ranks_without_work() -> None:
+def test_each_rank_needs_a_prompt() -> None:
     """Each rank needs a prompt at least; the first ones take one more where they do not come out even."""
     ranks = module("serving.ranks")
     worlds = [ranks.World("dp", rank, 3) for rank in range(3)]

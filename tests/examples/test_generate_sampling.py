@@ -70,7 +70,7 @@ def test_a_row_depends_on_itself_alone() -> None:
     assert not any(other.equal(tokens) for other in others)
 
 
-def test_each_temperature() -> None:
+def test_each_temperature_draws_as_it_should() -> None:
     """None takes the largest logit, a low one nearly always; a nucleus of next to nothing always."""
     logits, rows = logits_of(500, seed=2), torch.arange(500)
     best = logits.argmax(-1)

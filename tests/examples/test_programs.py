@@ -73,7 +73,7 @@ def run(capsys: pytest.CaptureFixture[str], package: str, *argv: str) -> tuple[i
 
 
 @pytest.mark.parametrize(("package", "argv", "says"), EQUAL, ids=[" ".join([one, *argv]) for one, argv, _ in EQUAL])
-def test_all_is_equal(
+def test_captured_steps_give_what_the_model_gives(
     package: str, argv: list[str], says: list[str], backend_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Captured steps give what the model gives without them, on each backend, and the program says so."""
@@ -180,7 +180,9 @@ def test_what_is_planted_is_found(name: str, capsys: pytest.CaptureFixture[str])
     assert "\nDIFFERENT" in "\n" + capsys.readouterr().out
 
 
-def test_a_mistake_that_both_runners_share(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_finds_a_mistake_that_both_runners_share(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are equal and both wrong where the batches are: the model alone tells."""
     numbers = module("twins.sequences").decode_numbers
 
@@ -196,7 +198,7 @@ def test_a_mistake_that_both_runners_share(capsys: pytest.CaptureFixture[str], m
     assert "\nWRONG: logits differ" in out
 
 
-def test_count_in_the_readme() -> None:
+def test_the_page_shows_the_lines_of_today() -> None:
     """The page of two runners and the picture of both show the lines of code of today."""
     *table, _ = module("twins.report").lines()
     text = "\n".join(line.rstrip() for line in table)
@@ -204,7 +206,7 @@ def test_count_in_the_readme() -> None:
     assert (EXAMPLES.parent / "pictures/beside.svg").read_text(encoding="utf-8") == module("twins.beside").picture()
 
 
-def test_stale_padding_of_an_engines_own_graphs(
+def test_stale_padding_of_an_engines_own_graphs_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without resets, padded rows write pages of requests that are running: the comparison notices."""
@@ -214,7 +216,9 @@ def test_stale_padding_of_an_engines_own_graphs(
     assert "NOT equal" in out
 
 
-def test_a_table_that_no_one_keeps_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_no_one_keeps_up_spoils_the_slow_path(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It spoils the slow path of a sliding window, and leaves the straight one alone."""
     needs("windows")
     monkeypatch.setattr(module("windows.pools").WindowPool, "place", lambda *_: None)
@@ -254,7 +258,7 @@ def test_a_steps_time_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert file.stat().st_size < 100_000
 
 
-def test_trace_of_a_device() -> None:
+def test_the_trace_of_a_device_shows_the_step() -> None:
     """What a graph brings is the step, but for the fused kernel; what came before the first call is left out."""
     record = module("spans.record")
     trace = [
@@ -275,7 +279,7 @@ def test_trace_of_a_device() -> None:
     assert f"def {record.FILL}(" in kernel.read_text(encoding="utf-8")
 
 
-def test_loops_of_a_profile() -> None:
+def test_a_profile_gives_each_step_its_own_work() -> None:
     """A step has the device work of its own launch, and gaps count whether they are drawn or not."""
     ahead = module("spans.ahead")
     trace = [
@@ -295,7 +299,9 @@ def test_loops_of_a_profile() -> None:
     assert min(ahead.drive(runner, number, 6) for number in (0, 1)) > ahead.WORK
 
 
-def test_picture_of_steps_ahead(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_picture_of_steps_ahead_is_drawn_from_its_figures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """It is drawn from the figures beside it; where they cannot be measured, a sentence says why."""
     main, pictures = module("spans.ahead").main, EXAMPLES.parent / "pictures"
     assert main(["draw", str(pictures / "ahead.json")]) == 0
@@ -313,7 +319,7 @@ def suite(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return python("-m", "pytest", folder, "-p", "no:cacheprovider", *arguments)
 
 
-def test_a_suite_of_ones_own(tmp_path: Path) -> None:
+def test_a_suite_of_ones_own_passes_until_its_mask_is_gone(tmp_path: Path) -> None:
     """It passes as it stands; without its mask the step reads what padded rows wrote, and the slot is named."""
     done = suite(EXAMPLES / "own_suite", "--slotgraph-backends=cpu,cpu-capture", "--benchmark-disable")
     assert done.returncode == 0, done.stdout

@@ -68,25 +68,25 @@ RULES: Final = "A slot with a rule advances as the rule says, its live rows alon
 AHEAD: Final = "A loop of steps hands out each request's outputs, takes what fits, and foretells what will be."
 
 
-@fault(TAILS, tails.CleanTails, "begin", "runners/test_input_buffers.py::test_the_oracle_s_bytes")
+@fault(TAILS, tails.CleanTails, "begin", "invariants/test_tails.py::test_tails_hold_their_values")
 def tails_are_never_reset(old: Any, *given: Any) -> None:
     """Take every tail for clean: padded rows hold what a longer batch left there."""
     old(*given)
 
 
-@fault(TAILS, reach, "boxes", "dataflow/test_lowerings.py::test_tails_along_two_dims")
+@fault(TAILS, reach, "boxes", "dataflow/test_lowerings.py::test_tails_along_two_dims_keep_no_stale_corner")
 def one_dim_of_two_is_reset(old: Any, *given: Any) -> Any:
     """Reset the tail along one dim alone: of a slot with two varying dims, a part of the padding keeps old values."""
     return itertools.islice(old(*given), 1)
 
 
-@fault(TAILS, writers.HostTails, "reset", "runners/test_input_buffers.py::test_the_oracle_s_bytes[cpu-direct]")
+@fault(TAILS, writers.HostTails, "reset", "invariants/test_tails.py::test_lowerings_leave_the_same_bytes")
 def tails_begin_a_row_late(old: Any, self: Any, live: Any, dirty: Any) -> None:
     """Reset a tail from its second row on: the first padded row keeps what a longer batch left there."""
     old(self, tuple(rows + 1 for rows in live), dirty)
 
 
-@fault(OTHERS, tails.CleanTails, "begin", "runners/test_pool.py::test_producers_of_another_are_known")
+@fault(OTHERS, tails.CleanTails, "begin", "runners/engine/test_pool.py::test_producers_of_another_are_known")
 def producers_are_trusted(old: Any, self: Any, *given: Any) -> Any:
     """Believe tails though producers have the slots: padded rows that one writes reach the next step."""
     self.handed_out = False
@@ -102,7 +102,7 @@ def broken_fills_are_believed(old: Any, self: Any, by: Any, live: Any, padded: A
     return dirty
 
 
-@fault(OTHERS, tails.CleanTails, "begin", "runners/test_pool.py::test_shared_memory_changes_no_output[cpu]")
+@fault(OTHERS, tails.CleanTails, "begin", "runners/engine/test_pool.py::test_shared_memory_changes_no_output[cpu]")
 def neighbours_are_trusted(old: Any, self: Any, by: Any, *given: Any) -> Any:
     """Take any fill for one's own: rows of another runner of the pool stay in the tail."""
     self._filled_by = self._filled_by and by
@@ -113,7 +113,7 @@ def neighbours_are_trusted(old: Any, self: Any, by: Any, *given: Any) -> Any:
     OTHERS,
     buffers.Buffers,
     "foreign",
-    "runners/test_input_buffers.py::test_whatever_the_owner_writes[cpu-capture]",
+    "invariants/test_tails.py::test_tails_hold_their_values",
 )
 def owners_are_trusted(old: Any, *given: Any) -> frozenset[str]:
     """Take adopted memory for one's own: rows that its owner writes between steps stay in the tail."""
@@ -121,7 +121,7 @@ def owners_are_trusted(old: Any, *given: Any) -> frozenset[str]:
     return frozenset()
 
 
-@fault(SOURCES, buffers.Buffers, "reaches", "runners/test_lowerings.py::test_wherever_a_source_begins")
+@fault(SOURCES, buffers.Buffers, "reaches", "runners/test_lowerings.py::test_any_sequence_gives_what_the_oracle_gives")
 def sources_in_slots_are_read_late(old: Any, *given: Any) -> bool:
     """Find no source that lies in slots: it is read after other slots were written over it."""
     del old, given
@@ -135,7 +135,7 @@ def rows_apart_are_read_as_one_piece(old: Any, *given: Any) -> int:
     return 0
 
 
-@fault(KINDS, kinds.SourceKinds, "read", "runners/test_outputs.py::test_rows_follow_their_axis")
+@fault(KINDS, kinds.SourceKinds, "read", "runners/engine/test_outputs.py::test_rows_of_outputs_follow_their_axis")
 def sizes_are_those_of_the_batch_before(old: Any, self: Any, given: Any) -> Any:
     """Keep the sizes of the first batch: a later one of other sizes has its rows cut, or rows that it has not."""
     _, live, _ = self._last
@@ -149,7 +149,7 @@ def a_guard_takes_anything(old: Any, *given: Any) -> Any:
     return lambda *_: True
 
 
-@fault(REFUSALS, admission, "_faults", "runners/test_batches.py::test_source_that_does_not_fit[cpu-dtype]")
+@fault(REFUSALS, admission, "_faults", "runners/test_batches.py::test_a_source_that_does_not_fit_is_refused[cpu-dtype]")
 def any_tensor_is_taken(old: Any, *given: Any) -> Any:
     """Find no fault with a tensor: floats are truncated into an index slot without a word."""
     del old, given
@@ -163,7 +163,12 @@ def sizes_are_not_compared(old: Any, *given: Any) -> bool:
     return True
 
 
-@fault(REFUSALS, Runner, "check_limits", "runners/test_batches.py::test_numbers")
+@fault(
+    REFUSALS,
+    Runner,
+    "check_limits",
+    "runners/test_batches.py::test_numbers_in_a_list_are_taken_or_refused_by_their_slot",
+)
 def limits_are_not_checked(old: Any, *given: Any) -> None:
     """Look at no limit: a length beyond it reaches the kernel."""
     del old, given
@@ -186,7 +191,7 @@ def a_refused_batch_ends_the_view(old: Any, self: Any, *given: Any, **named: Any
         raise
 
 
-@fault(NUMBERS, hostdata, "_packer", "dataflow/test_host_data.py::test_each_odd_number")
+@fault(NUMBERS, hostdata, "_packer", "dataflow/test_host_data.py::test_each_odd_number_is_what_torch_makes_of_it")
 def floats_overflow(old: Any, rows: int, dtype: Any) -> Any:
     """Pack floats as C does: 1e300 in a list for a float32 slot becomes infinity."""
     old(rows, dtype)
@@ -204,7 +209,7 @@ def a_step_writes_the_batch(old: Any, where: Any, batch: Any, live: Any, *side: 
     READ,
     computation.Computation,
     "_refuse_writes",
-    "runners/test_restored.py::test_functions_that_change_what_they_are_given",
+    "runners/test_restored.py::test_a_function_that_changes_what_it_reads_is_refused",
 )
 def functions_change_what_they_read(old: Any, self: Any, now: Any) -> None:
     """Let functions write the slots that they are given: the step sees what they made of them."""
@@ -212,14 +217,14 @@ def functions_change_what_they_read(old: Any, self: Any, now: Any) -> None:
     self.versions[:] = now
 
 
-@fault(VIEWS, bucket.Bucket, "at", "runners/test_views.py::test_exact_views")
+@fault(VIEWS, bucket.Bucket, "at", "runners/test_views.py::test_an_eager_step_sees_the_live_rows_alone")
 def exact_views_are_padded(old: Any, self: Any, live: Any) -> Any:
     """Show all rows of a bucket: an eager step sees rows that the batch has not."""
     del live
     return old(self, self.padded)
 
 
-@fault(VIEWS, views.Aliases, "__call__", "runners/test_restored.py::test_views_and_outputs")
+@fault(VIEWS, views.Aliases, "__call__", "runners/test_restored.py::test_changed_views_and_outputs_harm_no_later_step")
 def changed_views_are_handed_out_again(old: Any, self: Any) -> Any:
     """Hand out the same tensors for ever: a view that somebody has reshaped in place comes to the next step so."""
     return self._made or old(self)
@@ -231,21 +236,21 @@ def computed_slots_go_by_name(old: Any, *given: Any, **named: Any) -> Any:
     return dict(sorted(old(*given, **named).items()))
 
 
-@fault(COMPUTED, computation, "write", "dataflow/test_slots.py::test_results_that_do_not_fit")
+@fault(COMPUTED, computation, "write", "dataflow/test_slots.py::test_a_result_that_does_not_fit_is_refused")
 def results_are_cast(old: Any, target: Any, value: Any, what: str) -> None:
     """Copy whatever a function returns: floats are truncated, and one row fills all of them, without a word."""
     del old, what
     target.copy_(torch.as_tensor(value))
 
 
-@fault(ROLES, capabilities.Role, "on", "dataflow/test_slots.py::test_what_the_backend_decides")
+@fault(ROLES, capabilities.Role, "on", "dataflow/test_slots.py::test_the_backend_decides_dtypes_and_pads_of_roles")
 def dtypes_are_the_same_everywhere(old: Any, self: Any, record: Any) -> Any:
     """Pass over what the backend says of dtypes: cache locations are int64 on an NPU, whose kernel wants int32."""
     del old, record
     return self.default
 
 
-@fault(PACKETS, packing.Packing, "_pack_words", "runners/test_input_buffers.py::test_the_oracle_s_bytes[cpu-in_graph]")
+@fault(PACKETS, packing.Packing, "_pack_words", "invariants/test_tails.py::test_lowerings_leave_the_same_bytes")
 def a_packet_counts_a_row_less(old: Any, self: Any, addresses: Any, live: Any) -> Any:
     """Pack a count that is one too low: the kernel takes the last live row for the tail."""
     return old(self, addresses, tuple(max(0, rows - 1) for rows in live))
@@ -270,6 +275,17 @@ def any_view_is_replayed(old: Any, self: Any, view: Any) -> Any:
     if self._filled is not None:
         self._filled.view = view
     return old(self, view)
+
+
+@fault(LAST, Runner, "_fill", "invariants/test_broken_off.py::test_broken_fills_are_not_believed")
+def a_broken_fill_keeps_the_view(old: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Keep the view when a fill breaks off: half of one batch and half of another are replayed by it."""
+    before = self._filled
+    try:
+        return old(self, *given, **named)
+    except BaseException:
+        self._filled = before
+        raise
 
 
 @fault(LAST, buffers.BufferTurn, "others", "invariants/test_memory.py::test_neighbours_take_turns")
@@ -299,7 +315,7 @@ def everybody_is_let_in(old: Any, self: Any, runner: str) -> None:
     self.lock = _Open()
 
 
-@fault(BOOKS, routes.GraphRoute, "run", "runners/test_statistics.py::test_every_step_is_counted")
+@fault(BOOKS, routes.GraphRoute, "run", "runners/engine/test_statistics.py::test_every_step_is_counted")
 def replays_are_not_counted(old: Any, self: Any, view: Any, live: Any) -> Any:
     """Count no replay: statistics lack steps."""
     made = old(self, view, live)
@@ -307,13 +323,13 @@ def replays_are_not_counted(old: Any, self: Any, view: Any, live: Any) -> Any:
     return made
 
 
-@fault(ROUTES, config.Buckets, "fit", "runners/test_decision.py::test_reasons")
+@fault(ROUTES, config.Buckets, "fit", "runners/test_decision.py::test_each_way_has_its_path_bucket_and_reason")
 def exact_buckets_are_missed(old: Any, self: Any, rows: int) -> Any:
     """Look for one row more: a batch of exactly a bucket's size goes to the next, and of the largest runs eagerly."""
     return old(self, rows + 1)
 
 
-@fault(ROUTES, decode, "_differing", "runners/test_views.py::test_default_in_capture")
+@fault(ROUTES, decode, "_differing", "runners/test_views.py::test_a_default_at_capture_is_what_the_graph_holds")
 def fields_make_no_difference(old: Any, *given: Any) -> str:
     """Compare no field: a batch whose field differs from the captured value is replayed with that."""
     del old, given
@@ -334,41 +350,46 @@ def forks_are_not_noticed(old: Any, self: Any, captured: Any) -> None:
     old(self, captured)
 
 
-@fault(OUTPUTS, routes.GraphRoute, "__init__", "runners/test_outputs.py::test_live_rows_of_a_structure")
+@fault(
+    OUTPUTS,
+    routes.GraphRoute,
+    "__init__",
+    "runners/engine/test_outputs.py::test_each_tensor_has_its_live_rows",
+)
 def outputs_are_not_cut(old: Any, self: Any, *given: Any) -> None:
     """Cut no outputs: a caller gets padded rows."""
     old(self, *given)
     self._rows_each = None
 
 
-@fault(OUTPUTS, outputs, "own_copy", "runners/test_kept_outputs.py::test_copies_are_the_callers_own")
+@fault(OUTPUTS, outputs, "own_copy", "runners/engine/test_kept_outputs.py::test_copies_are_the_callers_own")
 def copies_are_views(old: Any, made: Any) -> Any:
     """Copy nothing: with outputs='copy' an output is overwritten by the next step."""
     del old
     return made
 
 
-@fault(STALE, outputs.Stamped, "_check", "runners/test_outputs.py::test_stale_view")
+@fault(STALE, outputs.Stamped, "_check", "invariants/test_memory.py::test_stale_outputs_are_named")
 def stale_outputs_are_read(old: Any, self: Any) -> None:
     """Look at no stamp: an output that a replay has overwritten is read without an error."""
     del old, self
 
 
-@fault(CAPTURES, buffers, "at_rest", "runners/test_capture.py::test_lazy_capture_keeps_what_a_producer_wrote")
+@fault(CAPTURES, buffers, "at_rest", "runners/engine/test_capture.py::test_lazy_capture_keeps_what_a_producer_wrote")
 def captures_run_on_live_rows(old: Any, *given: Any) -> Any:
     """Leave the slots as they are: warm-ups of a late capture run on the last step's inputs."""
     del old, given
     return contextlib.nullcontext()
 
 
-@fault(CAPTURES, State, "kept", "runners/test_capture.py::test_early_and_late[cpu]")
+@fault(CAPTURES, State, "kept", "invariants/test_memory.py::test_captures_change_nothing")
 def warm_ups_change_state(old: Any, self: Any) -> Any:
     """Put no state back: warm-ups write caches and counters of the running engine."""
     del old, self
     return contextlib.nullcontext()
 
 
-@fault(RECORDED, cpu_capture, "_run_all", "backends/test_interrupt.py::test_any_order_of_graphs_and_calls")
+@fault(RECORDED, cpu_capture, "_run_all", "backends/test_interrupt.py::test_graphs_and_calls_run_once_in_any_order")
 def operators_run_twice(old: Any, calls: Any) -> None:
     """Run recorded operators twice: a counter that a step raises is raised twice in each replay."""
     old(calls)
@@ -390,27 +411,35 @@ def outputs_in_restored_slots_are_not_copied(old: Any, self: Any, view: Any, ste
     return made[-1]
 
 
-@fault(POOLS, sharing, "lasting", "runners/test_sharing.py::test_lifetimes_follow_from_what_slots_say")
+@fault(POOLS, sharing, "lasting", "runners/engine/test_sharing.py::test_lifetimes_follow_from_what_slots_say")
 def everything_is_shared(old: Any, *given: Any) -> None:
     """Share all slots: steps of one runner overwrite constants and host memory of another."""
     del old, given
 
 
-@fault(DRAFTS, tree.Frontier, "grow", "runners/test_tree.py::test_growth", "runners/test_draft.py")
+@fault(
+    DRAFTS,
+    tree.Frontier,
+    "grow",
+    "runners/test_tree.py::test_a_tree_grows_as_plain_python_grows_it",
+    "runners/test_draft.py",
+)
 def parents_are_one_level_off(old: Any, self: Any, *given: Any) -> Any:
     """Number nodes a level too low: drafted nodes name other parents, and the wrong path is verified."""
     made = old(self, *given)
     return attrs.evolve(made, nodes=made.nodes + self.tokens.shape[1])
 
 
-@fault(STACKS, stack.StackCall, "settle", "runners/stacked/test_stack.py::test_arguments_that_change")
+@fault(
+    STACKS, stack.StackCall, "settle", "runners/stacked/test_stack.py::test_an_argument_unlike_the_captures_is_refused"
+)
 def changed_values_are_ignored(old: Any, self: Any, *given: Any) -> None:
     """Compare no numbers with those of the capture: one that has changed since is ignored."""
     old(self, *given)
     self._values = []
 
 
-@fault(STACKS, recipe, "live_viewer", "runners/stacked/test_stack.py::test_arguments_of_all_kinds")
+@fault(STACKS, recipe, "live_viewer", "runners/stacked/test_stack.py::test_arguments_of_all_kinds_reach_the_stack")
 def breaks_see_padded_requests(old: Any, stage: Any, where: Any, **info: Any) -> Any:
     """Show all requests of a bucket to what runs eagerly: breaks and the head run on padded ones."""
     del old
@@ -424,7 +453,7 @@ def each_rank_has_its_own_bucket(old: Any, own: Any, messages: Any, leading: int
     return own
 
 
-@fault(RANKS, agreement.Agreement, "_agreed", "ranks/test_counts.py::test_counts_of_all_ranks")
+@fault(RANKS, agreement.Agreement, "_agreed", "ranks/test_counts.py::test_a_slot_has_the_counts_of_all_ranks")
 def counts_of_ranks_are_old(old: Any, self: Any, *given: Any) -> Any:
     """Keep the last step's counts: token counts of all ranks are those of another batch."""
     before = self.ranks.live_sizes
@@ -433,13 +462,13 @@ def counts_of_ranks_are_old(old: Any, self: Any, *given: Any) -> Any:
     return decision
 
 
-@fault(RANKS, agreement.Agreement, "refuse", "ranks/test_told.py::test_a_refused_batch")
+@fault(RANKS, agreement.Agreement, "refuse", "ranks/test_failures.py::test_a_batch_refused_by_one_rank_is_run_by_none")
 def refusals_are_not_told(old: Any, self: Any, error: Any) -> None:
     """Tell no other rank of a refused batch: they wait for this one until their time is over."""
     del old, self, error
 
 
-@fault(SHARED, shared, "zlib", "ranks/test_shared.py::test_a_number_before_its_bytes")
+@fault(SHARED, shared, "zlib", "ranks/test_shared.py::test_a_number_before_its_bytes_is_no_message")
 def bytes_are_not_checked(old: Any) -> Any:
     """Trust a number before its bytes: a rank takes bytes that are not there yet."""
     del old
@@ -465,14 +494,14 @@ def streams_are_not_ordered(old: Any, self: Any) -> None:
     del old, self
 
 
-@fault(ROWS, chain, "rearrange", "runners/test_ahead.py::test_all_news_in_one_step")
+@fault(ROWS, chain, "rearrange", "life/test_ahead.py::test_steps_are_right_in_any_order_of_news")
 def rows_do_not_move(old: Any, *given: Any) -> Any:
     """Move no row: after a request has left, one live row lies among the padded ones."""
     keys, _ = old(*given)
     return keys, ()
 
 
-@fault(ROWS, host_work.HostWork, "of", "runners/test_functions.py")
+@fault(ROWS, host_work.HostWork, "of", "life/test_functions.py")
 def rows_of_those_that_left_stay(old: Any, *given: Any) -> Any:
     """Reset no tail after an edit: rows of requests that left stay in the padded ones."""
     made = old(*given)
@@ -480,7 +509,7 @@ def rows_of_those_that_left_stay(old: Any, *given: Any) -> Any:
     return made
 
 
-@fault(RULES, Transition, "of", "runners/test_functions.py")
+@fault(RULES, Transition, "of", "life/test_functions.py")
 def padded_rows_advance(old: Any, self: Any, live: Any, *lanes: Any) -> Any:
     """Advance all rows of a bucket: padded ones are no tail any more."""
     del live
@@ -491,7 +520,7 @@ def padded_rows_advance(old: Any, self: Any, live: Any, *lanes: Any) -> Any:
     RULES,
     Transition,
     "_compute",
-    "runners/test_functions.py::test_a_rule_sees_the_declared_tail_of_what_the_step_writes",
+    "life/test_functions.py",
 )
 def rules_see_what_a_step_left(old: Any, self: Any, *given: Any) -> None:
     """Reset no tail before a rule: one that sums a slot which the step writes counts its padded rows."""
@@ -499,16 +528,14 @@ def rules_see_what_a_step_left(old: Any, self: Any, *given: Any) -> None:
     old(self, *given)
 
 
-@fault(
-    AHEAD, loop.StepLoop, "_forget_ended", "runners/test_ahead.py::test_rows_before_an_end_that_was_known_ahead_count"
-)
+@fault(AHEAD, loop.StepLoop, "_forget_ended", "runners/steps/test_keys.py")
 def last_tokens_are_lost(old: Any, self: Any) -> None:
     """Forget requests that have left: one that leaves with now=False loses its last token."""
     del old
     self._ended = []
 
 
-@fault(AHEAD, chain.Chain, "go_on", "runners/test_ahead.py::test_what_ends_the_loop")
+@fault(AHEAD, chain.Chain, "go_on", "runners/steps/test_loops.py::test_a_call_of_the_runner_ends_the_loop")
 def a_loop_outlives_another_fill(old: Any, self: Any, *given: Any, **named: Any) -> Any:
     """Go on after a call of the runner: a loop hands out outputs of rows that are not its requests'."""
     self._fills = self._turn.fills

@@ -1,4 +1,4 @@
-"""A device with streams whose work is done later, at random, and that can be told to break one promise of backends.
+"""A device with streams whose work is done later, at random.
 
 Memory of placement "host" is the host's, and is written at once. All other tensors are the device's: what writes them,
 and each replay, goes to the current stream, and is done when somebody waits for it, or when the test says so.
@@ -40,7 +40,7 @@ class Stream:  # work in order. handed: how much ever came. done: how much of it
 class Point(Event):  # a point in a stream. tells: whether it says the truth; else it says that it has passed
     stream: Stream
     at: int
-    tells: bool
+    tells: bool = True
 
     def query(self) -> bool:
         return self.stream.done >= self.at or not self.tells
@@ -71,8 +71,7 @@ class LaterGraph(Graph):  # a graph of cpu-capture's, which is replayed on the c
 class Device(HostBackend):
     """The device. current: the stream that is. buffers: all memory that it was asked for.
 
-    fault: what it breaks. `order`: no stream waits. `event`, `mark`: events, and those of uploads, say that they have
-    passed. `packet`: an upload as long as an earlier one is left out. `kernel`: the last row is.
+    fault: what it breaks. `mark`: events of uploads say that they have passed.
     """
 
     name: ClassVar[str] = "invariants"
@@ -103,23 +102,19 @@ class Device(HostBackend):
         return LaterGraph(INNER.capture(step, **options), self)
 
     def upload(self, nbytes: int) -> Upload:
-        packet, sent = torch.zeros(nbytes, dtype=torch.uint8), set[int]()
+        packet = torch.zeros(nbytes, dtype=torch.uint8)
         to = packet.data_ptr()
 
         def start(memory: torch.Tensor, at: int, count: int) -> None:
-            if self.fault == "packet" and count in sent:
-                return
-            sent.add(count)
             self.add(lambda: ctypes.memmove(to, memory.data_ptr() + at, count))
 
         def pinned(count: int) -> torch.Tensor:
             return self._on_host(torch.zeros(count, dtype=torch.uint8))
 
-        return Ring(packet, pinned, start, lambda _: self._point("mark"), self.synchronize)
+        return Ring(packet, pinned, start, lambda _: self._point(tells=self.fault != "mark"), self.synchronize)
 
     def fusion(self) -> Fusion:
-        last = -1 if self.fault == "kernel" else None
-        return Fusion(HOST_FUSION.block, lambda table, *more: HOST_FUSION.kernel(table[:last], *more))
+        return HOST_FUSION
 
     def stream_key(self) -> Callable[[], int]:
         return lambda: self.current
@@ -127,16 +122,16 @@ class Device(HostBackend):
     def order(self, first: int, then: int) -> None:
         earlier = self.streams[first]
         at = earlier.handed
-        if self.fault != "order" and self.is_late:
+        if self.is_late:
             self._put(self.streams[then], lambda: earlier.run(at))
 
     def event(self, again: Event | None = None) -> Event:
         del again
-        return self._point("event")
+        return self._point(tells=True)
 
-    def _point(self, what: str) -> Point:
+    def _point(self, *, tells: bool) -> Point:
         stream = self.streams[self.current]
-        return Point(stream, stream.handed, self.fault != what)
+        return Point(stream, stream.handed, tells)
 
     def synchronize(self) -> None:
         self._drain(random.Random(0))  # noqa: S311 - data for a test

@@ -10,7 +10,6 @@ import torch
 from tests.invariants.device import Device
 from tests.invariants.steps import (
     BEYOND,
-    LOWERINGS,
     Afar,
     Quick,
     Seen,
@@ -62,13 +61,6 @@ def test_a_step_waits_for_the_last_one(lowering: str, *, pooled: bool) -> None:
     assert on_streams(device, [runner_of(device, lowering, Afar)], 3, Afar) == set()
 
 
-@each_lowering
-def test_planted_streams_that_do_not_wait(lowering: str) -> None:
-    """Where no stream waits for another, steps see one another's rows."""
-    device = Device("order")
-    assert on_streams(device, [runner_of(device, lowering, Quick)], 1) >= {"ids", "weights"}
-
-
 def ahead(device: Device, runner: Any, inputs: type[Quick]) -> set[str]:
     """Far more steps in flight than uploads have host memory for; what the host brought is spoilt at once."""
     kept = Kept()
@@ -91,17 +83,3 @@ def test_host_memory_in_flight(lowering: str, inputs: type[Quick]) -> None:
     """Neither what an upload reads nor a slot in host memory is overwritten before the device has read it."""
     device = Device()
     assert ahead(device, runner_of(device, lowering, inputs), inputs) == set()
-
-
-@pytest.mark.parametrize("lowering", [one for one in LOWERINGS if one != "slot_by_slot"])  # which moves each by itself
-def test_planted_uploads_that_pass_at_once(lowering: str) -> None:
-    """Where an upload's events say too early that it was read, steps get the numbers of later ones."""
-    device = Device("mark")
-    assert "ids" in ahead(device, runner_of(device, lowering, Afar), Afar)
-
-
-@each_lowering
-def test_planted_events_that_pass_at_once(lowering: str) -> None:
-    """Where events do, the next fill writes a slot in host memory that the last graph has yet to copy from."""
-    device = Device("event")
-    assert ahead(device, runner_of(device, lowering), Slots) == {"here"}

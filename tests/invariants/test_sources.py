@@ -4,11 +4,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from slotgraph.backends import Backend
-from tests.invariants.device import Device
 from tests.invariants.steps import (
     BEYOND,
     EITHER,
@@ -80,9 +78,9 @@ class Bringing:  # brings values in forms at random: new tensors, static ones, r
         return batch, means
 
 
-def by_form(runner: Any, backend: Backend, seed: int, bring: Any = None, inputs: type[Quick] = Slots) -> set[str]:
+def by_form(runner: Any, backend: Backend, seed: int, inputs: type[Quick] = Slots) -> set[str]:
     """Slots that were wrong in steps whose sources took any form."""
-    found, brings = set[str](), Bringing(runner, backend, seed) if bring is None else bring
+    found, brings = set[str](), Bringing(runner, backend, seed)
     for number in range(60):
         rows = brings.draw.choice((1, 2, 4, 4, 4, 6, BEYOND))
         batch, means = brings(drawn(rows, number % 20, absent=brings.draw.random() < 0.2, inputs=inputs))
@@ -96,7 +94,7 @@ def by_form(runner: Any, backend: Backend, seed: int, bring: Any = None, inputs:
 def test_values_alone_count(backend: Backend, lowering: str) -> None:
     """Dtypes, strides, offsets, modes, host data, addresses that come again, sources in slots: all give the same."""
     for seed, inputs in enumerate(EITHER):
-        assert by_form(runner_of(backend, lowering, inputs), backend, seed, None, inputs) == set()
+        assert by_form(runner_of(backend, lowering, inputs), backend, seed, inputs) == set()
 
 
 @each_lowering
@@ -109,25 +107,3 @@ def test_a_batch_that_comes_again(backend: Backend, lowering: str) -> None:
         assert [*wrong(runner(batch), values)] == []
         runner.fill(batch).ids[:3].fill_(77)
         assert [*wrong(runner.replay(runner.fill(batch)), values)] == []
-
-
-class Caching(Bringing):  # the fault: what looks like a source that came before is taken for it
-    def __call__(self, values: Values) -> tuple[dict[str, Any], Values]:
-        """The first batch of each number of rows, whatever comes later."""
-        known = vars(self).setdefault("known", {})
-        return known.setdefault((len(values["ids"]), "extra" in values), on(self.backend, values)), values
-
-
-@each_lowering
-def test_planted_guard_that_goes_by_shape(lowering: str) -> None:
-    """Steps that get an earlier batch's sources of the same shape are seen."""
-    backend = Device()
-    runner = runner_of(backend, lowering)
-    assert by_form(runner, backend, 0, Caching(runner, backend, 0)) >= {"ids", "weights", "here"}
-
-
-@pytest.mark.parametrize("lowering", ["in_graph", "fused"])
-def test_planted_upload_that_goes_by_length(lowering: str) -> None:
-    """So are packets that are not sent because one as long was sent before."""
-    backend = Device("packet")
-    assert by_form(runner_of(backend, lowering), backend, 0) >= {"ids", "live"}

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied, output
-from slotgraph.backends import load
 from slotgraph.errors import BatchError
 from slotgraph.extend import LaunchedStep
 from slotgraph.runners.steps.chain import Chain
+from tests.packing import NAME, backend_of
+from tests.runners.models import decoder
 
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDE, MOST, MODULUS = 5, 16, 10007
@@ -93,16 +94,10 @@ def plain_rules(row: Row) -> None:
 @functools.cache
 def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
     """A captured runner, of which each example begins steps anew."""
-    available = load(backend).is_available()
-    if not available:
-        pytest.skip(f"{backend}: {available.reason}")
-    if lowering not in (None, *load(backend)().capabilities.lowerings):
-        pytest.skip(f"{backend} has no lowering {lowering!r}")
-    options: Any = {} if lowering is None else {"lowering": lowering}
-    made = DecodeRunner(
-        AheadInputs, step, backend=backend, sizes={PAGES: WIDE}, buckets=BUCKETS, output_rows=BATCH, **options
-    )
-    made.capture()
+    options: Any = {"backend": backend_of(backend, lowering), "sizes": {PAGES: WIDE}, "output_rows": BATCH}
+    if lowering is not None:
+        options["lowering"] = lowering
+    made: DecodeRunner[AheadInputs] = decoder(AheadInputs, step, buckets=BUCKETS, **options)
     return made
 
 
@@ -342,17 +337,17 @@ def play(ways: Sequence[tuple[str, str | None]], examples: int, count: int) -> N
     )
 
 
-WAYS: Final = (("cpu", None), ("cpu-capture", None), ("cpu-capture", "in_graph"), ("cpu", "fused"))
+WAYS: Final = (("cpu", None), ("cpu-capture", None), ("cpu-capture", "in_graph"), ("cpu", "fused"), (NAME, "foreach"))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(filter(None, way)))
-def test_any_order_of_news(way: tuple[str, str | None]) -> None:
+def test_steps_are_right_in_any_order_of_news(way: tuple[str, str | None]) -> None:
     """Requests that leave, join and change, refused edits, broken steps, other buckets: all as in plain Python."""
     play([way], examples=4, count=25)
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps() -> None:
+def test_ten_thousand_steps_are_right() -> None:
     """The same for 10,000 steps."""
     begun = Steps.taken
     while Steps.taken - begun < 10_000:
@@ -361,6 +356,6 @@ def test_ten_thousand_steps() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
-def test_any_order_of_news_on_cuda(lowering: str) -> None:
+def test_steps_are_right_in_any_order_of_news_on_cuda(lowering: str) -> None:
     """The same by the compiled kernel, and by torch's own operators."""
     play([("cuda", lowering)], examples=25, count=40)

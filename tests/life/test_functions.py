@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, keep, output
-from slotgraph.backends import load
 from slotgraph.dataflow.axes import Shape, Sizes, Step, extent, shape_of
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.edits import rearrange
 from slotgraph.extend import once
+from tests.packing import backend_of
 
 PAGES: Final = Axis("PAGES")
 BUCKETS: Final = (1, 2, 4, 8)
@@ -442,43 +442,31 @@ def played(game: Any, examples: int) -> None:
     run()
 
 
-def of_backend(name: str) -> Any:
-    """A backend, where it is available."""
-    available = load(name).is_available()
-    if not available:
-        pytest.skip(f"{name}: {available.reason}")
-    return load(name)()
-
-
 WAYS: Final = [("cpu-capture", lowering) for lowering in LADDER] + [("cpu", "in_graph"), ("cpu", "foreach")]
 
 
 @pytest.mark.parametrize(("backend", "lowering"), WAYS)
-def test_functions_of_steps_that_follow_one_another(backend: str, lowering: str) -> None:
+def test_functions_see_their_own_step_in_loops(backend: str, lowering: str) -> None:
     """No output and no slot differs, whatever requests leave, join and change."""
     played(lambda draw: Steps(draw, backend, lowering).play(), 20)
 
 
 @pytest.mark.parametrize("backend", ["cpu-capture", "cpu"])
-def test_functions_of_graphs_of_one_s_own(backend: str) -> None:
+def test_functions_see_their_own_step_in_graphs_of_one_s_own(backend: str) -> None:
     """No slot differs after any number of replays, on axes that are free of one another."""
-    played(lambda draw: play_graphs(draw, of_backend(backend)), 30)
+    played(lambda draw: play_graphs(draw, backend_of(backend)), 30)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("lowering", LADDER)
-def test_functions_of_steps_on_cuda(lowering: str) -> None:
+def test_functions_see_their_own_step_in_loops_on_cuda(lowering: str) -> None:
     """The same by the compiled kernel, and by torch's own operators."""
-    backend = of_backend("cuda")
-    if lowering not in backend.capabilities.lowerings:
-        pytest.skip(f"cuda has no lowering {lowering!r} here")
+    backend_of("cuda", lowering)
     played(lambda draw: Steps(draw, "cuda", lowering).play(), 25)
 
 
 @pytest.mark.cuda
-def test_functions_of_graphs_of_one_s_own_on_cuda() -> None:
+def test_functions_see_their_own_step_in_graphs_of_one_s_own_on_cuda() -> None:
     """The same for graphs that the caller captures."""
-    backend = of_backend("cuda")
-    if "in_graph" not in backend.capabilities.lowerings:
-        pytest.skip("cuda has no lowering 'in_graph' here")
+    backend = backend_of("cuda", "in_graph")
     played(lambda draw: play_graphs(draw, backend), 25)

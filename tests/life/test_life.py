@@ -333,7 +333,7 @@ class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Pytho
 
 
 @pytest.mark.usefixtures("_quick_collections")
-def test_life(backend: Backend) -> None:
+def test_runners_are_right_whatever_comes_after_whatever(backend: Backend) -> None:
     """Whatever comes after whatever, each step is what plain Python says, and nothing is left behind."""
 
     class Here(Life):

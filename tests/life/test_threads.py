@@ -113,7 +113,7 @@ def test_another_thread_is_refused(world: World, size: int) -> None:
     assert right(world, size, 1) == alone
 
 
-def test_its_own_step_is_refused(world: World) -> None:
+def test_a_step_that_calls_its_own_runner_is_refused(world: World) -> None:
     """A step that calls its own runner would overwrite the slots that it is made of: refused, and nothing is stuck."""
     runner, alone, other = world.runner, right(world, 7, 1), world.batch(3, 2)
     with pytest.raises(Exception, match=BUSY):
@@ -136,7 +136,7 @@ def storm(acts: list[Callable[[int], None]], turns: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["decode", "decode, in the graph", "eager", "prefill"])
-def test_many_threads_without_a_lock(backend: Backend, name: str) -> None:
+def test_threads_without_a_lock_are_refused_or_served(backend: Backend, name: str) -> None:
     """Threads that do not take turns are refused or served, nothing else, and leave a runner that is right."""
     world = WORLDS[name](backend).warm()
     refused, before = [0, 0, 0, 0], steps_of(world.runner)
@@ -156,7 +156,7 @@ def test_many_threads_without_a_lock(backend: Backend, name: str) -> None:
     world.assert_well()
 
 
-def test_two_runners_in_two_threads(backend: Backend) -> None:
+def test_two_runners_do_not_hold_each_other_up(backend: Backend) -> None:
     """Runners of their own do not hold each other up; those whose graphs share memory take turns over their outputs."""
     turns = threading.Lock() if backend.pool() is not None else contextlib.nullcontext()
 
@@ -171,7 +171,7 @@ def test_two_runners_in_two_threads(backend: Backend) -> None:
     storm([acting(decoding(backend, lowering).warm()) for lowering in ("auto", "slot_by_slot")], 30)
 
 
-def test_halves_in_two_threads(world: World) -> None:
+def test_a_view_may_be_replayed_by_another_thread(world: World) -> None:
     """A view may be replayed by another thread than filled it, as long as it was filled last."""
     runner, alone = world.runner, right(world, 7, 1)
     with ThreadPoolExecutor(1) as other:

@@ -3,9 +3,6 @@
 import dataclasses
 import importlib
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,8 @@ from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inpu
 from slotgraph.backends import choose, load
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError
+from tests.npu.programs import program
 from tests.strategies import draw
-
-
-def program(source: str, **environment: str) -> list[str]:
-    """What a program in a process of its own prints: for settings that are read once, and what a start looks like."""
-    variables = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
-    words = [sys.executable, "-c", source]
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
-    assert not done.returncode or done.stdout, done.stderr
-    return done.stdout.strip().splitlines()
 
 
 @pytest.fixture
@@ -45,7 +34,7 @@ def ones(backend: NpuBackend) -> torch.Tensor:
 
 
 @pytest.mark.modes("eager", "zero")
-def test_imported_when_it_is_asked_for() -> None:
+def test_torch_npu_is_imported_when_it_is_asked_for() -> None:
     """Loading the adapter does not import torch_npu; asking whether it can run does."""
     *_, said = program(
         "import sys; from slotgraph.backends import load; npu = load('npu'); before = 'torch_npu' in sys.modules; "
@@ -55,7 +44,7 @@ def test_imported_when_it_is_asked_for() -> None:
 
 
 @pytest.mark.modes("eager", "zero")
-def test_no_runtime() -> None:
+def test_a_missing_runtime_is_named() -> None:
     """Without CANN, the reason names what is missing and the script that sets it up, and "auto" goes on to the CPU."""
     *_, said = program(
         "from slotgraph.backends import choose, load; print(choose('auto').name, load('npu').is_available().reason)",
@@ -67,14 +56,14 @@ def test_no_runtime() -> None:
 
 
 @pytest.mark.modes("zero")
-def test_no_device() -> None:
+def test_a_missing_device_is_named() -> None:
     """With CANN and no device, it says so, and so does the one for any accelerator."""
     assert "but no NPU" in load("npu").is_available().reason
     assert "sees no accelerator" in load("accelerator").is_available().reason
     assert choose("auto").name.startswith("cpu")
 
 
-def test_chosen_where_there_is_one(backend: NpuBackend) -> None:
+def test_auto_chooses_an_npu_where_there_is_one(backend: NpuBackend) -> None:
     """Where there is an NPU, "auto" takes it, and it before the one for any accelerator."""
     assert choose("auto").name == "npu"
     assert backend.device == torch.device("npu", 0)
@@ -139,7 +128,7 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own h
 
 
 @pytest.mark.parametrize("where", ["host", "device", "both"])
-def test_one_upload_and_no_foreach_from_the_host(backend: NpuBackend, where: str) -> None:
+def test_host_data_goes_up_in_one_upload(backend: NpuBackend, where: str) -> None:
     """What the host has for a step goes up in one asynchronous copy from pinned memory; foreach is for the device."""
     runner = DecodeRunner(Mixed, lambda view: view.input_ids + 1, buckets=[4], backend=backend)
     runner.capture()
@@ -155,7 +144,7 @@ def test_one_upload_and_no_foreach_from_the_host(backend: NpuBackend, where: str
         assert view.input_ids.tolist() == [*batch["input_ids"].tolist(), *[7] * (3 - seed)]
 
 
-def test_task_queue_mode(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> None:
+def test_a_task_queue_that_captures_do_not_bear_is_told(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> None:
     """A task queue that captures do not bear is told with what to set; streams and modes are then as they were."""
     mode, before, depth = npu.get_task_queue_enable(), npu.current_stream(), len(_get_current_dispatch_mode_stack())
     lens = torch.ones(2, dtype=torch.int32)
@@ -183,7 +172,7 @@ ones = torch.ones(8, device=backend.device)
 
 
 @pytest.mark.parametrize("code", ["207005", "207008"])
-def test_streams_run_out(code: str) -> None:
+def test_too_many_graphs_are_told(code: str) -> None:
     """Too many graphs are told as that, by either number; those before are good, and what is dropped gives back."""
     *_, said = program(
         f"{PRELUDE}try:\n"
@@ -203,7 +192,7 @@ def test_streams_run_out(code: str) -> None:
     assert "capture fewer buckets" in said
 
 
-def test_default_stream(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> None:
+def test_captures_never_take_the_default_stream(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> None:
     """Captures go to a stream of their own, so that the default one is never captured; a runner may be on it."""
     with npu.stream(npu.default_stream()):
         graph = backend.capture(lambda: ones + 2)
@@ -225,7 +214,9 @@ STEPS: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 
 
 @pytest.mark.parametrize(("step", "says"), STEPS, ids=["item", "cpu", "pageable", "synchronize", "branch", "mask"])
-def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: Callable[[torch.Tensor], Any], says: str) -> None:
+def test_steps_that_no_graph_can_hold_are_refused(
+    backend: NpuBackend, ones: torch.Tensor, step: Callable[[torch.Tensor], Any], says: str
+) -> None:
     """What no graph can hold is refused, with the line and the way out, and the next capture is good."""
     with pytest.raises(CaptureError, match=rf"at test_backend\.py:\d+, .*{says}") as caught:
         backend.capture(lambda: step(ones))
@@ -235,7 +226,7 @@ def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: Callable[[
     assert graph.outputs.tolist() == [3.0] * 8
 
 
-def test_queue_that_broke() -> None:
+def test_a_refusal_that_breaks_the_queue_is_told() -> None:
     """A refusal that breaks torch_npu's own queue, which runs nothing more, is told as that."""
     *_, said = program(
         f"{PRELUDE}try: backend.capture(lambda: ones.copy_(torch.rand(8), non_blocking=True))\n"
@@ -245,7 +236,7 @@ def test_queue_that_broke() -> None:
     assert said.endswith("start it again")
 
 
-def test_records_of_operators() -> None:
+def test_a_graph_records_operators_with_host_arguments() -> None:
     """A graph keeps a record of each operator that takes host arguments, with what it was given."""
     graphs = importlib.import_module("torch_npu.npu.graphs")
     record = graphs._GraphDispatchRecord
@@ -268,7 +259,7 @@ def test_records_of_operators() -> None:
         ("npu_fusion_attention_v3.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
     ],
 )
-def test_host_arguments(name: str, arguments: list[str]) -> None:
+def test_operators_with_host_arguments_are_where_they_were(name: str, arguments: list[str]) -> None:
     """The operators that take host arguments, and what these are called, are found where they were."""
     handlers = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
     specs = handlers._NPU_GRAPH_OP_HANDLERS[name].get_update_specs(name)
@@ -279,14 +270,14 @@ def test_host_arguments(name: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "text", [text for text, _ in (*NpuBackend.advice, *NpuBackend.conditions) if not text.isdigit()]
 )
-def test_what_errors_say(text: str) -> None:
+def test_errors_of_the_wheel_say_what_they_said(text: str) -> None:
     """The wheel still says what the adapter tells its errors apart by."""
     package: Any = importlib.import_module("torch_npu")
     library = Path(package.__file__).parent / "lib" / "libtorch_npu.so"
     assert text.encode() in library.read_bytes().lower()
 
 
-def test_versions() -> None:
+def test_the_wheel_is_for_this_torch() -> None:
     """The wheel is for this torch."""
     package: Any = importlib.import_module("torch_npu")
     assert package.__version__.split(".")[:2] == torch.__version__.split(".")[:2] == ["2", "13"]

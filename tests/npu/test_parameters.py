@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
-from tests.npu.test_backend import program
+from tests.npu.programs import program
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 DIM, LENGTH, BUCKETS = 16, 8, (2, 4)
@@ -84,7 +84,7 @@ def in_flight(runner: DecodeRunner[Attending], model: Model) -> bool:
 
 
 @pytest.mark.modes("lazy")
-def test_without_the_wait() -> None:
+def test_without_the_wait_a_launch_lacks_its_update() -> None:
     """Where no one waits for the launch before, one launch takes two updates and the next has none left."""
     said = answers(
         "from slotgraph.backends.npu import UpdatedGraph\n"
@@ -99,7 +99,7 @@ def test_without_the_wait() -> None:
     assert said == ["True", "True"]
 
 
-def test_one_update_a_launch(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
+def test_each_launch_has_one_update(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
     """Each launch of a graph has one update before it, with the padded values of the step."""
     runner, _ = runner_on()
     seen: list[Any] = []
@@ -124,7 +124,7 @@ def test_one_update_a_launch(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
     assert seen == [[[4, 5, 6, 1]], "launch", [[8, 1]], "launch", [[7, 3]], "launch"]
 
 
-def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
+def test_a_graph_whose_update_broke_off_is_not_launched(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
     """A graph whose update broke off is not launched, then or later: it might wait for ever."""
     runner, _ = runner_on()
     kind: Any = npu.NPUGraph
@@ -151,7 +151,7 @@ def declared(argument: str | None) -> type[Attending]:
     return Misnamed
 
 
-def test_parameters_that_operators_do_not_take() -> None:
+def test_a_parameter_that_reaches_no_operator_is_refused() -> None:
     """One that reaches no operator would be frozen; an operator that is told nothing is refused by name."""
     model: Any = Model(NpuBackend().device)
     options: dict[str, Any] = {"buckets": [2], "backend": "npu", "progress": False}
@@ -173,7 +173,7 @@ CHANGES: dict[str, Callable[[list[int]], list[int]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_operator_that_is_given_something_else(change: str) -> None:
+def test_what_is_worked_out_of_a_parameter_is_refused(change: str) -> None:
     """What is worked out of a parameter in the step is refused: a replay would hand over the parameter itself."""
     backend = NpuBackend()
     queries = torch.rand(2, 1, DIM, device=backend.device)
@@ -188,7 +188,7 @@ def test_operator_that_is_given_something_else(change: str) -> None:
     assert "placement='host'" in str(caught.value)
 
 
-def test_operator_without_host_arguments() -> None:
+def test_an_operator_without_host_arguments_runs_as_captured() -> None:
     """Beside operators that take a parameter, one that was given no host argument runs as it was captured."""
     backend = NpuBackend()
     model, lens = Model(backend.device), torch.tensor([3, 4], dtype=torch.int32)
@@ -209,7 +209,7 @@ def test_operator_without_host_arguments() -> None:
 
 
 @pytest.mark.modes("lazy")
-def test_second_device() -> None:
+def test_graphs_with_parameters_work_on_a_second_device() -> None:
     """Graphs with parameters work on another device than the first, whichever is the current one."""
     said = answers(
         "import torch, torch_npu\n"
@@ -224,7 +224,7 @@ def test_second_device() -> None:
     assert said == ["True"] * 4
 
 
-def test_eager_steps() -> None:
+def test_an_eager_step_has_its_own_lengths() -> None:
     """A batch that no bucket takes runs eagerly, on its own lengths."""
     runner, model = runner_on(max_waste=0.2)
     ids, lengths = [1, 2, 3], [4, 8, 2]
@@ -321,7 +321,7 @@ def fleet(npu: Any) -> Fleet:
 
 @settings(max_examples=40)
 @given(steps=st.lists(stepped, min_size=1, max_size=12))
-def test_schedules(fleet: Fleet, steps: list[Turn]) -> None:
+def test_steps_in_any_schedule_give_what_the_cpu_gives(fleet: Fleet, steps: list[Turn]) -> None:
     """Whatever comes after whatever, none of it awaited, each step gives what the CPU gives."""
     with torch.no_grad():
         outputs = [fleet.run(step) for step in steps]

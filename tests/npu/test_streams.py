@@ -33,7 +33,7 @@ def expected(numbers: list[int]) -> list[int]:
 
 
 @KINDS
-def test_order(kind: Kind, npu: Any) -> None:
+def test_a_later_stream_reads_what_an_earlier_one_wrote(kind: Kind, npu: Any) -> None:
     """Of two streams, whichever they are, the later one reads what the earlier one wrote."""
     backend, streams = kind(), [npu.default_stream(), npu.Stream(), npu.Stream()]
     key, numbers = backend.stream_key(), []
@@ -53,7 +53,7 @@ def test_order(kind: Kind, npu: Any) -> None:
 
 
 @KINDS
-def test_steps_on_many_streams(kind: Kind, npu: Any) -> None:
+def test_steps_on_many_streams_find_the_buffers_as_they_left_them(kind: Kind, npu: Any) -> None:
     """Steps that come on one stream after the other find the buffers as they left them, none of it awaited."""
     backend = kind()
     runner, streams = runner_on(backend), [npu.default_stream(), *(npu.Stream() for _ in range(3))]
@@ -68,7 +68,7 @@ def test_steps_on_many_streams(kind: Kind, npu: Any) -> None:
     assert [one.tolist() for one in outputs] == [expected(one) for one in pool]
 
 
-def test_stream_of_another_library(npu: Any) -> None:
+def test_the_host_waits_for_a_stream_of_another_library(npu: Any) -> None:
     """A step may come on a stream that torch_npu does not know, which takes no events: the host waits instead."""
     backend = NpuBackend()
     runner, stream = runner_on(backend), npu.Stream()
@@ -84,7 +84,7 @@ def test_stream_of_another_library(npu: Any) -> None:
 
 
 @KINDS
-def test_step_that_leaves_another_stream(kind: Kind, npu: Any) -> None:
+def test_a_step_that_leaves_another_stream_is_captured(kind: Kind, npu: Any) -> None:
     """A step that makes another stream the current one is captured, and leaves the caller's as it was."""
     backend, before = kind(), npu.current_stream()
     ones = torch.ones(4, device=backend.device)
@@ -100,7 +100,7 @@ def test_step_that_leaves_another_stream(kind: Kind, npu: Any) -> None:
     assert graph.outputs.tolist() == [2.0] * 4
 
 
-def test_ring() -> None:
+def test_more_sends_than_the_ring_has_entries_arrive() -> None:
     """More sends than the ring has entries, all of them in flight, arrive as they were sent."""
     upload, copies, sent = ring_on(NpuBackend().device, 64), [], [number % 251 for number in range(3 * ENTRIES + 5)]
     for number in sent:

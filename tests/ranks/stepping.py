@@ -1,7 +1,7 @@
 """What tests of steps across ranks run in each rank: one runner on several ranks, and plain answers to hold it to."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 from unittest import mock
 
@@ -62,6 +62,18 @@ def batch_of(rows: int, seed: int) -> dict[str, Any]:
 def runner_on(ranks: Ranks, step: Callable[[Any], Any], inputs: type[Any] = Counted, **options: Any) -> Any:
     """A captured decode runner."""
     return decoder(inputs, step, ranks=ranks, **{"buckets": BUCKETS, **options})
+
+
+class Unreadable(dict[str, Any]):
+    """A batch that raises an error when a source is read; without one, a key is pressed then."""
+
+    def __init__(self, batch: Mapping[str, Any], error: BaseException | None = None) -> None:
+        super().__init__(batch)
+        self.error = KeyboardInterrupt() if error is None else error
+
+    def __getitem__(self, name: str) -> Any:
+        """Raise it."""
+        raise self.error
 
 
 SOON: Final = 20.0

@@ -50,7 +50,7 @@ def many_steps(rank: int, steps: int, ahead: float, over: str) -> tuple[int, int
 
 
 @pytest.mark.parametrize(("ahead", "over"), [(0, OVER[0]), *((0.4, over) for over in OVER)])
-def test_many_steps(four: Processes, ahead: float, over: str) -> None:
+def test_no_rank_waits_for_one_that_does_something_else(four: Processes, ahead: float, over: str) -> None:
     """No rank waits for another that does something else; each step is right everywhere, and one exchange."""
     steps = 600 if THOROUGH else 300
     (right, eager, exchanges), *others = four.run(many_steps, steps, ahead, over)
@@ -71,7 +71,7 @@ def idles(rank: int) -> tuple[list[Any], dict[str, Any], dict[int, Any]]:
     return shapes, ranks, {size: one["steps"] for size, one in stats["buckets"].items()}
 
 
-def test_an_idle_rank(two: Processes) -> None:
+def test_an_idle_rank_takes_part_without_a_batch(two: Processes) -> None:
     """It takes part without a batch, with no rows, in the others' buckets; books on both sides say who forced what."""
     (first, ranks, buckets), (second, others, same) = two.run(idles)
     assert first == [(3, 2), (8, 2), (9, 2), (1, 2), None]
@@ -90,7 +90,7 @@ def idles_with(rank: int) -> list[str]:
     return [raised(runner.idle), raised(runner.idle, {**batch, "factor": 2}), raised(runner.idle, empty)]
 
 
-def test_an_idle_ranks_batch(two: Processes) -> None:
+def test_an_idle_ranks_batch_has_no_rows(two: Processes) -> None:
     """Has no rows, and is to be given where the declaration does not tell how one looks; the others are told."""
     first, second = two.run(idles_with)
     assert second[0].startswith(f"{ConfigError.__name__}: idle() cannot make a batch without rows, so give it one")
@@ -111,7 +111,7 @@ def another_batch(rank: int, over: str) -> list[str]:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_another_batch_than_was_agreed_on(two: Processes, over: str) -> None:
+def test_another_batch_than_was_agreed_on_is_refused(two: Processes, over: str) -> None:
     """It is told where it is noticed, and in the next call everywhere; the one after it is right."""
     (first, after), (second, also) = two.run(another_batch, over)
     assert first == ""
@@ -121,7 +121,7 @@ def test_another_batch_than_was_agreed_on(two: Processes, over: str) -> None:
     assert after.startswith(f"RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): {told}")
 
 
-def test_alone_and_quiet() -> None:
+def test_a_runner_without_ranks_agrees_with_itself() -> None:
     """A runner without ranks agrees with itself: whatever is asked of ranks does nothing."""
     runner = decoder(Counted, lambda view: view.ids, buckets=[2])
     runner.agree_ahead(stepping.batch_of(2, 3))
@@ -167,7 +167,7 @@ def replayed(rank: int) -> tuple[list[bool], str]:
     return found, raised(backend.capture, lambda: functional.all_reduce(values, "sum", everyone) + 1)
 
 
-def test_replays_do_them_again(two: Processes) -> None:
+def test_replays_repeat_collectives(two: Processes) -> None:
     """With what other ranks have by then; functional ones are refused, with what to use instead."""
     for right, told in two.run(replayed):
         assert right == [True] * 4

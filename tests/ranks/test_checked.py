@@ -112,7 +112,7 @@ def on_both(two: Processes, backend: str, fault: str = "", guilty: int = 0, **op
 
 @pytest.mark.parametrize("options", [{}, {"given": True}, {"equal": True}], ids=["drawn", "given", "equal"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sound_step(two: Processes, backend: str, options: dict[str, Any]) -> None:
+def test_a_sound_step_has_no_finding(two: Processes, backend: str, options: dict[str, Any]) -> None:
     """Every check of a step with collectives and counts of ranks, also with other rows on each rank, finds nothing."""
     assert on_both(two, backend, **options) == [[], []]
 
@@ -130,7 +130,7 @@ def sound(rank: int, kind: str) -> tuple[bool, dict[str, int], str]:
 
 
 @pytest.mark.parametrize("kind", prefilled.KINDS)
-def test_prefill(two: Processes, kind: str) -> None:
+def test_a_sound_prefill_has_no_finding(two: Processes, kind: str) -> None:
     """Runners of which only layers are captured, with breaks between."""
     for ok, steps, text in two.run(sound, kind):
         assert ok, text
@@ -170,7 +170,7 @@ FAULTS: Final[list[tuple[str, str, int, dict[str, Any], str | None, str, str, st
 
 
 @pytest.mark.parametrize("planned", FAULTS, ids=lambda planned: planned[0])
-def test_a_fault(two: Processes, planned: Any) -> None:
+def test_a_fault_is_named_with_its_slot_and_rank(two: Processes, planned: Any) -> None:
     """Is named with its slot by the rank that has it, or by all that have; another one says which rank found it.
 
     Padded rows also reach live ones by a collective, where the guilty rank's own buckets are full. A debug mode raises
@@ -210,7 +210,7 @@ def raises_alone(rank: int, backend: str) -> tuple[list[tuple[str | None, str]],
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_that_raises_on_one_rank(two: Processes, backend: str) -> None:
+def test_a_step_that_raises_on_one_rank_is_told_on_all(two: Processes, backend: str) -> None:
     """Is filled again by all, and goes on: it is told with its slot on that rank, and as its finding on the other."""
     (first, told_first), (second, told_second) = two.run(raises_alone, backend)
     ((slot, message),) = second
@@ -240,7 +240,7 @@ def elsewhere(rank: int) -> list[str]:
     return [one.message for one in report.findings]
 
 
-def test_a_change_on_another_rank(two: Processes) -> None:
+def test_a_change_on_another_rank_is_told_by_the_one_whose_tail_it_is(two: Processes) -> None:
     """Is told with that rank, by the one whose tail it is."""
     (first,), (second,) = two.run(elsewhere)
     assert first.startswith("on rank 1 live row 0 of the output changed, from ")
@@ -269,7 +269,7 @@ def apart(rank: int, how: str) -> str:
         ("mode", "a step of runner 1 (DecodeRunner of Shared)"),
     ],
 )
-def test_something_else(two: Processes, how: str, told: str) -> None:
+def test_ranks_that_check_something_else_are_told(two: Processes, how: str, told: str) -> None:
     """Each is told where all are, at once."""
     for message in two.run(apart, how):
         at = "a look at a step, of a check or a debug mode; " if how == "mode" else "a check of "
@@ -294,7 +294,7 @@ def raises_eagerly(rank: int) -> tuple[str, bool]:
     return error, torch.equal(runner(batch) + 0, batch["ids"] * 2 + 6 + 3 * rank)
 
 
-def test_a_check_that_breaks_off_on_one_rank(two: Processes) -> None:
+def test_a_check_that_breaks_off_on_one_rank_is_told_to_the_others(two: Processes) -> None:
     """The others are told at once what it raised, and the next step is right."""
     first, second = two.run(raises_eagerly)
     assert first == ("RankError: the look at what a step changes raised on rank 1: ValueError: lost a page", True)
@@ -322,6 +322,6 @@ def debugging(rank: int, mode: str, backend: str, steps: int) -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_debug_modes(two: Processes, backend: str, mode: str) -> None:
+def test_steps_in_debug_modes_give_what_they_give_without(two: Processes, backend: str, mode: str) -> None:
     """Steps give what they give without, whatever each rank brings; no rank waits for one that looks."""
     assert two.run(debugging, mode, backend, 30) == [30, 30]

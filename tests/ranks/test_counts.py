@@ -174,7 +174,7 @@ WAYS: Final = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_counts_of_all_ranks(two: Processes, four: Processes, way: tuple[str, str, str]) -> None:
+def test_a_slot_has_the_counts_of_all_ranks(two: Processes, four: Processes, way: tuple[str, str, str]) -> None:
     """A computed slot that asks for ranks has each one's live sizes, of this very step, without another exchange.
 
     Ranks have a batch each, share one, or both at once; those that bring the same exchange nothing.
@@ -254,7 +254,7 @@ def follows(rank: int, width: int) -> list[list[int]]:
     return [view.global_num_tokens.tolist() for view in fills]
 
 
-def test_tokens_that_follow_from_requests(four: Processes) -> None:
+def test_tokens_that_follow_from_requests_are_told(four: Processes) -> None:
     """A decode runner's ranks tell each other tokens that no slot has: as many for each request."""
     told = [[3 * (rows + rank) for rank in range(4)] for rows in (1, 3)]
     assert four.run(follows, 3) == [told] * 4
@@ -269,6 +269,6 @@ def test_tokens_that_follow_from_requests(four: Processes) -> None:
         ("axis", "ranks do not tell each other their live rows on TOKENS"),
     ],
 )
-def test_ranks_that_do_not_fit(four: Processes, case: str, said: str) -> None:
+def test_ranks_that_do_not_fit_are_refused(four: Processes, case: str, said: str) -> None:
     """All are told alike, with the numbers."""
     assert all(told.startswith(f"ConfigError: {said}") for told in four.run(refused, case))

@@ -70,7 +70,7 @@ def tensor_parallel(rank: int) -> tuple[int, int, float]:
     return right, runner.stats()["steps"]["graph"], whole_apart
 
 
-def test_tensor_parallel(gpus: Processes) -> None:
+def test_reductions_are_part_of_the_graph(gpus: Processes) -> None:
     """NCCL's reductions are part of the graph, and nothing is exchanged before a step."""
     for right, steps, apart in gpus.run(tensor_parallel):
         assert right == steps == 40
@@ -107,7 +107,7 @@ def data_parallel(rank: int, steps: int) -> list[tuple[bool, str, int | None, in
     return found
 
 
-def test_data_parallel(gpus: Processes) -> None:
+def test_each_step_is_a_graph_of_the_largest_batchs_bucket(gpus: Processes) -> None:
     """Each step is a graph of the bucket that the largest batch needs, on both; idle ranks gather with the other."""
     first, second = gpus.run(data_parallel, 1000)
     assert first == second
@@ -152,7 +152,7 @@ def replays(rank: int, equal: bool) -> str:  # noqa: FBT001 - sent as it is
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_rank_is_killed_between_steps(tmp_path: pathlib.Path, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_rank_killed_between_steps_is_named(tmp_path: pathlib.Path, equal: bool) -> None:  # noqa: FBT001 - a parameter
     """The one that is left gets its name in time, and its device is free again."""
     with ranks(2, tmp_path, backend=BOTH) as made:
         first, second = made.outcomes(replays, equal)
@@ -179,7 +179,7 @@ def captures(rank: int, stalls: bool) -> str:  # noqa: FBT001 - sent as it is
 
 
 @pytest.mark.parametrize("stalls", [False, True], ids=["killed", "stalled"])
-def test_a_rank_is_lost_in_a_warm_up(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_rank_lost_in_a_warm_up_is_named(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: FBT001 - a parameter
     """The other one's device waits for its part of a sum, and its capture ends with its name."""
     with ranks(2, tmp_path, backend=BOTH) as made:
         first = made.outcomes(captures, stalls)[0]

@@ -17,18 +17,10 @@ from slotgraph.runners.ranks.group import Message, Ranks
 from tests.programs import python
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised, ranks
-from tests.ranks.stepping import OVER, Counted, Kept, Numbered, runner_on, soon
+from tests.ranks.stepping import OVER, Counted, Kept, Numbered, Unreadable, runner_on, soon
 
 KINDS: Final = ("decode", "eager")
 CPU: Final = torch.device("cpu")
-
-
-class Unreadable(dict[str, Any]):
-    """A batch that cannot be read."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Not at all."""
-        raise OSError(f"lost {name}")
 
 
 class LateWork:
@@ -50,7 +42,7 @@ class LateWork:
 
 
 @pytest.mark.parametrize("error", ["", "Connection closed by peer"])
-def test_messages_that_arrive_as_a_wait_times_out(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+def test_messages_that_arrive_as_a_wait_times_out_count(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     """They count: ranks on a loaded machine once took such a wait for a lost connection, and lost each other."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     monkeypatch.setattr(dist, name, lambda *_, **__: LateWork(error))
@@ -90,7 +82,7 @@ def refuses(rank: int, kind: str, over: str) -> list[tuple[str, bool]]:
     for number in range(9):
         batch = batch_of(number, number + 1)
         wrong = (None, batch["ids"].to(torch.complex64), batch["ids"][None, None])
-        odd = [*({**batch, "ids": ids} for ids in wrong), Unreadable(batch)]
+        odd = [*({**batch, "ids": ids} for ids in wrong), Unreadable(batch, OSError("lost a page"))]
         before = [one.clone() for one in buffers]
         error = raised(runner, odd[number // 2] if rank == 1 and number % 2 else batch)
         found.append((error, all(torch.equal(old, new) for old, new in zip(before, buffers, strict=True))))
@@ -98,7 +90,7 @@ def refuses(rank: int, kind: str, over: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(("kind", "over"), [*((kind, OVER[0]) for kind in KINDS), ("decode", "gloo")])
-def test_a_refused_batch(two: Processes, kind: str, over: str) -> None:
+def test_a_batch_refused_by_one_rank_is_run_by_none(two: Processes, kind: str, over: str) -> None:
     """Nobody runs the step, nothing is written anywhere, each is told, and the next step is right."""
     first, second = two.run(refuses, kind, over)
     assert [error for error, _ in first[::2] + second[::2]] == [""] * 10
@@ -123,7 +115,7 @@ def breaks_off(rank: int, kind: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "how"), [*((kind, "fill") for kind in KINDS), ("decode", "step")])
-def test_a_step_that_one_breaks_off(two: Processes, kind: str, how: str) -> None:
+def test_a_step_that_one_breaks_off_is_told_in_the_next(two: Processes, kind: str, how: str) -> None:
     """The others run it; in the next one they are told what happened."""
     first, second = two.run(breaks_off, kind, how)
     assert second.startswith("ComputeError: slot 'number'" if how == "fill" else "ValueError: lost a page")
@@ -147,7 +139,7 @@ def fails_in_capture(rank: int) -> tuple[str, dict[int, str], tuple[int, ...]]:
     return str(caught.value), runner.report.failed, runner.report.captured
 
 
-def test_a_bucket_that_one_cannot_capture(two: Processes) -> None:
+def test_a_bucket_that_one_cannot_capture_is_left_out_by_all(two: Processes) -> None:
     """All leave it out, rank 0 says whose error it was, and the others are usable."""
     first, second = two.run(fails_in_capture)
     assert first[1].keys() == second[1].keys() == {4}
@@ -172,7 +164,7 @@ def lost(rank: int, stalls: bool, over: str) -> list[str]:  # noqa: FBT001 - sen
 
 
 @pytest.mark.parametrize(("stalls", "over"), [(False, OVER[0]), (True, OVER[0]), (False, "gloo")])
-def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool, over: str) -> None:  # noqa: FBT001 - a parameter
+def test_a_lost_rank_is_named(tmp_path: pathlib.Path, stalls: bool, over: str) -> None:  # noqa: FBT001 - a parameter
     """The others are told which, none waits for ever, and who tries again is told at once."""
     with ranks(3, tmp_path, timeout=20) as made:
         outcomes = made.outcomes(lost, stalls, over)
@@ -213,7 +205,7 @@ def waits(rank: int, absent: int, where: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("absent", [1, -1])
 @pytest.mark.parametrize("where", ["wait", "read", "warm_up"])
-def test_a_device_that_stands_still(two: Processes, absent: int, where: str) -> None:
+def test_waiting_for_a_device_that_stands_still_ends(two: Processes, absent: int, where: str) -> None:
     """Waiting for it ends, with the name of the rank that did not come, if one did not; nothing is exchanged then."""
     name = "runner 1 (DecodeRunner of Counted)"
     what = f"{name}: a warm-up before a capture" if where == "warm_up" else "the end of a step on the device"
@@ -242,7 +234,7 @@ def test_what_makes_no_sense_is_refused(two: Processes) -> None:
     two.run(nonsense)
 
 
-def test_a_torch_without_process_groups() -> None:
+def test_a_torch_without_process_groups_is_told() -> None:
     """Some builds have none: slotgraph is imported all the same, and ranks say what is missing."""
     code = (
         "import torch.distributed as dist\n"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.runners.ranks import group
 from tests.ranks.processes import Processes, ranks
-from tests.ranks.stepping import OVER, soon
+from tests.ranks.stepping import OVER, Unreadable, soon
 
 CALLS: Final = ("", "", "refused", "raises", "interrupted", "key", "vouched")
 LOOPS: Final = ("", "", "body", "raises", "closed", "dropped", "cycle", "held", "begin")
@@ -34,14 +34,6 @@ class Grown(Inputs):
 
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1, then=lambda ids: ids + 1)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0.5)
-
-
-class Pressed(dict[str, Any]):
-    """A batch over which somebody presses a key."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Pressed."""
-        raise KeyboardInterrupt(name)
 
 
 class Faulty:
@@ -127,7 +119,7 @@ class Player:
         given = {"ids": torch.arange(rows), "weights": torch.ones(rows)}
         if fault == "refused":
             given["weights"] = torch.ones(rows, 3)
-        return Pressed(given) if fault == "key" else given
+        return Unreadable(given) if fault == "key" else given
 
     def is_paired(self, turn: Turn) -> bool:
         """Whether the ranks brought this very round to the step that was run last."""
@@ -257,13 +249,13 @@ def game(group: Processes, over: str, first: int, *, equal: bool = False, alike:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_two_ranks(two: Processes, over: str) -> None:
+def test_two_ranks_never_wait_in_vain(two: Processes, over: str) -> None:
     """Calls, idle calls, calls told ahead, loops by graphs and by calls."""
     game(two, over, 0)
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_three_ranks(tmp_path: pathlib.Path, over: str) -> None:
+def test_three_ranks_never_wait_in_vain(tmp_path: pathlib.Path, over: str) -> None:
     """The same, where some fail in one step and others in the next."""
     with ranks(3, tmp_path) as three:
         game(three, over, 100)
@@ -271,6 +263,6 @@ def test_three_ranks(tmp_path: pathlib.Path, over: str) -> None:
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("alike", [False, True])
-def test_equal_ranks(two: Processes, over: str, alike: bool) -> None:  # noqa: FBT001 - a parameter
+def test_equal_ranks_never_wait_in_vain(two: Processes, over: str, alike: bool) -> None:  # noqa: FBT001 - a parameter
     """Ranks that exchange nothing as long as none fails."""
     game(two, over, 200, equal=True, alike=alike)

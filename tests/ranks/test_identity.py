@@ -11,7 +11,7 @@ from slotgraph.runners.ranks.group import Ranks
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import OVER, Counted, runner_on, soon
-from tests.runners.test_ahead import batch, count, counting
+from tests.runners.steps.counting import batch, count, counting
 
 PAGES: Final = Axis("PAGES")
 
@@ -39,7 +39,7 @@ def crossed(rank: int, over: str, kind: str) -> tuple[list[str], bool]:
 @pytest.mark.parametrize(
     ("over", "kind"), [*((over, "decode") for over in OVER), (OVER[0], "eager"), (OVER[1], "ahead")]
 )
-def test_two_runners_of_one_class(two: Processes, over: str, kind: str) -> None:
+def test_two_runners_of_one_class_are_told_apart(two: Processes, over: str, kind: str) -> None:
     """Stepped crosswise they are refused by name on both ranks, and the next step is right."""
     name = "EagerRunner" if kind == "eager" else "DecodeRunner"
     told = (
@@ -108,7 +108,7 @@ def made_otherwise(rank: int, what: str, over: str, equal: bool) -> tuple[str, f
 
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize(("over", "equal"), [(OVER[0], False), (OVER[1], True)])
-def test_runners_that_differ(two: Processes, what: str, over: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_runners_that_differ_are_refused_before_a_capture(two: Processes, what: str, over: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
     """What differs is named, on both ranks, before anything is captured."""
     for told, seconds in two.run(made_otherwise, what, over, equal):
         assert told.startswith("RankError: ranks do not run the same steps: their runners differ: "), told
@@ -126,7 +126,7 @@ def stepped_otherwise(rank: int) -> list[str]:
     return [raised(runner, one) for _ in range(2)]
 
 
-def test_eager_runners_that_differ(two: Processes) -> None:
+def test_eager_runners_that_differ_are_refused_in_each_step(two: Processes) -> None:
     """Are refused at each step."""
     for found in two.run(stepped_otherwise):
         assert all(DIFFERENT["slot"][-1] in one for one in found), found
@@ -140,7 +140,7 @@ def ranks_otherwise(rank: int, what: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("what", "values"), [("equal", ("False", "True")), ("shards", ("1", "2"))])
-def test_ranks_that_differ(two: Processes, what: str, values: tuple[str, str]) -> None:
+def test_ranks_that_differ_are_refused_when_they_are_made(two: Processes, what: str, values: tuple[str, str]) -> None:
     """Are refused when they are made, with the argument; the next ones can be made."""
     first, second = values
     for told, after in two.run(ranks_otherwise, what):
@@ -161,7 +161,7 @@ def alone(rank: int) -> tuple[str, float, str]:
     return told, seconds, raised(lambda: runner_on(soon(), lambda view: view.ids)(stepping.batch_of(3, 1)))
 
 
-def test_ranks_that_one_rank_makes(two: Processes) -> None:
+def test_ranks_that_one_rank_makes_end_with_its_name(two: Processes) -> None:
     """End with a RankError that names the other within the time-out, and leave nothing behind."""
     (told, seconds, after), (_, _, other) = two.run(alone)
     named = "RankError: Ranks: rank 1 did not come within 0.5 s: make Ranks on all ranks at once, in the same order"
@@ -185,7 +185,7 @@ def loops_crossed(rank: int, how: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("how", ["begin", "first", "later"])
-def test_loops_and_calls(two: Processes, how: str) -> None:
+def test_a_step_of_a_loop_is_no_call_of_its_own(two: Processes, how: str) -> None:
     """A step of a loop is none of another runner's loop, nor a call of its own: it is refused, and all go on."""
     (told, first), (other, second) = two.run(loops_crossed, how)
     assert first == second == ["", ""]

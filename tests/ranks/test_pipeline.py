@@ -17,7 +17,7 @@ from slotgraph.extend import side
 from slotgraph.runners.ranks.pipeline import PipelineStage
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHOSEN, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
-from tests.ranks.stepping import soon
+from tests.ranks.stepping import Unreadable, soon
 from tests.runners import prefilled
 from tests.runners.models import decoder
 from tests.runners.prefilled import HIDDEN, VOCAB, Prefill
@@ -178,7 +178,9 @@ def steady(size: int) -> list[Plan]:
     ],
     ids=str,
 )
-def test_decode(two: Processes, four: Processes, size: int, shards: int, options: dict[str, Any]) -> None:
+def test_stages_compute_the_whole_models_logits(
+    two: Processes, four: Processes, size: int, shards: int, options: dict[str, Any]
+) -> None:
     """The whole model's logits. Ranks that share a stage exchange sizes once a step, or never."""
     exchanges = 40 if shards > 1 and "equal" not in options else 0
     found = (two if size == 2 else four).run(played, steady(size), shards, options)
@@ -199,7 +201,7 @@ def decodes_on_devices(rank: int, options: dict[str, Any]) -> list[str]:
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
 @pytest.mark.parametrize("options", [{}, {"lowering": "foreach"}, {"width": 3}], ids=str)
-def test_decode_on_devices(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
+def test_stages_on_devices_compute_the_whole_models_logits(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
     """The same over NCCL, in stream order with the graphs."""
     with ranks(2, tmp_path) as made:
         assert made.run(decodes_on_devices, options) == [[""] * 41] * 2
@@ -243,7 +245,7 @@ def alone(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("what", "how"), [(overtaken, ()), (optional, (True,)), (optional, (False,)), (alone, ())])
-def test_what_is_sent(two: Processes, what: Any, how: tuple[bool, ...]) -> None:
+def test_what_is_sent_stays_as_it_was(two: Processes, what: Any, how: tuple[bool, ...]) -> None:
     """What is sent stays as it was, with the keys that it has, and nothing is sent by the only stage."""
     two.run(what, *how)
     check(PipelineStage(eager_part(0, 1)), batch_of(3, 1))  # which needs no group
@@ -274,7 +276,7 @@ def lacks(rank: int) -> list[str]:
     return found
 
 
-def test_a_missing_key(two: Processes) -> None:
+def test_a_missing_key_is_refused(two: Processes) -> None:
     """Is refused by the stage that reads it."""
     sender, (error, after) = two.run(lacks)
     assert sender == ["", ""]
@@ -289,7 +291,7 @@ def misdeclared(rank: int, first: type[Prefill], later: type[Prefill]) -> str:
     return raised(stage, prefilled.batch_of([3, 2], 1)) or raised(stage.flush)
 
 
-def test_slots_that_read_the_wrong_proxies(two: Processes) -> None:
+def test_slots_that_read_the_wrong_proxies_are_refused(two: Processes) -> None:
     """A first stage is given none, and a stage refuses what none of its slots reads."""
     missing = "MissingSourceError: slot 'hidden_states': argument pipe.hidden_states is missing"
     first, second = two.run(misdeclared, LaterPrefill, LaterPrefill)
@@ -315,7 +317,7 @@ def plans(seed: int, steps: int, size: int, shards: int, *, equal: bool) -> list
 
 
 @pytest.mark.parametrize(("shards", "equal"), [(1, True), (2, False), (2, True)])
-def test_random_faults(four: Processes, shards: int, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_stages_with_random_faults_never_wait_in_vain(four: Processes, shards: int, equal: bool) -> None:  # noqa: FBT001 - a parameter
     """None waits for what does not come, a stage fails together, those behind are told, and the next step is right.
 
     Of a step that raised on some ranks of a stage the others are told in the next one.
@@ -329,7 +331,7 @@ def test_random_faults(four: Processes, shards: int, equal: bool) -> None:  # no
 
 
 @pytest.mark.parametrize("fault", OWN)
-def test_agreed_ahead(four: Processes, fault: str) -> None:
+def test_what_was_told_ahead_of_a_lost_step_is_heard(four: Processes, fault: str) -> None:
     """What was told ahead of a step that does not come to be is heard, so that the next step can be told of."""
     faulty = [number % 3 == 1 for number in range(18)]  # in the first stage
     faults = [(fault * now, fault * now, "", "") for now in faulty]
@@ -337,14 +339,6 @@ def test_agreed_ahead(four: Processes, fault: str) -> None:
     for found, exchanges in four.run(played, every, 2, {}):
         assert [bool(text) for text in found] == [*faulty, False]
         assert exchanges == 18 + sum(faulty)  # by which both know that both failed
-
-
-class Interrupting(dict[str, Any]):
-    """A batch that somebody presses a key over."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Pressed."""
-        raise KeyboardInterrupt(name)
 
 
 def ends_early(rank: int, how: str) -> str:
@@ -360,13 +354,13 @@ def ends_early(rank: int, how: str) -> str:
     if rank == 1:
         return raised(other.capture) if quiet else raised(stage, batch_of(3, 1))
     try:
-        return raised(stage, Interrupting(batch_of(3, 1)), **({"pp_proxy_tensors": {}} if quiet else {}))
+        return raised(stage, Unreadable(batch_of(3, 1)), **({"pp_proxy_tensors": {}} if quiet else {}))
     except KeyboardInterrupt:
         return "KeyboardInterrupt: "
 
 
 @pytest.mark.parametrize("kind", ["ConfigError", "KeyboardInterrupt"])
-def test_who_asks_nobody_leaves_word(two: Processes, kind: str) -> None:
+def test_a_rank_that_asks_nobody_leaves_word(two: Processes, kind: str) -> None:
     """Quiet ranks, and one that was interrupted, exchange nothing: ranks that wait for it are told at once."""
     first, second = two.run(ends_early, kind)
     assert first.startswith(f"{kind}: ")
@@ -397,7 +391,9 @@ def lost(rank: int, shards: int, where: int, dies: bool) -> list[str]:  # noqa: 
         (2, 1, False, {0: "rank 1 did not come", 2: "rank 1 did not come", 3: "rank 3: rank 1 said nothing for "}),
     ],
 )
-def test_a_lost_rank(tmp_path: pathlib.Path, shards: int, where: int, wanted: dict[int, str], *, dies: bool) -> None:
+def test_a_lost_rank_is_named_by_those_who_wait_for_it(
+    tmp_path: pathlib.Path, shards: int, where: int, wanted: dict[int, str], *, dies: bool
+) -> None:
     """None waits for ever: those who wait for it say so first, its stage by its place there; and tell all others."""
     with ranks(4, tmp_path) as made:
         outcomes = made.outcomes(lost, shards, where, dies)
@@ -419,7 +415,7 @@ def out_of_step(rank: int) -> list[str]:
     return [raised(check, stage, batch_of(3, number)) for number in (1, 1, 2)]
 
 
-def test_stages_out_of_step(two: Processes) -> None:
+def test_proxies_of_another_step_are_refused(two: Processes) -> None:
     """Steps are counted, whatever became of them; proxies of another step are refused."""
     first, second = two.run(out_of_step)
     apart = "rank 0 is at step 4 of the pipeline, rank 1 at step 3"
@@ -469,7 +465,7 @@ def comes_alone(rank: int) -> str:
     return "" if rank else raised(PipelineStage, eager_part(0, 2), timeout=0.1)
 
 
-def test_a_stage_that_is_not_made(tmp_path: pathlib.Path) -> None:
+def test_a_stage_that_is_not_made_is_told(tmp_path: pathlib.Path) -> None:
     """The stage that waits for it says so."""
     with ranks(2, tmp_path) as made:
         said = made.run(comes_alone)[0]

@@ -113,7 +113,7 @@ def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_slot_has_the_same_bytes(two: Processes, tmp_path: pathlib.Path, kind: str) -> None:
+def test_replayed_slots_have_the_same_bytes(two: Processes, tmp_path: pathlib.Path, kind: str) -> None:
     """Padded rows and counts of ranks among them, in the bucket or on the path that all took, and by the same rank."""
     found = two.run(recorded, str(tmp_path), kind)
     assert not dist.is_initialized()
@@ -169,7 +169,7 @@ def broken(rank: int, folder: str) -> str:
     return str(path)
 
 
-def test_steps_that_did_not_come_to_be(two: Processes, tmp_path: pathlib.Path) -> None:
+def test_steps_that_did_not_come_to_be_are_recorded(two: Processes, tmp_path: pathlib.Path) -> None:
     """What all had agreed on before is in the record; where nothing was, it says that the others' part is not there."""
     first, second = two.run(broken, str(tmp_path))
     last = RecordedFile.read(second).steps[-1]
@@ -187,7 +187,7 @@ def test_steps_that_did_not_come_to_be(two: Processes, tmp_path: pathlib.Path) -
     )
 
 
-def test_what_does_not_fit_is_refused(home: str, tmp_path: pathlib.Path) -> None:
+def test_a_file_of_other_ranks_is_refused(home: str, tmp_path: pathlib.Path) -> None:
     """Other ranks, or none; and files of runners that had none."""
     file = RecordedFile.read(home)
     record = file.runner.ranks
@@ -235,7 +235,9 @@ def test_a_runner_at_home_is_one_as_any(home: str, backend: str) -> None:
         ({}, functools.partial(attrs.evolve, decision=Decision("graph", 4, cast("Any", "mood"), "")), "mood"),
     ],
 )
-def test_a_file_that_makes_no_sense(home: str, tmp_path: pathlib.Path, ranks: Any, step: Any, told: str) -> None:
+def test_a_file_that_makes_no_sense_is_refused(
+    home: str, tmp_path: pathlib.Path, ranks: Any, step: Any, told: str
+) -> None:
     """Is refused when it is read, with what is wrong."""
     file = RecordedFile.read(home)
     assert file.runner.ranks is not None

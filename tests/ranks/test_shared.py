@@ -54,7 +54,7 @@ def told(rank: int, number: int) -> bytes:
 
 @pytest.mark.usefixtures("alive")
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order(seed: int) -> None:
+def test_each_exchange_reads_what_all_said_in_any_order(seed: int) -> None:
     """Ranks begin exchanges in one order and end them in any, up to 32 at once: each reads what all said."""
     size, draw = 2 + seed % 3, random.Random(seed)  # noqa: S311 - an order, no secret
     memories, begun, under_way = opened(size), [0] * size, [list[int]() for _ in range(size)]
@@ -79,7 +79,7 @@ def test_any_order(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("alive")
-def test_a_number_before_its_bytes() -> None:
+def test_a_number_before_its_bytes_is_no_message() -> None:
     """A processor may show it so: nothing has come until the bytes are there, too."""
     first, second = opened(2)
     number = first.send(told(0, 1))
@@ -92,14 +92,14 @@ def test_a_number_before_its_bytes() -> None:
     assert first.take(number) == told(0, 1) + told(1, 1)
 
 
-def test_a_rank_that_sends_and_ends() -> None:
+def test_what_a_rank_sent_before_it_ended_is_read() -> None:
     """What it sent after the last look is read before it counts as ended."""
     first, second = opened(2)
     with mock.patch.object(RankMemory, "_ended", side_effect=lambda _: second.send(told(1, 1))):
         assert first.has_arrived(first.send(told(0, 1)))
 
 
-def test_another_host_or_other_memory() -> None:
+def test_memory_of_another_host_is_not_opened() -> None:
     """Is not opened."""
     place = RankMemory(0, 2, NBYTES).open(Group())  # which is closed by now
     host, path, secret = place.rsplit(" ", 2)
@@ -123,7 +123,7 @@ def second_rank(place: str, pipe: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_ends() -> None:
+def test_what_a_process_sent_before_it_ended_is_read() -> None:
     """What it sent is read all the same; who waits for more is told, though nobody has waited for the process."""
     memory, context = RankMemory(0, 2, NBYTES), multiprocessing.get_context("forkserver")
     place = memory.open(GROUP)
@@ -173,7 +173,7 @@ def cannot(rank: int, failing: int) -> str | None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, None])
-def test_all_or_none(two: Processes, failing: int | None) -> None:
+def test_shared_memory_is_used_by_all_or_none(two: Processes, failing: int | None) -> None:
     """If one rank cannot use shared memory, none does."""
     assert two.run(cannot, failing) == ["shared memory" if failing is None else "gloo"] * 2
 
@@ -189,7 +189,7 @@ def late(rank: int) -> tuple[bool, str | None, float]:
     return right, Kept.runner.stats()["ranks"]["over"], share
 
 
-def test_a_late_rank(two: Processes) -> None:
+def test_a_late_rank_is_waited_for(two: Processes) -> None:
     """The other waits for it, and sleeps most of the time."""
     (right, over, share), (also, *_) = two.run(late)
     assert right

@@ -11,6 +11,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, InputBuffers, In
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import CaptureError, ReplayError
 from tests.runners.kinds import RUNNERS, batch_of, captured, tensors_of
+from tests.runners.models import decoder
 
 
 class Placed(Inputs):
@@ -31,9 +32,8 @@ def placed_step(view: Placed) -> torch.Tensor:
 def placed(step: Callable[[Placed], Any] = placed_step, **options: Any) -> DecodeRunner[Placed]:
     """A captured runner."""
     given: dict[str, Any] = {"backend": "cpu-capture", "buckets": (2, 4), **options}
-    runner = DecodeRunner(Placed, step, **given)
-    runner.capture()
-    return runner
+    made: DecodeRunner[Placed] = decoder(Placed, step, **given)
+    return made
 
 
 BATCH_OF_TWO: Final = {"ids": [1, 2], "positions": [7, 8], "lens": [1, 1]}
@@ -67,7 +67,7 @@ def test_what_a_graph_would_not_see_is_refused(cpu: str, lowering: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_views_of_every_runner(name: str) -> None:
+def test_views_of_every_runner_refuse_assignments(name: str) -> None:
     """Filled ones, the second by the short way, and those of batches that no graph takes."""
     runner = captured(name)
     for rows in (2, 2, 2, 30, 30):
@@ -79,7 +79,7 @@ def test_views_of_every_runner(name: str) -> None:
         assert all(map(torch.equal, answer, tensors_of(runner(batch))))
 
 
-def test_a_bucket_of_a_producer() -> None:
+def test_a_producer_writes_into_the_slots_memory() -> None:
     """It writes into the slot's memory."""
     view = placed().inputs(4)
     with pytest.raises(ReplayError, match=r"view\.ids\.copy_\(value\)"):
@@ -87,7 +87,7 @@ def test_a_bucket_of_a_producer() -> None:
 
 
 @pytest.mark.parametrize("lowering", LADDER)
-def test_the_steps_own_assignments(cpu: str, lowering: str) -> None:
+def test_a_step_may_assign_to_its_own_view(cpu: str, lowering: str) -> None:
     """A step may keep what it likes on its view, in a capture and eagerly, and the layers that it calls, too."""
 
     def layer(view: Any) -> None:
@@ -152,8 +152,7 @@ def test_a_view_is_an_instance_of_its_declaration() -> None:
     class Further(Placed):
         more: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
-    further = DecodeRunner(Further, lambda view: view.more, backend="cpu-capture", buckets=(2,))
-    further.capture()
+    further = decoder(Further, lambda view: view.more, backend="cpu-capture", buckets=(2,))
     assert further.fill({**BATCH_OF_TWO, "more": [5, 6]}).more.tolist() == [5, 6]
 
 

@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_source_that_does_not_fit(runner: DecodeRunner[PlainInputs], kind: str) -> None:
+def test_a_source_that_does_not_fit_is_refused(runner: DecodeRunner[PlainInputs], kind: str) -> None:
     """A source of the wrong dtype, device, rank, length, layout or type is refused, on a graph's path and eagerly."""
     spoil, way_out = WRONG[kind]
     for turn, slot in enumerate(SLOTS):
@@ -77,7 +77,7 @@ def test_source_that_does_not_fit(runner: DecodeRunner[PlainInputs], kind: str) 
         assert isinstance(refused.value, MissingSourceError) == (kind == "None")
 
 
-def test_every_fault_at_once(runner: DecodeRunner[PlainInputs]) -> None:
+def test_every_fault_of_a_batch_is_told_at_once(runner: DecodeRunner[PlainInputs]) -> None:
     """Two faults of one batch arrive in one message; floats are not truncated, be they whole numbers or in a list."""
     batch = random_batch(6, seed=3)
     ids = batch["ids"].float()
@@ -183,7 +183,9 @@ def limited(placement: Any, lowering: str) -> Any:
     boxed=st.sampled_from([list, tuple, torch.tensor]),
     how=st.tuples(st.sampled_from(["device", "host"]), st.sampled_from(LADDER)),
 )
-def test_numbers(drawn: list[tuple[int, Any]], wrong: Any, boxed: Any, how: tuple[str, str]) -> None:
+def test_numbers_in_a_list_are_taken_or_refused_by_their_slot(
+    drawn: list[tuple[int, Any]], wrong: Any, boxed: Any, how: tuple[str, str]
+) -> None:
     """Objects of all kinds in one list are the numbers, or what is none, or over the limit, is refused by its slot."""
     items: Any = [kind(row) for row, kind in drawn] + ([] if wrong is None else [wrong])
     said = "slot 'lens': "
@@ -363,7 +365,7 @@ SOURCES: Final[list[Callable[[], torch.Tensor]]] = [
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["cpu-capture foreach", "cpu-capture in_graph", "eager", "no copy"])
-def test_whatever_torch_calls_a_tensor(how: str) -> None:
+def test_whatever_torch_calls_a_tensor_is_copied_or_refused(how: str) -> None:
     """It is copied right or refused by its slot's name, before and after a step like it."""
     good = {"lead": torch.tensor([5.0, 6.0]), "other": torch.tensor([1.0, 2.0])}
     slot = copied(BATCH, dtype=torch.int64, pad=0, placement="host", limit=9, converts=(torch.float32,))

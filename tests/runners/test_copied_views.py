@@ -79,7 +79,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_copies_are_batches(maker: str, how: str) -> None:
+def test_a_copy_of_a_view_is_a_batch(maker: str, how: str) -> None:
     """A copy brings again what the batch brought, and shares no memory with the view."""
     runner, plain = MAKERS[maker](), EagerRunner(Copied, step, backend="cpu", settings=SETTINGS)
     for seed, (requests, extra) in enumerate([(3, True), (5, False), (1, True), (8, False)]):
@@ -104,7 +104,7 @@ def test_copies_are_batches(maker: str, how: str) -> None:
             _ = made.ends
 
 
-def test_copies_of_micro_batches() -> None:
+def test_a_copy_of_a_micro_batch_has_its_live_rows() -> None:
     """A part of a view is copied with the live rows of that part."""
     runner = ready(DecodeRunner(Copied, step, **OPTIONS))
     batch = batch_of(5, seed=3)
@@ -115,7 +115,7 @@ def test_copies_of_micro_batches() -> None:
         assert torch.equal(made.pairs, batch["pairs"][:, start:stop])
 
 
-def test_copies_of_views_that_breaks_see() -> None:
+def test_a_copy_of_a_breaks_view_has_its_live_tokens() -> None:
     """A prefill's view, whose requests are cut already, is copied by its live tokens, too."""
     runner, _ = prefilled.captured("breakable", "cpu-capture")
     batch = prefilled.batch_of([2, 1], seed=5)
@@ -127,7 +127,7 @@ def test_copies_of_views_that_breaks_see() -> None:
     assert torch.equal(runner(made).clone(), runner(batch))
 
 
-def test_shallow_copies() -> None:
+def test_a_shallow_copy_has_the_same_tensors() -> None:
     """A shallow copy has the same tensors: that of a view is a view, that of a batch a batch."""
     runner = ready(DecodeRunner(Copied, step, **OPTIONS))
     view = runner.fill(batch_of(3, seed=1))
@@ -149,7 +149,7 @@ def test_batches_are_copied_as_they_are() -> None:
     assert copy.deepcopy(batch).ids is not batch.ids
 
 
-def test_evolve() -> None:
+def test_evolve_makes_a_batch_of_a_view() -> None:
     """attrs.evolve makes a batch of a view: what a batch does not bring is refused by name when it is read."""
     runner = ready(DecodeRunner(Copied, step, **OPTIONS))
     view = runner.fill(batch_of(3, seed=1))
@@ -165,7 +165,7 @@ def test_evolve() -> None:
     assert "ends=NOTHING" in repr(batch)
 
 
-def test_functions_that_read_computed_slots_of_the_batch() -> None:
+def test_a_function_that_reads_a_computed_slot_of_the_batch_is_told() -> None:
     """A function that reads a computed slot of the batch itself is told why there is none."""
 
     class Asking(Inputs):

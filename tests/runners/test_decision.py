@@ -84,7 +84,7 @@ REASONS: list[tuple[dict[str, Any], tuple[str, int | None, str], str]] = [
 ]
 
 
-def test_reasons(varied_runner: DecodeRunner[VariedInputs]) -> None:
+def test_each_way_has_its_path_bucket_and_reason(varied_runner: DecodeRunner[VariedInputs]) -> None:
     """Each way for a batch to go has its path, its bucket and its reason in a word and a sentence, and is right."""
     first = varied(4, 3, seed=5)
     view, before = varied_runner.fill(first), varied_runner.stats()
@@ -100,7 +100,7 @@ def test_reasons(varied_runner: DecodeRunner[VariedInputs]) -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_before_capture(cpu: str, *, lazy: bool) -> None:
+def test_nothing_runs_before_capture(cpu: str, *, lazy: bool) -> None:
     """Before capture a runner decides, fills and runs nothing, not even what would run eagerly, lazy or not."""
     runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu, lazy=lazy)
     for use in (runner.decide, runner.fill, runner):

@@ -148,25 +148,6 @@ def test_drafts_are_the_plain_ones(
         assert same_batch(batch, given)
 
 
-def test_a_bare_declaration(cpu: str) -> None:
-    """Positions, ids and hidden states are there for those who want them."""
-    table = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
-
-    def forward(_: BareInputs, step: DraftStep) -> tuple[torch.Tensor, None]:
-        assert step.hidden_states is None
-        return table[step.input_ids], None
-
-    runner = ready(DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[4], backend=cpu))
-    shares, tokens = top_tokens(table[[3, 4, 5]], 2)
-    drafts = runner({"topk_p": shares, "topk_index": tokens})
-    for row in range(3):
-        tree = PlainTree.begin(shares[row].tolist(), tokens[row].tolist())
-        for _ in range(2):
-            grown = [top_tokens(table[tree.nodes[node].token], 2) for node in tree.frontier]
-            tree.grow([one.tolist() for one, _ in grown], [two.tolist() for _, two in grown])
-        assert drafts.tokens[row].tolist() == [node.token for node in tree.nodes]
-
-
 def with_plain(name: str) -> type[Inputs]:
     """A draft's declaration with a plain slot over tokens."""
     own = {"__annotations__": {name: torch.Tensor}, name: copied(TOKENS, dtype=torch.int64, pad=0)}
@@ -174,7 +155,7 @@ def with_plain(name: str) -> type[Inputs]:
     return made
 
 
-def test_batches_of_another_shape(cpu: str) -> None:
+def test_a_batch_of_another_shape_is_refused(cpu: str) -> None:
     """A batch with another number of branches or of tokens is refused, and the next one is right."""
     runner = captured(cpu, 2, 3)
     good = batch_of(2, 2, 3, 1)
@@ -189,7 +170,7 @@ class Mrope(standard.DraftMrope, standard.DraftInputs):
     """Positions of three parts, which the steps advance beside the plain ones."""
 
 
-def test_positions_of_three_parts(backend: "Backend") -> None:
+def test_positions_of_three_parts_advance_together(backend: "Backend") -> None:
     """All parts are one more in each step, and as before at its end."""
     device, seen = backend.device, list[torch.Tensor]()
     table = torch.cat([TABLE, TABLE], 1).to(device)
@@ -212,7 +193,7 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
     assert torch.equal(first + 1, second)
 
 
-def test_what_cannot_be_drafted() -> None:
+def test_what_cannot_be_drafted_is_refused() -> None:
     """Counts below 1, widths and sizes that contradict them, and declarations that lack something are refused."""
     wrong: list[tuple[type[Inputs], dict[str, Any], str]] = [
         (BareInputs, {"topk": 0}, r"topk: expected a whole number, at least 1, got 0"),

@@ -86,7 +86,9 @@ def captured(backend: str, width: int) -> DraftExtendRunner[ExtendInputs]:
 
 @settings(max_examples=25)
 @given(st.integers(1, 4), drawn_sizes)
-def test_one_row_a_request(backend_name: str, width: int, drawn: list[tuple[int, int]]) -> None:
+def test_each_request_has_the_row_of_its_last_accepted_token(
+    backend_name: str, width: int, drawn: list[tuple[int, int]]
+) -> None:
     """Whatever the width, and how much was accepted, each request's row is that of its last accepted token."""
     for requests, seed in drawn:
         batch = batch_of(requests, width, seed, load(backend_name)().device)
@@ -174,7 +176,7 @@ class Switched(Inputs):
     rare: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=3, default=None)
 
 
-def test_slots_that_are_not_there(cpu: str) -> None:
+def test_a_chained_slot_that_is_off_is_none(cpu: str) -> None:
     """A chained slot that is switched off or absent is None for every step."""
 
     def step(view: Any, after: Any) -> Any:
@@ -198,7 +200,7 @@ class Derived(Inputs):
     twice: torch.Tensor = computed(lambda ids: ids * 2, shape=TOKENS, dtype=torch.int64)
 
 
-def test_rows_that_no_step_writes(backend_name: str) -> None:
+def test_rows_that_no_step_writes_hold_the_tail(backend_name: str) -> None:
     """Each replay finds a later step's slots as a tail is, also where the step before wrote other rows last time."""
 
     def step(view: Any, after: Any) -> torch.Tensor:
@@ -214,7 +216,7 @@ def test_rows_that_no_step_writes(backend_name: str) -> None:
         assert later == [int(batch["seq_lens"][0]) * ROWS, *[0] * (requests - 1)]
 
 
-def test_what_cannot_be_chained() -> None:
+def test_what_cannot_be_chained_is_refused() -> None:
     """Nothing to run, slots that no batch brings, and values that would be stale in later steps are refused."""
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),

@@ -66,7 +66,7 @@ def runners(inputs: Any, backend: str, lowering: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("function", "shape", "placement"), FUNCTIONS)
-def test_a_function_that_raises(cpu: str, function: Any, shape: Any, placement: str) -> None:
+def test_a_function_that_raises_is_named_with_its_line(cpu: str, function: Any, shape: Any, placement: str) -> None:
     """At capture, in a fill and in a replay alike; what it raised is the cause."""
     name = function.__name__
     words = rf"slot 'mine': its function .*{name}.* raised KnownError {PLACE}.*`: the table has no such row"
@@ -86,7 +86,7 @@ def test_a_function_that_raises(cpu: str, function: Any, shape: Any, placement: 
 
 
 @pytest.mark.parametrize("kind", prefilled.KINDS)
-def test_runners_of_a_stack(cpu: str, kind: str) -> None:
+def test_runners_of_a_stack_name_a_function_that_raises(cpu: str, kind: str) -> None:
     """Runners that capture a part of a step say the same."""
 
     def of_starts(extend_start_loc: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_runners_of_a_stack(cpu: str, kind: str) -> None:
         runner(prefilled.batch_of([2, 1], 1))
 
 
-def test_other_kinds_of_functions() -> None:
+def test_functions_of_other_kinds_are_named() -> None:
     """A partial function, a callable object and a constant's function are named; memory that runs out is torch's."""
 
     class Failing:
@@ -165,7 +165,7 @@ def reads_a_number(ids: torch.Tensor) -> torch.Tensor:
     return ids * int(ids[0])
 
 
-def test_a_function_that_a_capture_refuses() -> None:
+def test_a_function_that_a_capture_refuses_is_named() -> None:
     """The refusal has the slot, the function and its line, before what is refused and what to do."""
     for function, line in ((writes_a_number, "out[0] = torch.tensor"), (reads_a_number, "int(ids[0])")):
         for lowering in LADDER:
@@ -179,7 +179,7 @@ def test_a_function_that_a_capture_refuses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_higher_order_operators() -> None:
+def test_a_refused_higher_order_operator_is_named() -> None:
     """A capture on the CPU names the operator and says what to do; torch's own words help nobody."""
     for name, (advice, call) in HIGHER_ORDER.items():
         step = functools.partial(lambda call, view: call(view.x), call)

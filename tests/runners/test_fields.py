@@ -113,7 +113,7 @@ def test_values_are_validated(kind: str, maker: str) -> None:
         assert runner(make(ids=ids)).tolist() == (ids + 1).tolist()
 
 
-def test_validators_that_are_switched_off() -> None:
+def test_the_switch_of_attrs_holds_for_mappings() -> None:
     """The switch of attrs holds for mappings, too; values are converted nevertheless."""
     runner = MAKERS["graph"]()
     with attrs.validators.disabled():
@@ -123,7 +123,7 @@ def test_validators_that_are_switched_off() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_input_buffers(kind: str) -> None:
+def test_input_buffers_convert_and_validate_fields(kind: str) -> None:
     """Buffers for graphs of one's own take the same values, and refuse the same."""
     buffers, make = InputBuffers(Scaled, {BATCH: 4}, backend="cpu"), KINDS[kind]
     batch = make(ids=[7, 8], scale="3", tag="a")
@@ -198,7 +198,7 @@ def test_converted_defaults_are_made_for_each_batch() -> None:
     assert runner({"ids": [5], "tags": "a"}).tolist() == [5]
 
 
-def test_placeholders() -> None:
+def test_a_placeholders_values_are_converted_and_validated() -> None:
     """A break sees a placeholder's values, and a batch's, as the class makes them; a wrong one is refused."""
     seen = list[Any]()
 

@@ -65,7 +65,7 @@ def masked(array: Any, places: Any) -> Any:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_masked_arrays(maker: str) -> None:
+def test_masked_arrays_are_refused(maker: str) -> None:
     """No fill takes an array with a mask, nor lists of some, be a place masked or not; the next one is right."""
     runner, batch = MAKERS[maker](), batch_of(3)
     due = runner(batch).clone()
@@ -82,7 +82,7 @@ def test_masked_arrays(maker: str) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_masked_results() -> None:
+def test_masked_results_are_refused() -> None:
     """A function on the host may not return one either."""
 
     class Made(Inputs):
@@ -96,7 +96,7 @@ def test_masked_results() -> None:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_lists_without_a_number(maker: str) -> None:
+def test_empty_lists_stand_for_no_rows(maker: str) -> None:
     """An empty list stands for no rows, whatever the dims inside of them; one of rows too many or few does not."""
     runner = MAKERS[maker]()
     usual = batch_of(2)
@@ -117,7 +117,7 @@ def test_lists_without_a_number(maker: str) -> None:
             runner({**usual, name: []})
 
 
-def test_empty_results_and_buffers() -> None:
+def test_a_function_may_return_an_empty_list() -> None:
     """A function on the host may return an empty list for no rows, too; buffers of one's own take them."""
 
     class Made(Inputs):

@@ -34,7 +34,7 @@ LAYERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str) -> None:
+def test_a_layer_that_gets_the_view_is_refused(name: str) -> None:
     """A layer or a function of torch that gets the view itself is refused, and works when it is wrapped."""
     layer, batch = LAYERS[name](), {"pixels": torch.rand(3, 4), "labels": torch.arange(3)}
     with pytest.raises((TypeError, AttributeError), match=SAID):
@@ -43,7 +43,7 @@ def test_layers(name: str) -> None:
         ready(DecodeRunner(Images, layer, buckets=[4], backend="cpu-capture"))
 
 
-def test_wrapped_layers() -> None:
+def test_a_wrapped_layer_works() -> None:
     """What the message says works."""
     module, pixels = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), torch.rand(3, 4)
     runner = ready(DecodeRunner(Images, lambda view: module(view.pixels), buckets=[4], backend="cpu-capture"))
@@ -51,7 +51,7 @@ def test_wrapped_layers() -> None:
         torch.testing.assert_close(runner({"pixels": pixels, "labels": torch.arange(3)}), module(pixels))
 
 
-def test_names_that_neither_has() -> None:
+def test_a_name_that_no_tensor_has_is_not_taken_for_a_layers() -> None:
     """A name that is no tensor's is not taken for a layer's."""
 
     def misspelt(view: Any) -> Any:

@@ -346,7 +346,9 @@ SPOILS: Final[list[tuple[str, Callable[[Any], Any]]]] = [
 @pytest.mark.parametrize("place", ["host", *(pytest.param(one, marks=getattr(pytest.mark, one)) for one in DEVICES)])
 @settings(max_examples=2 * settings().max_examples)  # over three backends and two declarations
 @given(data=st.data(), played=st.lists(steps, min_size=2, max_size=12))
-def test_any_sequence(place: str, lowering: str, data: st.DataObject, played: list[Op]) -> None:
+def test_any_sequence_gives_what_the_oracle_gives(
+    place: str, lowering: str, data: st.DataObject, played: list[Op]
+) -> None:
     """Whatever came before, each step gives what the oracle gives, by its own lowering; a refusal changes nothing."""
     backends = [place] if place in DEVICES else ["cpu", "cpu-capture", NAME]
     able = [one for one in backends if place == "host" or load(one).is_available()]
@@ -362,7 +364,7 @@ def test_any_sequence(place: str, lowering: str, data: st.DataObject, played: li
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_every_mix_of_inference_mode(backend: str) -> None:
+def test_runners_are_right_in_every_mix_of_inference_mode(backend: str) -> None:
     """A runner made inside or outside of it is right in steps of either kind, through growth, and in place."""
     for made, lowering in itertools.product((False, True), LADDER):
         with torch.inference_mode(made):
@@ -372,37 +374,7 @@ def test_every_mix_of_inference_mode(backend: str) -> None:
             game.play((what, size, seed, of, ABSENT, ("plain", "inference")[seed % 2]))
 
 
-class Gaps(Inputs):  # slots of which one may be adopted, with gaps behind slots of no bytes between them
-    a: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    b: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
-    c: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
-    d: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3, rewritten=True)  # by the owner of its memory
-    e: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-5)
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-@pytest.mark.parametrize("adopts", [False, True])
-def test_wherever_a_source_begins(cpu: str, lowering: str, *, adopts: bool) -> None:
-    """A source anywhere in the memory of slots, in gaps or around an adopted slot is read as it was."""
-    memory, count = torch.arange(100, 200), 4 if adopts else 30
-    bind = {"d": memory[48:52]} if adopts else {}
-    options: dict[str, Any] = {"buckets": [count], "output_rows": None, "backend": cpu, "lowering": lowering}
-    runner = decoder(Gaps, lambda view: torch.stack([view.a, view.d, view.e]), bind=bind, **options)
-    for rows in (1, 3, 4) if adopts else (count,):
-        first = {name: torch.arange(rows) + 100 * place for place, name in enumerate("ade", start=1)}
-        first |= dict.fromkeys("bc", torch.empty(rows, 0, dtype=torch.int64))
-        view = runner.fill(first)
-        storage = (memory if adopts else view.a).untyped_storage()
-        for begin, name in itertools.product(range(storage.nbytes() // 8 - rows + 1), "ade"):
-            runner.fill(first)
-            source = torch.empty(0, dtype=torch.int64).set_(storage, begin, (rows,))  # type: ignore[call-overload]
-            wanted = torch.stack([source.clone() if one == name else first[one] for one in "ade"])
-            found = runner({**first, name: source})
-            assert torch.equal(found[:, :rows], wanted), (begin, name)
-            assert found[:, rows:].tolist() == [[tail] * (count - rows) for tail in (0, -3, -5)]
-
-
-def test_backend_without_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_the_lowering_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that lacks a lowering refuses it; one that names it but has no fusion is told so."""
     kind = CpuCaptureBackend
     few = attrs.evolve(kind().capabilities, lowerings=("foreach", "slot_by_slot"))

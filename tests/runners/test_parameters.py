@@ -162,7 +162,7 @@ def test_each_replay_is_handed_its_own(inner: str, lowering: str, steps: list[Ba
 
 @each_inner
 @pytest.mark.parametrize("lowering", LADDER)
-def test_fill_and_replay_apart(inner: str, lowering: str) -> None:
+def test_a_fill_hands_nothing_over_and_each_replay_does(inner: str, lowering: str) -> None:
     """A fill and a refused batch hand nothing over, each replay does; a late capture between changes nothing."""
     runner, backend = decoding(inner, lowering, lazy=True)
     batch: Batch = {"input_ids": torch.tensor([3, 4]), "lens": [7, 9], "window": None}
@@ -184,7 +184,7 @@ def test_fill_and_replay_apart(inner: str, lowering: str) -> None:
 
 
 @each_inner
-def test_eager_steps(inner: str) -> None:
+def test_an_eager_step_hands_nothing_over(inner: str) -> None:
     """Where no graph takes a batch nothing is handed over, and the view has the live rows on the host."""
     runner, backend = decoding(inner, "foreach")
     backend.since()
@@ -215,7 +215,7 @@ class PrefillParameters(Prefill):
     num_tokens: torch.Tensor = computed(lambda step: step.live(TOKENS), placement=HOST, dtype=I64, argument="tokens")
 
 
-def test_ordinary_host_values(backend_name: str) -> None:
+def test_parameters_are_host_slots_on_other_devices(backend_name: str) -> None:
     """On a device without host parameters the same declaration is filled, and its parameters are host slots."""
     device = choose(backend_name).device
     if choose(backend_name).capabilities.host_parameters:
@@ -234,7 +234,7 @@ def test_ordinary_host_values(backend_name: str) -> None:
 
 
 @each_inner
-def test_no_part_of_a_parameter(inner: str) -> None:
+def test_a_parameter_is_handed_over_whole(inner: str) -> None:
     """A graph is handed parameters whole: a step that cuts its view is refused at capture, a filled view can be cut."""
 
     def step(view: Decoding) -> torch.Tensor:
@@ -249,14 +249,14 @@ def test_no_part_of_a_parameter(inner: str) -> None:
     assert view.narrow(BATCH, 1, 3).actual_seq_lengths.tolist() == [3, 5]
 
 
-def test_parameter_cannot_be_chained() -> None:
+def test_a_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
     options: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
     with pytest.raises(ConfigError, match="chained names 'own', which Chaining does not copy"):
         MultiLayerDraftExtendRunner(Chaining, [lambda *_: None], chained=["own"], **options)
 
 
-def test_read_that_would_be_frozen() -> None:
+def test_a_read_that_would_be_frozen_is_refused() -> None:
     """cpu-capture says of a parameter that is read on the host that its value would stay, and what to do."""
     reads: dict[str, Any] = {
         "Tensor.tolist": lambda view: view.kv_lens.tolist(),
@@ -272,7 +272,7 @@ def test_read_that_would_be_frozen() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefill_runners(kind: str) -> None:
+def test_a_prefill_is_handed_its_parameters_once(kind: str) -> None:
     """A prefill in parts is handed its values once, padded to the bucket; none of them depends on the requests."""
     backend, (mine, twin) = HandingBackend("cpu-capture"), [Model(named=kind == "piecewise") for _ in range(2)]
     runner: Any = ready(runner_of(kind, mine, backend, inputs=PrefillParameters))

@@ -12,6 +12,7 @@ from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import BatchError, ConfigError
 from slotgraph.extend import HOST
+from tests.packing import backend_of
 from tests.runners.models import batch_for
 from tests.strategies import same_bytes
 
@@ -57,12 +58,8 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def pair(backend: str, lowering: str) -> tuple[Any, Any]:
     """Buffers under test, and others that are filled whole."""
-    available = load(backend).is_available()
-    if not available:
-        pytest.skip(f"{backend}: {available.reason}")
-    if lowering not in load(backend)().capabilities.lowerings:
-        pytest.skip(f"{backend} has no lowering {lowering!r} here")
-    one, other = (InputBuffers(Verify, SIZES, backend=backend, lowering=lowering) for _ in range(2))
+    made = backend_of(backend, lowering)
+    one, other = (InputBuffers(Verify, SIZES, backend=made, lowering=lowering) for _ in range(2))
     return one, other
 
 
@@ -90,7 +87,7 @@ def test_two_parts_are_one_fill(backend: str, lowering: str, steps: list[Any]) -
 @by_backend
 @by_lowering
 @given(steps=st.lists(st.tuples(rows, st.sets(st.sampled_from(COPIED))), min_size=2, max_size=8))
-def test_what_is_skipped_is_the_last_batch_s_or_written(backend: str, lowering: str, steps: list[Any]) -> None:
+def test_a_skipped_slot_holds_the_last_batchs_rows_or_is_written(backend: str, lowering: str, steps: list[Any]) -> None:
     """A slot that is left holds the last batch's rows, which had these sizes; else the fill writes it, too."""
     buffers, others = pair(backend, lowering)
     last: Any = None
@@ -107,7 +104,7 @@ def test_what_is_skipped_is_the_last_batch_s_or_written(backend: str, lowering: 
 
 
 @by_lowering
-def test_slots_are_left_as_they_are(lowering: str) -> None:
+def test_a_skipped_slot_is_left_as_it_is(lowering: str) -> None:
     """Neither rows nor tails of a slot that is left are written, and its source is not looked at."""
     buffers, _ = pair("cpu", lowering)
     batch = batch_of(2, 4)
@@ -120,7 +117,7 @@ def test_slots_are_left_as_they_are(lowering: str) -> None:
         buffers.fill({**batch_of(3, 6), "table": "no table"}, PADDED[0], skip=["table"])
 
 
-def test_a_producer_s_slots_are_not_left() -> None:
+def test_a_producers_slots_are_filled_in_each_fill() -> None:
     """Where a producer has a view to write by, every fill is whole."""
     buffers, _ = pair("cpu", "direct")
     batch = batch_of(2, 4)
@@ -153,7 +150,7 @@ def test_the_rest_is_left_to_the_graph(lowering: str) -> None:
         assert same_bytes(graph.outputs, torch.cat([right["ends"], right["table"].sum(1), right["ids"]]))
 
 
-def test_what_is_refused() -> None:
+def test_names_that_are_no_slots_are_refused() -> None:
     """Names that are no slots, and both arguments at once; nothing is written."""
     buffers, _ = pair("cpu", "direct")
     batch = batch_of(2, 4)

@@ -37,7 +37,9 @@ schedules = st.lists(st.tuples(requests, st.integers(1, 5), st.booleans(), st.bo
 @each_kind
 @settings(max_examples=25)
 @given(schedule=schedules)
-def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int], int, bool, bool]]) -> None:
+def test_any_schedule_gives_what_eager_steps_give(
+    backend: Backend, kind: str, schedule: list[tuple[list[int], int, bool, bool]]
+) -> None:
     """Any requests in any order, from none to too many, give what eager steps give, caches included."""
     runner, eager = captured(kind, backend.name)
     for one in (runner, eager):
@@ -53,7 +55,7 @@ def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int
 
 @each_kind
 @pytest.mark.parametrize("lazy", [False, True])
-def test_caches_in_use(backend: Backend, kind: str, *, lazy: bool) -> None:
+def test_a_capture_leaves_caches_in_use_as_they_are(backend: Backend, kind: str, *, lazy: bool) -> None:
     """A capture, up front or when a bucket's first batch comes, in inference mode or not, leaves caches as they are."""
     models = [Model(named=kind == "piecewise").to(backend.device) for _ in range(2)]
     for layer in models[0].inner:
@@ -82,7 +84,7 @@ DECISIONS: list[tuple[list[int], int | None, str, str]] = [
 
 
 @each_kind
-def test_decisions(backend: Backend, kind: str) -> None:
+def test_a_batchs_tokens_choose_the_bucket(backend: Backend, kind: str) -> None:
     """A batch's tokens choose the bucket; too many of them, of requests, or of padding, run eagerly and say so."""
     runner, eager = captured(kind, backend.name)
     for lengths, bucket, why, reason in DECISIONS:
@@ -108,7 +110,7 @@ class Paged(Prefill):  # a further axis that varies
 
 
 @each_kind
-def test_outputs_by_tokens(backend: Backend, kind: str) -> None:
+def test_rows_of_outputs_may_be_tokens(backend: Backend, kind: str) -> None:
     """Rows of outputs may be tokens, of which the live ones are handed out, or be handed out whole, in a structure."""
     model = Model(named=kind == "piecewise").to(backend.device)
 
@@ -131,13 +133,13 @@ def test_outputs_by_tokens(backend: Backend, kind: str) -> None:
         ({"inputs": Paged}, "Paged needs sizes= for PAGES: the most rows that a batch brings"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:
     """Sizes and rows that nothing has are refused when the runner is made."""
     with pytest.raises(errors.ConfigError, match=said):
         runner_of("breakable", Model(), "cpu", **options)
 
 
-def test_outputs_of_other_rows(cpu: str) -> None:
+def test_outputs_of_other_rows_fail_at_capture(cpu: str) -> None:
     """A step whose outputs have other rows than was said fails at capture, not in a step."""
     wrong: list[tuple[Any, Axis, str]] = [
         (lambda view, hidden, inner: inner(hidden, view)[:2], TOKENS, r"of shape \[2, 2\], expected 4 rows"),
@@ -234,7 +236,7 @@ def refusal_of(step: Callable[[Any], Any], *splits: Any) -> str:
     ],
     ids=["name", "operator", "packet", "overload", "tanh", "python name", "function", "only splits", "argument"],
 )
-def test_splits(backend: Backend, step: Callable[[Any], Any], split: Any) -> None:
+def test_a_split_may_stand_anywhere(backend: Backend, step: Callable[[Any], Any], split: Any) -> None:
     """A split may be named or given, and stand anywhere; what it reads is of each step."""
     runner, eager = piecewise(step, backend, split), EagerRunner(Prefill, step, backend=backend)
     runner.capture()
@@ -247,7 +249,7 @@ def test_splits(backend: Backend, step: Callable[[Any], Any], split: Any) -> Non
     assert runner.stats()["steps"] == {"piecewise": 6, "eager": 0}
 
 
-def test_split_that_the_step_does_not_call() -> None:
+def test_a_split_that_the_step_does_not_call_is_told() -> None:
     """The error lists what the step calls instead."""
     said = refusal_of(attended, "mylib::attention", "nothing")
     assert said.startswith("splits names mylib::attention, nothing, and the step calls none of them, but add, arange, ")
@@ -282,12 +284,12 @@ ASKS = "operator slotgraph_tests::attention asks for the step's view inside of a
         (lambda view: view.input_ids, ("calls", "no operator of torch")),
     ],
 )
-def test_steps_that_cannot_be_cut(step: Callable[[Any], Any], said: tuple[str, ...]) -> None:
+def test_a_step_that_cannot_be_cut_is_refused(step: Callable[[Any], Any], said: tuple[str, ...]) -> None:
     """What the tracer cannot follow, and what pieces may not read, is refused with the reason."""
     assert [part for part in said if part not in refusal_of(step, by_requests)] == []
 
 
-def test_split_that_raises(backend: Backend) -> None:
+def test_a_split_that_raises_is_named(backend: Backend) -> None:
     """A split that raises is named as a break is: at capture in the bucket's reason, in a step as a ReplayError."""
     faults: list[Exception] = []
 

@@ -18,7 +18,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed
 from slotgraph.backends import choose
 from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.errors import ComputeError, DeclarationErrors, ReplayError
+from slotgraph.errors import ComputeError, DeclarationErrors
 from slotgraph.extend import once
 from tests.runners.models import batch_for, bytes_of, decoder, ready, runner_by, same_batch, snapshot
 from tests.runners.prefilled import Prefill, around, assert_equal
@@ -89,7 +89,9 @@ def assert_clean(runner: DecodeRunner[Any], batch: dict[str, Any]) -> None:
 @pytest.mark.parametrize("lowering", LADDER)
 @settings(max_examples=15)
 @given(turns=st.lists(st.tuples(st.integers(0, 10), st.booleans(), st.booleans()), min_size=2, max_size=10))
-def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bool, bool]]) -> None:
+def test_restored_slots_are_as_filled_in_any_sequence(
+    backend: Backend, lowering: str, turns: list[tuple[int, bool, bool]]
+) -> None:
     """Captured or eager, filled once and replayed twice: outputs are the batch's, slots and tails are as filled."""
     if lowering not in backend.capabilities.lowerings:
         pytest.skip(f"{backend.name} has no {lowering}")
@@ -107,23 +109,6 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
                 assert {name: bytes_of(getattr(view, name)) for name in batch} == before
         assert_clean(runner, batch)
         assert same_batch(batch, given_batch)
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-def test_replay_that_raises(cpu: str, lowering: str) -> None:
-    """A step that breaks off midway, in a replay or eagerly, spoils nothing: neither the batch nor a later tail."""
-    runner = ready(runner_over(cpu, Draft(TABLE), lowering=lowering, max_waste=0.6))
-    assert runner.decide(batch_of(9, 1)).path == "eager"
-    for rows, other in itertools.product((3, 7, 1, 12), (1, 4, 8)):
-        bad = batch_of(rows, rows)
-        bad["positions"][0] = LIMIT - 2  # the second step's look-up is past the table
-        with pytest.raises((IndexError, ReplayError)):
-            runner(bad)
-        assert bad["positions"][0] == LIMIT - 2
-        for smaller in (rows, other):
-            good = batch_of(smaller, smaller)
-            assert_clean(runner, good)
-            torch.testing.assert_close(runner(good), answer(good))
 
 
 @pytest.mark.parametrize("inputs", [DraftInputs, RewrittenInputs])
@@ -164,7 +149,7 @@ def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
             assert torch.equal(found, batch["positions"] + STEPS)
 
 
-def test_tails_that_are_kept(cpu: str) -> None:
+def test_padded_rows_of_a_kept_tail_are_put_back(cpu: str) -> None:
     """The padded rows of a kept tail are put back, too: they stand still however often the step runs."""
 
     class Kept(Inputs):
@@ -180,7 +165,7 @@ def test_tails_that_are_kept(cpu: str) -> None:
         assert runner.fill({"positions": [9]}).positions.tolist() == [9, 6, 7, 8]
 
 
-def test_what_cannot_be_restored() -> None:
+def test_what_cannot_be_restored_is_refused() -> None:
     """A slot is rewritten or restored, not both; and one whose tail is set once cannot lose it where a step raises."""
     both = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True, restored=True)
     with pytest.raises(DeclarationErrors) as refused:
@@ -227,7 +212,9 @@ turn = st.tuples(st.integers(1, 8), st.sampled_from(["run", "fill", "inputs"]), 
 @pytest.mark.parametrize("way", [*WAYS, "eager"])
 @settings(max_examples=10)
 @given(turns=st.lists(turn, min_size=3, max_size=8), inside=st.sampled_from(["unsqueeze_", "transpose_"]) | st.none())
-def test_views_and_outputs(way: str, turns: list[tuple[int, str, str, str]], inside: str | None) -> None:
+def test_changed_views_and_outputs_harm_no_later_step(
+    way: str, turns: list[tuple[int, str, str, str]], inside: str | None
+) -> None:
     """Whatever is done to a tensor that was handed out, by the step's own code, too: later steps are right."""
     seen: list[Any] = []
 
@@ -258,7 +245,7 @@ def test_views_and_outputs(way: str, turns: list[tuple[int, str, str, str]], ins
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_views_changed_before_the_first_replay(way: str, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
+def test_views_changed_before_a_replay_move_no_memory(way: str, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a parameter
     """The tensors that a capture saw are not handed out: changed ones are no moved memory, with either guard."""
     monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRUSTED", trusted)
     runner = runner_by(way, Wide, lambda view: view.ids * 1000 + view.count, buckets=[2, 6], output_rows=BATCH)
@@ -268,7 +255,7 @@ def test_views_changed_before_the_first_replay(way: str, trusted: bool, monkeypa
         assert torch.equal(runner(batch), batch["ids"] * 1000 + rows)
 
 
-def test_breaks_that_change_their_view(cpu: str) -> None:
+def test_a_break_that_changes_its_view_sees_it_unchanged_next_time(cpu: str) -> None:
     """Code that runs between graphs, in each step, sees its view unchanged each time."""
     shapes = []
 
@@ -288,7 +275,7 @@ def test_breaks_that_change_their_view(cpu: str) -> None:
 
 
 @pytest.mark.parametrize("way", [*WAYS, "eager", "no copy"])
-def test_functions_that_change_what_they_are_given(way: str) -> None:
+def test_a_function_that_changes_what_it_reads_is_refused(way: str) -> None:
     """A function that writes a slot which it is given to read is refused with both names, in each step alike."""
     changes: Any = (lambda one: one.add_(100), lambda one: one.unsqueeze_(0), lambda one: one.resize_(1))
     placements: tuple[Any, ...] = ("host", "device")
@@ -303,7 +290,7 @@ def test_functions_that_change_what_they_are_given(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_beyond_those_of_a_batch_in_place(way: str) -> None:
+def test_rows_beyond_those_of_a_batch_in_place_leave_no_tail_dirty(way: str) -> None:
     """A producer that writes more rows than it brings, through the view of an earlier fill, leaves no tail dirty."""
     inputs = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=-1)})
     runner = runner_by(way, inputs, lambda view: view.ids * 1, output_rows=None)

@@ -56,7 +56,7 @@ def through_json(made: Any, kind: type[Any] = FillPlan) -> Any:
 
 
 @given(st.data())
-def test_round_trips(data: st.DataObject) -> None:
+def test_plans_are_read_back_as_they_were_written(data: st.DataObject) -> None:
     """Whatever is declared, its plan and its explanation come back from JSON as they were."""
     declaration = data.draw(declarations()).slotgraph
     sizes = {axis: data.draw(st.integers(0, 9)) for axis in AXES} | {HIDDEN: 4}
@@ -73,7 +73,7 @@ def test_round_trips(data: st.DataObject) -> None:
     assert repr(through_json(found, Explanation)) == repr(found)
 
 
-def test_round_trip_by_hand() -> None:
+def test_a_plan_written_by_hand_is_read() -> None:
     """What the kernel does, and what rests where it is, comes back from JSON and stands in the text."""
     for plan in (PLAN, FUSED):
         assert through_json(plan) == plan
@@ -92,7 +92,7 @@ def test_round_trip_by_hand() -> None:
     ]
 
 
-def test_json_is_plain() -> None:
+def test_json_of_plans_is_plain() -> None:
     """Dtypes stand by their short names, tuples as lists, nothing needs a parser that takes NaN, and types stay."""
     data = json.loads(json.dumps(to_data(PLAN)), parse_constant=pytest.fail)
     assert data == to_data(PLAN)

@@ -101,7 +101,7 @@ sizes = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.in
 
 
 @given(sizes)
-def test_growth(size: tuple[int, int, int, int]) -> None:
+def test_a_tree_grows_as_plain_python_grows_it(size: tuple[int, int, int, int]) -> None:
     """Nodes, scores and parents, and what the next step goes on from, as plain Python has them."""
     requests, topk, steps, seed = size
     frontier, plain = grown(requests, topk, steps, seed)
@@ -121,7 +121,7 @@ ODD = (0.0, 1.0, 1.0, 0.5, 1e-40, 1.5, math.nan, math.inf, -1.0)
 
 
 @given(sizes, st.booleans(), st.data())
-def test_best_tree(size: tuple[int, int, int, int], odd: bool, data: st.DataObject) -> None:  # noqa: FBT001 - as drawn
+def test_the_best_tree_is_that_of_plain_python(size: tuple[int, int, int, int], odd: bool, data: st.DataObject) -> None:  # noqa: FBT001 - as drawn
     """The root and the best nodes, parents before children, with their depths and with what each may see.
 
     A node whose score is not a number, and with it all below, comes after all that have one.
@@ -163,7 +163,7 @@ def _odd(topk: int, steps: int, data: st.DataObject) -> Frontier:
 
 
 @given(st.lists(st.integers(0, 100), max_size=20))
-def test_ancestors_of_any_tree(draws: list[int]) -> None:
+def test_ancestors_are_right_in_any_tree(draws: list[int]) -> None:
     """Any parents before their children, chains among them."""
     parents = [-1, *(draw % (place + 1) for place, draw in enumerate(draws))]
     [mask] = ancestors(torch.tensor([parents]))
@@ -189,7 +189,9 @@ def verified(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[li
 
 
 @given(verified())
-def test_accepted_path(drawn: tuple[list[list[int]], list[list[int]], list[list[int]], int]) -> None:
+def test_the_accepted_path_is_that_of_plain_python(
+    drawn: tuple[list[list[int]], list[list[int]], list[list[int]], int],
+) -> None:
     """The walk goes as far as drafted tokens are right, and says what the target chose after each node."""
     tokens, parents, targets, steps = drawn
     found = accept(torch.tensor(tokens), torch.tensor(parents), torch.tensor(targets), steps)
@@ -202,7 +204,7 @@ def test_accepted_path(drawn: tuple[list[list[int]], list[list[int]], list[list[
 
 @settings(max_examples=10)
 @given(st.integers(1, 3), st.integers(2, 4), st.integers(0, 100))
-def test_captured(backend: "Backend", topk: int, steps: int, seed: int) -> None:
+def test_captured_trees_are_the_eager_ones(backend: "Backend", topk: int, steps: int, seed: int) -> None:
     """All of it may be captured: a replay gives for other numbers what is computed outside."""
     requests, words = 2, 3 * topk
     first = torch.empty(requests, words, device=backend.device)
@@ -232,7 +234,7 @@ def test_captured(backend: "Backend", topk: int, steps: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 14, -1])
-def test_a_tree_of_too_many_nodes(count: int) -> None:
+def test_a_tree_of_too_many_nodes_is_refused(count: int) -> None:
     """A tree has its root, and no more nodes than were drafted."""
     frontier, _ = grown(2, 3, 2, 0)
     with pytest.raises(ValueError, match=r"a tree of -?\d+ nodes was asked for: this draft has 1 to 13"):

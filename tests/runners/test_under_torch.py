@@ -48,7 +48,7 @@ def decided(runner: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(("lowering", "lazy"), [*zip(LADDER, itertools.cycle((False, True)), strict=False)])
-def test_every_step_is_right(lowering: str, *, lazy: bool) -> None:
+def test_steps_under_torch_compile_are_right(lowering: str, *, lazy: bool) -> None:
     """Captured, eager and late captured steps, by every use, give what they give without the compiler."""
     options: dict[str, Any] = {"backend": "cpu-capture", "lowering": lowering, "lazy": lazy}
     one, other = (plain_runner(**options) for _ in range(2))
@@ -60,7 +60,7 @@ def test_every_step_is_right(lowering: str, *, lazy: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "inside"), [*zip(prefilled.KINDS, (False, True), strict=True)])
-def test_other_runners(kind: str, *, inside: bool) -> None:
+def test_other_runners_are_right_under_torch_compile(kind: str, *, inside: bool) -> None:
     """Eager runners and those of a stack, also in inference mode, and a capture inside of a compiled function."""
     compiled = torch.compile(called, backend="eager")
     with torch.inference_mode(mode=inside):
@@ -210,7 +210,7 @@ def test_a_function_obeys_the_callers_default(cpu: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
-def test_every_runner_under_a_default_device(backend_name: str, kind: str, lowering: str) -> None:
+def test_every_runner_is_right_under_a_default_device(backend_name: str, kind: str, lowering: str) -> None:
     """Made, captured and run under a default device, and run on after it has ended, a runner does as without one."""
     if lowering not in ("auto", *load(backend_name)().capabilities.lowerings):
         pytest.skip(f"{backend_name} has no {lowering}")

@@ -21,7 +21,7 @@ from tests.runners.models import PlainInputs, assert_right, batch_for, decoder, 
 PAGES = Axis("PAGES")
 
 
-def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> None:
+def test_a_view_of_another_runner_is_refused(cpu: str, runner: DecodeRunner[PlainInputs]) -> None:
     """A view of another runner, one that was narrowed, and a batch are not what was filled last."""
     batch = random_batch(4, seed=7)
     view = runner.fill(batch)
@@ -36,7 +36,7 @@ def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> 
     assert_right(runner.replay(view), batch)
 
 
-def test_batch_of_any_kind(runner: DecodeRunner[PlainInputs]) -> None:
+def test_a_batch_may_be_of_any_kind(runner: DecodeRunner[PlainInputs]) -> None:
     """A batch is a mapping, an instance of the declaration, or any object with the names."""
     for requests in (5, 20):
         batch = random_batch(requests, seed=8)
@@ -50,7 +50,7 @@ class FieldInputs(PlainInputs):
     notes: Any = None
 
 
-def test_fields_in_views(cpu: str) -> None:
+def test_views_have_the_batchs_fields(cpu: str) -> None:
     """A view carries the batch's fields, and the defaults of those that it lacks; a name that is none says so."""
     runner = decoder(FieldInputs, plain_step, backend=cpu)
     for requests in (3, 20):
@@ -64,7 +64,7 @@ def test_fields_in_views(cpu: str) -> None:
             getattr(without, "scales")  # noqa: B009 - type checkers would refuse the name
 
 
-def test_default_in_capture(cpu: str) -> None:
+def test_a_default_at_capture_is_what_the_graph_holds(cpu: str) -> None:
     """A captured step may read a field with a default; another value runs eagerly; without a default it is refused."""
     runner = decoder(FieldInputs, lambda view: view.ids * len(view.mode), backend=cpu)
     for mode in ("decode", "check", "decode"):
@@ -92,7 +92,7 @@ class Switched(Inputs):
     )
 
 
-def test_what_is_switched_off_or_absent(cpu: str) -> None:
+def test_slots_that_are_off_or_absent_are_none(cpu: str) -> None:
     """A slot exists where the settings say so; a function, a step and a view get None for what is not there."""
     two = torch.tensor([3, 4])
     for sliding, lowering in itertools.product((True, False), ("eager", *LADDER)):
@@ -182,7 +182,7 @@ cuts = st.tuples(st.integers(0, 7), st.integers(1, 8)).filter(lambda cut: cut[0]
 
 
 @given(live=st.integers(0, 8), cut=cuts, bias=st.booleans(), seed=st.integers(0, 10**6))
-def test_padded_view_equals_the_sliced_batch(*, live: int, cut: tuple[int, int], bias: bool, seed: int) -> None:
+def test_a_padded_view_equals_the_sliced_batch(*, live: int, cut: tuple[int, int], bias: bool, seed: int) -> None:
     """Rows of a padded view, be they live, padding or both, are what the sliced batch gives padded to that size."""
     batch = micro_batch(live, 4, seed, bias=bias)
     start, stop = cut
@@ -196,7 +196,7 @@ def test_padded_view_equals_the_sliced_batch(*, live: int, cut: tuple[int, int],
 
 
 @given(live=st.integers(9, 12), pages=st.integers(0, 5), bias=st.booleans(), data=st.data())
-def test_exact_view_equals_the_sliced_batch(*, live: int, pages: int, bias: bool, data: st.DataObject) -> None:
+def test_an_exact_view_equals_the_sliced_batch(*, live: int, pages: int, bias: bool, data: st.DataObject) -> None:
     """Rows of an eager view, of more requests than a bucket has, are what the sliced batch gives by itself."""
     start = data.draw(st.integers(0, live))
     stop = data.draw(st.integers(start, live))
@@ -215,7 +215,7 @@ class RaggedInputs(Inputs):
     remark: Any
 
 
-def test_requests_of_different_lengths() -> None:
+def test_requests_of_different_lengths_are_cut_by_both_ranges() -> None:
     """Where tokens do not follow from requests, a cut needs both ranges, and says so."""
     batch: dict[str, Any] = {"ids": torch.arange(10, 17), "lens": torch.tensor([3, 1, 3])}
     for flags, remark in itertools.product((False, True), ({}, {"remark": "here"})):  # None, and what the whole saw
@@ -238,7 +238,7 @@ class Halved(Inputs):  # what each half of a captured step may have of its own, 
     tag: int
 
 
-def test_captured_micro_batches(cpu: str) -> None:
+def test_micro_batches_in_a_graph_see_each_replays_rows(cpu: str) -> None:
     """Halves in a captured step see each replay's own rows and what follows from them; what the host does is told."""
 
     def runner_of(row: Callable[[Halved], torch.Tensor]) -> Any:
@@ -255,7 +255,7 @@ def test_captured_micro_batches(cpu: str) -> None:
             runner_of(lambda half: getattr(half.narrow(BATCH, 0, 1) if twice else half, name))  # noqa: B023 - at once
 
 
-def test_what_cannot_be_narrowed() -> None:
+def test_what_cannot_be_narrowed_is_refused() -> None:
     """Rows beyond the view's, tokens that follow from requests, and what the caller made are refused, not clipped."""
     view = WHOLE.fill(micro_batch(3, 4, seed=4, bias=True))
     for start, stop in ((-1, 2), (3, 2), (0, 9), (9, 9)):
@@ -281,7 +281,7 @@ class PrefillInputs(Inputs):  # requests of several tokens each: both axes vary 
 
 
 @pytest.mark.parametrize("no_copy", [False, True])
-def test_exact_views(cpu: str, *, no_copy: bool) -> None:
+def test_an_eager_step_sees_the_live_rows_alone(cpu: str, *, no_copy: bool) -> None:
     """A step sees the live rows alone; each axis grows by itself to the next power of two, and says so once."""
     names = PrefillInputs.slotgraph.slots
     copies: Any = lambda view: {name: getattr(view, name).clone() for name in names}  # noqa: E731 - as small as can be
@@ -300,7 +300,7 @@ def test_exact_views(cpu: str, *, no_copy: bool) -> None:
         assert seen["sevens"].tolist() == [[7] * 3] * sizes[1]
 
 
-def test_no_copy(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_copies_a_step_sees_the_batchs_tensors(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step sees the batch's own tensors, by argument, which wins, or environment; else copies; both are checked."""
     cases = (None, True, True), (None, None, False), ("1", None, True), ("1", False, False), ("0", None, False)
     for variable, argument, hands_through in cases:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -15,38 +14,7 @@ from tests.runners.models import Ids, decoder
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of, scaled
 
 
-@attrs.define
-class Metadata:  # what an engine computes of a step for its attention
-    lengths: torch.Tensor
-    factor: int
-
-
-@graph_break
-def with_slot(hidden: torch.Tensor, lengths: torch.Tensor, *, places: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """A slot over requests, and some over tokens within a tuple."""
-    return torch.add(hidden * lengths.tolist()[-1] + places[0][:, None], len(lengths))
-
-
-@graph_break
-def with_metadata(hidden: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-    """An object that is made anew in each step."""
-    return torch.add(hidden * metadata.factor, sum(metadata.lengths.tolist()))
-
-
-@graph_break
-def with_current_view(hidden: torch.Tensor) -> torch.Tensor:
-    """Nothing but the view that it asks for."""
-    view = current_view(Prefill)
-    return torch.add(hidden * view.extend_start_loc.shape[0], view.scale)
-
-
-@graph_break
-def with_gradients(hidden: torch.Tensor) -> torch.Tensor:
-    """Whether gradients are on."""
-    return hidden + int(torch.is_grad_enabled())
-
-
-def test_outside_of_steps() -> None:
+def test_a_break_outside_of_steps_is_the_function_itself() -> None:
     """Elsewhere a marked function is the function itself: name, arguments, gradients, errors and all."""
 
     @graph_break
@@ -63,7 +31,7 @@ def test_outside_of_steps() -> None:
         square()  # type: ignore[call-arg] # that is the test
 
 
-def test_view_that_is_not_there(cpu: str) -> None:
+def test_a_view_that_is_not_there_is_refused(cpu: str) -> None:
     """A view is asked for in a step, by its own declaration."""
 
     class Other(Prefill):
@@ -76,35 +44,7 @@ def test_view_that_is_not_there(cpu: str) -> None:
         eager(batch_of([2], 1))
 
 
-@pytest.mark.parametrize(
-    ("stack", "outer"),
-    [
-        (lambda hidden, view: scaled(hidden * 2, view) + 1, None),
-        (lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.input_ids, view.positions)), None),
-        (lambda hidden, view: scaled(hidden, current_view(type(view))), None),
-        (lambda hidden, _: with_current_view(hidden) - 1, None),
-        (
-            lambda hidden, metadata: with_metadata(hidden * 2, metadata),
-            lambda view, hidden, inner: inner(hidden, Metadata(view.extend_seq_lens, view.scale * 7)),
-        ),
-        (
-            lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2,
-            lambda view, hidden, inner: inner(hidden, extra=view.extend_seq_lens * view.scale),  # no slot, by requests
-        ),
-        (lambda hidden, _: with_gradients(hidden), None),
-        (lambda hidden, view: with_gradients(scaled(with_current_view(hidden), view)), None),
-    ],
-    ids=["view", "slots", "asked-view", "asks-itself", "metadata", "unread-tensor", "no-gradients", "three"],
-)
-def test_arguments_are_live(backend: Backend, stack: Any, outer: Any) -> None:
-    """Whatever way a break gets at this step's metadata, it is this step's, for any number of requests."""
-    runner, eager = around(stack, backend, outer)
-    with torch.enable_grad():
-        assert_equal(runner, eager, backend.device, 1, 2)
-    assert runner.stats()["steps"] == {"breakable": 10, "eager": 0}
-
-
-def test_answers_that_change(backend: Backend) -> None:
+def test_an_answer_unlike_the_captures_is_refused(backend: Backend) -> None:
     """An answer of another shape, dtype, structure or python value than at capture is refused, by the break's name."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} runs what follows a break anew")
@@ -131,7 +71,7 @@ def test_answers_that_change(backend: Backend) -> None:
         assert torch.equal(runner(batch), eager(batch))
 
 
-def test_break_inside_a_break(backend: Backend) -> None:
+def test_a_break_inside_a_break_is_refused(backend: Backend) -> None:
     """A mark within a marked function is refused with both names."""
 
     @graph_break
@@ -142,7 +82,7 @@ def test_break_inside_a_break(backend: Backend) -> None:
         around(outer, backend)
 
 
-def test_break_that_raises_in_a_bucket(backend: Backend) -> None:
+def test_a_bucket_whose_break_raises_is_left_out(backend: Backend) -> None:
     """A bucket whose break raises is not captured, its error names the break, and other buckets are usable."""
 
     @graph_break
@@ -166,7 +106,7 @@ def test_break_that_raises_in_a_bucket(backend: Backend) -> None:
         around(lambda hidden, _: picky(hidden) + 1, backend)
 
 
-def test_break_that_raises_in_a_step(backend: Backend) -> None:
+def test_a_break_that_raises_in_a_step_is_named(backend: Backend) -> None:
     """What a break raises in a replay is chained to a ReplayError with its name; the next step is right."""
     faults: list[Exception] = []
 
@@ -191,7 +131,7 @@ def test_break_that_raises_in_a_step(backend: Backend) -> None:
     assert_equal(runner, eager, backend.device)
 
 
-def test_graph_alone(backend: Backend) -> None:
+def test_a_graph_with_breaks_is_no_step(backend: Backend) -> None:
     """A graph with breaks is not a step: replayed without its runner, it says so."""
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} has no graphs")
@@ -203,7 +143,7 @@ def test_graph_alone(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_another_runner_within_a_break(backend: Backend, *, shared: bool) -> None:
+def test_another_runner_may_not_replay_over_a_steps_memory(backend: Backend, *, shared: bool) -> None:
     """Its replay may overwrite what later graphs of the step read, where both share a pool: that step is refused."""
     other = decoder(Ids, lambda view: view.ids * 3, buckets=[2], output_rows=BATCH, backend=backend)
     wanted = [False]

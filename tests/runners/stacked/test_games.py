@@ -123,14 +123,14 @@ def play(kind: str, backend: Backend, program: Program) -> None:
 
 @settings(max_examples=40)
 @given(program=programs)
-def test_any_stack(backend: Backend, program: Program) -> None:
+def test_any_stack_is_right_or_refused(backend: Backend, program: Program) -> None:
     """In a breakable runner."""
     play("breakable", backend, program)
 
 
 @settings(max_examples=10)
 @given(program=programs)
-def test_any_stack_in_pieces(backend: Backend, program: Program) -> None:
+def test_any_stack_in_pieces_is_right_or_refused(backend: Backend, program: Program) -> None:
     """In a runner whose stack is traced, and cut at operators."""
     if not any(act in {"plus", "into", "relu_", "with_stored", "with_anew"} for act, _ in program.acts):
         program = attrs.evolve(program, acts=[*program.acts, ("plus", 0)])
@@ -140,6 +140,6 @@ def test_any_stack_in_pieces(backend: Backend, program: Program) -> None:
 @pytest.mark.slow
 @settings(max_examples=400)
 @given(program=programs)
-def test_any_stack_at_length(backend: Backend, program: Program) -> None:
+def test_any_long_stack_is_right_or_refused(backend: Backend, program: Program) -> None:
     """The same for longer."""
     play("breakable", backend, program)

@@ -53,7 +53,7 @@ def plus_rows(hidden: torch.Tensor, pool: Any) -> torch.Tensor:
         (torch.ones(4, 2), torch.ones(4, 2).int(), r"is int32 of shape \[4, 2\]"),
     ],
 )
-def test_arguments_that_change(at_capture: Any, later: Any, said: str) -> None:
+def test_an_argument_unlike_the_captures_is_refused(at_capture: Any, later: Any, said: str) -> None:
     """A value, a structure or a shape other than at capture is refused, and the next step is right."""
     given = [at_capture]
 
@@ -73,7 +73,7 @@ def test_arguments_that_change(at_capture: Any, later: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Pool, Slotted])
-def test_object_that_lives_on(backend: Backend, kind: Any) -> None:
+def test_graphs_may_use_tensors_of_an_object_that_lives_on(backend: Backend, kind: Any) -> None:
     """Graphs may read and write a tensor of an object that is the same in each step: a cache."""
     pools = [kind(torch.zeros(8, 2, dtype=torch.float64, device=backend.device)) for _ in range(2)]
     chosen = [0]
@@ -152,7 +152,7 @@ def looks_at_requests(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
         ),
     ],
 )
-def test_arguments_of_all_kinds(backend: Backend, stack: Any, outer: Any) -> None:
+def test_arguments_of_all_kinds_reach_the_stack(backend: Backend, stack: Any, outer: Any) -> None:
     """Tensors are moved, values are those of the capture, and breaks read what is live of an object of each step."""
     assert_equal(*around(stack, backend, outer), backend.device, 1, 2)
 
@@ -175,7 +175,7 @@ UNLIKE: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_steps_unlike_the_capture(backend: Backend) -> None:
+def test_a_step_that_calls_its_stack_otherwise_is_refused(backend: Backend) -> None:
     """A step that calls its stack otherwise than at capture is an error of that step alone."""
     for stack, outer, said in UNLIKE:
         runner, eager = around(stack, backend, outer)
@@ -186,23 +186,7 @@ def test_steps_unlike_the_capture(backend: Backend) -> None:
         assert_equal(runner, eager, backend.device)
 
 
-def test_stack_that_writes_its_argument(backend: Backend) -> None:
-    """What graphs write into an argument is found there by the step, as it would be without graphs."""
-
-    def stack(hidden: torch.Tensor, view: Prefill, total: torch.Tensor) -> torch.Tensor:
-        hidden.mul_(2)
-        total.copy_(hidden.sum(0))
-        return scaled(hidden, view)
-
-    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
-        hidden[int(view.extend_seq_lens.sum()) :] = 0
-        total = torch.empty(2, dtype=torch.float64, device=hidden.device)
-        return inner(hidden, view, total) + hidden + total
-
-    assert_equal(*around(stack, backend, outer), backend.device, 1, 2)
-
-
-def test_ways_to_name_the_stack(backend: Backend) -> None:
+def test_a_module_and_a_path_name_the_same_stack(backend: Backend) -> None:
     """A module and a dotted path mean the same stack; without one the whole step is captured."""
     outputs, batch = [], batch_of([1, 2], 1, backend.device)
     for step, stack in ((model := Model(), "inner"), (model, model.inner), (model.hidden, None)):
@@ -216,7 +200,7 @@ def test_ways_to_name_the_stack(backend: Backend) -> None:
     assert torch.equal(outputs[2][[0, 2]] @ model.head, outputs[0])
 
 
-def test_forward_is_put_back(backend: Backend) -> None:
+def test_the_stacks_forward_is_put_back(backend: Backend) -> None:
     """A step leaves the stack's forward as it was, also one that raises; a stack's own one is respected."""
     model, faults = Model().to(backend.device), list[Exception]()
     before = model.inner.forward
@@ -252,7 +236,7 @@ MISSING: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_stack_that_is_not_there() -> None:
+def test_a_stack_that_is_not_there_is_told() -> None:
     """Where no stack is found the error lists what was looked for, and nothing is guessed by name."""
     for step, stack, said in MISSING:
         with pytest.raises(errors.ConfigError, match=said):
@@ -284,7 +268,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_graphs_that_depend_on_requests(backend: Backend) -> None:
+def test_graphs_that_depend_on_requests_are_refused(backend: Backend) -> None:
     """What changes by step is not to be seen in a graph: slots over requests, sizes, fields, objects; nor two calls."""
     for stack, outer, said in REFUSED:
         with pytest.raises(errors.CaptureError, match=said):
@@ -324,7 +308,7 @@ class Told(Prefill):  # a placeholder that names slots of all kinds, beside thos
         }
 
 
-def test_what_breaks_see(backend: Backend) -> None:
+def test_breaks_see_the_placeholders_values(backend: Backend) -> None:
     """Breaks see the placeholder's values, pad values of what it does not name, computed slots, and fields."""
     SEEN.clear()
     around(noting, backend, inputs=Told, settings={"swa": True}, buckets=[2], absent=[{"extra"}], warmups=0)
@@ -337,7 +321,7 @@ def test_what_breaks_see(backend: Backend) -> None:
     assert last["extra"] is None
 
 
-def test_slots_that_are_switched_off(backend: Backend) -> None:
+def test_a_placeholder_may_name_slots_that_are_switched_off(backend: Backend) -> None:
     """A placeholder may name slots that settings switch off, and optional ones that a pattern is without."""
     SEEN.clear()
     runner, _ = around(noting, backend, inputs=Told, settings={"swa": False}, buckets=[4])
@@ -363,7 +347,7 @@ def test_slots_that_are_switched_off(backend: Backend) -> None:
         ({"positions": "0123"}, "slot 'positions': its placeholder: expected int64 of shape .* got str"),
     ],
 )
-def test_values_that_do_not_fit(values: dict[str, Any], said: str) -> None:
+def test_placeholder_values_that_do_not_fit_are_refused(values: dict[str, Any], said: str) -> None:
     """What a placeholder gives is held to its slot: name, shape and kind of number, with nothing cast or cut."""
 
     class Given(Prefill):

@@ -9,16 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, standard
-from slotgraph.backends import Backend
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, standard
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import ComputeError, ConfigError, DeclarationError, DeclarationErrors
 from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.runners.standard import counts
 from slotgraph.speculative import WIDTH
-from tests.runners.models import decoder
-from tests.runners.standard.batches import NPU, batch_of, fixed_of, ranked, sizes_of
+from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
 BASES = (
@@ -42,7 +40,7 @@ COUNTS = (standard.DataParallelGathered, standard.DataParallelAgreed, standard.D
     data=st.data(),
 )
 @settings(max_examples=25)
-def test_any_base_with_any_mixins(
+def test_any_base_takes_any_mixins(
     *, base: type[Inputs], chosen: set[type[Inputs]], counted: tuple[type[Inputs] | None, ...], data: st.DataObject
 ) -> None:
     """Whatever the order, the class has every slot of its bases, and is filled as the oracle fills it."""
@@ -81,7 +79,7 @@ def test_mixins_that_say_different_things_are_refused() -> None:
             types.new_class("Torn", bases, {})
 
 
-def test_models_dtype() -> None:
+def test_the_decorator_settles_the_models_dtype() -> None:
     """The decorator settles the model's dtype, of inherited slots too, and keeps all else that they say."""
 
     @standard.model_dtype(torch.float32)
@@ -127,7 +125,7 @@ shardings = st.tuples(st.integers(1, 8), st.integers(0, 7), st.booleans()).map(
 
 
 @given(sharding=shardings, chunk=st.integers(0, 40), rest=st.integers(0, 7), way=ways, data=st.data())
-def test_num_token_non_padded(
+def test_each_rank_counts_the_live_rows_of_its_part(
     *, sharding: standard.Sharding, chunk: int, rest: int, way: Any, data: st.DataObject
 ) -> None:
     """Each rank counts the live rows of its own part; a bucket that does not divide is refused where it is cut."""
@@ -143,7 +141,7 @@ def test_num_token_non_padded(
 
 
 @given(width=st.integers(1, 6), data=st.data())
-def test_last_correct(width: int, data: st.DataObject) -> None:
+def test_last_correct_rows_stay_within_their_request(width: int, data: st.DataObject) -> None:
     """Multi-layer: behind the front, and within a request's own rows where a padded one has -1."""
     front = data.draw(st.integers(0, width - 1))
     correct = data.draw(st.lists(st.integers(0, width - front - 1), max_size=8))
@@ -158,7 +156,7 @@ def test_last_correct(width: int, data: st.DataObject) -> None:
 
 
 @given(lens=st.lists(st.integers(1, 9), max_size=8), requests=st.integers(0, 4), tokens=st.integers(0, 9))
-def test_first_tokens(lens: list[int], requests: int, tokens: int) -> None:
+def test_first_tokens_are_where_requests_begin(lens: list[int], requests: int, tokens: int) -> None:
     """Prefill: where each request begins; padded requests begin at a row that is there, wherever there is one."""
     rows = sum(lens) + tokens
     padded = torch.tensor([*lens, *[0] * requests], dtype=torch.int32)
@@ -167,7 +165,7 @@ def test_first_tokens(lens: list[int], requests: int, tokens: int) -> None:
     assert all(0 <= row < max(rows, 1) for row in found)
 
 
-def test_settings_that_make_no_sense() -> None:
+def test_settings_that_make_no_sense_are_refused() -> None:
     """A wrong rank or a name that is not there is refused by its name, and missing settings when a runner is made."""
     step = Step({TOKENS: 1}, {TOKENS: 2})
     for rank in (-1, 2, 5):
@@ -185,63 +183,14 @@ def test_settings_that_make_no_sense() -> None:
         DecodeRunner(Experts, lambda view: view.positions, buckets=[2], backend="cpu")
 
 
-class Extended(standard.DraftExtendInputs, standard.ExpertParallel, standard.DataParallelGatheredExtend):
-    """Counts on the host and on the device."""
-
-
-def plain(live: int, padded: int, accepted: list[int], sharding: standard.Sharding) -> dict[str, list[int]]:
-    """The counts of WIDTH tokens a request, two ranks, in plain Python."""
-    rows = accepted + [3] * (padded - live)
-    return {
-        "num_token_non_padded": [sharded(live * 3, padded * 3, sharding)],
-        "global_num_tokens": [padded * 3] * 2,
-        "global_num_tokens_for_logprob": [padded] * 2,
-        "select_index": [i * 3 + count - 1 for i, count in enumerate(rows)],
-        "extend_seq_lens": [3] * padded,
-    }
-
-
-@pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
-def test_counts_in_a_runner(backend: Backend, lowering: str) -> None:
-    """Every lowering, exact fills and micro-batches show the counts that plain Python gives for their sizes."""
-    if lowering not in backend.capabilities.lowerings:
-        pytest.skip(f"{backend.name} has no lowering {lowering!r}")
-    sharding = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=True)
-    how: dict[str, Any] = {"sizes": fixed_of(Extended), "settings": sharding, "backend": backend}
-    options = {"buckets": [2, 8], "width": 3, "lowering": lowering, "output_rows": BATCH, **how}
-    runner = decoder(Extended, lambda view: view.select_index + 0, **options)
-    names = [*plain(1, 1, [1], sharding)]
-
-    def extended(live: int, accepted: list[int]) -> dict[str, Any]:
-        batch, _ = batch_of(Extended.slotgraph, sizes_of(Extended, live, 3), live)
-        return {**batch, "num_accept_tokens": accepted, "num_correct_drafts": accepted}
-
-    for live, padded in ((2, 2), (1, 2), (7, 8), (0, 2), (3, 8)):
-        accepted = [1 + row % 3 for row in range(live)]
-        view = runner.fill(extended(live, accepted))
-        outputs = runner.replay(view)
-        right = plain(live, padded, accepted, sharding)
-        assert {name: getattr(view, name).tolist() for name in names} == right
-        assert outputs.tolist() == right["select_index"][:live]
-        if padded == 8:
-            part = view.narrow(BATCH, 2, 6)
-            rows = max(min(live - 2, 4), 0)
-            assert {n: getattr(part, n).tolist() for n in names} == plain(rows, 4, accepted[2:][:rows], sharding)
-    how["sizes"] = {**fixed_of(Extended), WIDTH: 3}
-    for no_copy in (False, True):
-        eager = EagerRunner(Extended, lambda view: view.select_index, no_copy=no_copy, **how)
-        view = eager.fill(extended(4, [3, 1, 2, 2]))
-        assert {name: getattr(view, name).tolist() for name in names} == plain(4, 4, [3, 1, 2, 2], sharding)
-        with pytest.raises(ComputeError, match="9 padded tokens do not divide among 2"):
-            eager(extended(3, [3, 1, 2]))
-
-
 shards_of = st.integers(1, 5)
 batches_of = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 
 
 @given(requests=batches_of, shards=shards_of, width=st.integers(1, 4), spare=st.integers(0, 12), rest=st.integers(0, 4))
-def test_counts_of_ranks(*, requests: list[int], shards: int, width: int, spare: int, rest: int) -> None:
+def test_each_rank_counts_every_batch_once(
+    *, requests: list[int], shards: int, width: int, spare: int, rest: int
+) -> None:
     """Each rank sees every batch's tokens and requests once, and counts the live rows of its own part of the bucket."""
     padded, fixed = (max(requests) * width + spare) * shards + rest, {standard.DP: len(requests)}
     told = [{BATCH: rows, TOKENS: rows * width} for rows in requests]

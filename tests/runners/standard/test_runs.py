@@ -143,7 +143,7 @@ turn = st.tuples(st.integers(0, max(BUCKETS)), st.integers(0, 1 << 16), st.boole
 @each_class
 @given(played=st.lists(turn, min_size=1, max_size=4), data=st.data())
 @settings(max_examples=25)
-def test_decode_runner(
+def test_decode_steps_hold_the_oracles_bytes(
     inputs: type[Inputs], backend_name: str, played: list[tuple[int, int, bool]], data: st.DataObject
 ) -> None:
     """Steps of random sizes and absent slots, by each lowering that the backend has."""
@@ -153,7 +153,7 @@ def test_decode_runner(
         game.play(live, seed, absent=absent)
 
 
-def test_placeholder_is_a_batch(backend_name: str) -> None:
+def test_the_placeholder_is_a_batch(backend_name: str) -> None:
     """The stand-in of one request owns every token, has no prefix, and fits its declaration."""
     placeholder = standard.BreakableInputs.placeholder(Step({BATCH: 1, TOKENS: 6}, {BATCH: 1, TOKENS: 6}))
     tokens = torch.arange(1, 7)
@@ -201,7 +201,7 @@ WHOLE = [name for name, inputs in CLASSES.items() if "positions" in inputs.slotg
 
 
 @pytest.mark.parametrize("kind", ["breakable", "piecewise"])
-def test_every_standard_declaration(kind: str) -> None:
+def test_every_standard_declaration_is_captured(kind: str) -> None:
     """They are captured, and return what the step returns eagerly: rows of requests where the runner cuts to these."""
     assert {"PrefillInputs", "DraftPrefillInputs", "BreakableInputs", "DecodeInputs"} <= {*WHOLE}
     for name in WHOLE:

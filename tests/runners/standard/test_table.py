@@ -48,7 +48,7 @@ def test_every_axis_is_listed() -> None:
     assert all(getattr(standard, name).name == name for name in axes)
 
 
-def test_what_an_npu_decides() -> None:
+def test_an_npu_decides_the_dtype_of_cache_locations() -> None:
     """Of all slots, those with the role of cache locations are int32 there, and only these differ."""
     for inputs in CLASSES.values():
         for name, slot in inputs.slotgraph.slots.items():

@@ -82,7 +82,9 @@ turn = st.tuples(st.integers(0, 1), st.integers(1, 9), st.integers(0, 1 << 20), 
 
 @given(schedule=st.lists(turn, min_size=4, max_size=14))
 @settings(max_examples=25)
-def test_any_schedule(backend: Backend, alone: Ranks, schedule: list[Any]) -> None:
+def test_equal_ranks_leave_the_bytes_of_a_runner_without_ranks(
+    backend: Backend, alone: Ranks, schedule: list[Any]
+) -> None:
     """Two runners with ranks, in any turn, have the bytes and books of two without; ranks bring what is."""
     if "in_graph" not in backend.capabilities.lowerings:
         pytest.skip(f"{backend.name} has no in_graph")

@@ -12,6 +12,7 @@ import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.errors import ConfigError
+from tests.runners.models import decoder
 
 COUNTER = itertools.count()
 TENS = torch.tensor([1, 10, 100])
@@ -40,9 +41,8 @@ def step_of(view: Number) -> Made:
 def ready(backend: str, step: Callable[[Number], Any] = step_of, **options: Any) -> DecodeRunner[Number]:
     """A captured runner."""
     given: dict[str, Any] = {"output_rows": BATCH, **options}
-    runner = DecodeRunner(Number, step, backend=backend, buckets=(2, 4), **given)
-    runner.capture()
-    return runner
+    made: DecodeRunner[Number] = decoder(Number, step, backend=backend, buckets=(2, 4), **given)
+    return made
 
 
 PARTS: Final[dict[str, Callable[[Made], Any]]] = {
@@ -73,7 +73,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("options", [{}, {"lowering": "in_graph"}, {"lowering": "fused"}, {"debug": True}], ids=str)
-def test_parts_of_each_step(cpu: str, name: str, options: dict[str, Any]) -> None:
+def test_each_step_has_its_own_parts(cpu: str, name: str, options: dict[str, Any]) -> None:
     """Each step has its own values, also where requests have joined or left."""
     read, first = PARTS[name], torch.randint(1, 99, (2,), generator=torch.Generator().manual_seed(4))
     numbers = dict(zip("ab", first.tolist(), strict=True))
@@ -96,10 +96,10 @@ def test_parts_of_each_step(cpu: str, name: str, options: dict[str, Any]) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
-def test_parts_of_each_step_on_cuda(name: str, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_has_its_own_parts_on_cuda(name: str, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same from the device's memory."""
-    monkeypatch.setattr("tests.runners.test_read.TENS", TENS.to("cuda"))
-    test_parts_of_each_step("cuda", name, {"lowering": lowering})
+    monkeypatch.setattr("tests.runners.steps.test_read.TENS", TENS.to("cuda"))
+    test_each_step_has_its_own_parts("cuda", name, {"lowering": lowering})
 
 
 WRONG: Final[dict[str, Callable[[Made], Any]]] = {
@@ -127,7 +127,7 @@ WRONG: Final[dict[str, Callable[[Made], Any]]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("lowering", ["foreach", "in_graph", "fused"])
-def test_anything_else_is_refused(cpu: str, name: str, lowering: str) -> None:
+def test_what_is_no_part_is_refused(cpu: str, name: str, lowering: str) -> None:
     """In the first step, with what came."""
     steps = ready(cpu, lowering=lowering).steps({"number": [3, 4]}, read=WRONG[name])
     with pytest.raises(ConfigError, match=r"^read= (makes a tensor|returns \w+, which is no part|raised \w+Error)"):
@@ -146,7 +146,7 @@ def test_the_error_names_what_came_and_the_line() -> None:
 
 
 @pytest.mark.parametrize("lowering", ["foreach", "fused"])
-def test_outputs_that_cannot_be_copied(cpu: str, lowering: str) -> None:
+def test_outputs_that_cannot_be_copied_are_refused(cpu: str, lowering: str) -> None:
     """An object that may hold tensors of the device is not handed out as a step's own."""
     runner = ready(cpu, lambda view: SimpleNamespace(ids=view.number), output_rows=None, lowering=lowering)
     with pytest.raises(ConfigError, match="returned SimpleNamespace, which steps\\(\\) cannot copy to the host"):

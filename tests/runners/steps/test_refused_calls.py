@@ -12,6 +12,7 @@ import torch
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.errors import BatchError, ConfigError, DeclarationErrors, SlotGraphError
 from slotgraph.extend import LaunchedStep
+from tests.runners.models import decoder
 
 LOWERINGS: Final = ["direct", "foreach", "in_graph", "fused", "slot_by_slot"]
 JUNK: Final[list[Any]] = [
@@ -66,10 +67,9 @@ def mixed(*ids: int) -> dict[str, Any]:
 @pytest.fixture(params=["foreach", "in_graph"], scope="module")
 def runner(request: pytest.FixtureRequest) -> DecodeRunner[Mixed]:
     """A runner by each lowering, of which each test begins steps anew."""
-    made = DecodeRunner(
+    made: DecodeRunner[Mixed] = decoder(
         Mixed, mixed_step, backend="cpu-capture", buckets=(2, 4), output_rows=BATCH, lowering=request.param
     )
-    made.capture()
     return made
 
 
@@ -95,7 +95,7 @@ def calls_of(junk: Any) -> dict[str, Callable[[Any], Any]]:
     return first | slots
 
 
-def test_no_raw_error(runner: DecodeRunner[Mixed]) -> None:
+def test_every_method_takes_or_refuses_junk(runner: DecodeRunner[Mixed]) -> None:
     """Whatever each method is given, it takes it or refuses it; a refused one changes nothing."""
     plain, refused = runner.steps(mixed(10, 20), keys=["a", "b"], needs=["lens"]), 0
     next(plain)
@@ -113,11 +113,10 @@ def test_no_raw_error(runner: DecodeRunner[Mixed]) -> None:
 
 
 @pytest.mark.parametrize("place", range(1, len(JUNK)))
-def test_arguments_of_steps(place: int) -> None:
+def test_junk_arguments_of_steps_are_refused(place: int) -> None:
     """They are refused before anything is run."""
     junk = JUNK[place]
-    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
-    runner.capture()
+    runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
     for argument in ("keys", "needs", "read", "ahead", "agree_every"):
         given: Any = {argument: junk}
         with suppress(SlotGraphError):
@@ -126,7 +125,7 @@ def test_arguments_of_steps(place: int) -> None:
         runner.steps(junk)
 
 
-KEYS: Final[dict[str, Callable[[Any], Any]]] = {
+REFUSED: Final[dict[str, Callable[[Any], Any]]] = {
     r"a key is one object: leave\(\['req'\]\)": lambda step: step.leave("req"),
     r"a key is one object: leave\(\[3\]\)": lambda step: step.leave(3),
     r"a key is one object: leave\(\[None\]\)": lambda step: step.leave(None),
@@ -136,19 +135,27 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
         ("pool", 1)
     ),
     r"keys are objects that can be hashed, .* got \[\[1\]\]: unhashable type": lambda step: step.join(mixed(9), [[1]]),
-    r"there is no request 'x': it has left, or never joined": lambda step: step.leave(["x"]),
+    r"there is no request 'x': it has left, or never joined": lambda step: step.leave(["r", "x"]),
+    r"request 'r' is live": lambda step: step.join(mixed(9), ["r"]),
+    r"2 keys for 1 requests": lambda step: step.join(mixed(9), [3, 4]),
+    r"the largest bucket holds 8; let others leave first": lambda step: step.join(mixed(*range(5)), range(5)),
+    r"slot 'done': .* is missing": lambda step: step.join({"lens": [4]}, ["x"]),
+    r"slot 'lens': row 0 is 501, over the limit of 500": lambda step: step.join({**mixed(9), "lens": [501]}, ["x"]),
+    r"slot 'lens': row 0 is 502, over the limit of 500": lambda step: step.edit(["r"], lens=[502]),
+    r"edit names 'idz', which is not a slot .* did you mean 'ids'": lambda step: step.edit(["r"], idz=[1]),
+    r"named twice": lambda step: step.edit(["r", "r"], ids=[1, 2]),
+    r"slot 'ids': expected int64 of shape \[1\]": lambda step: step.edit(["r"], ids=torch.zeros(1)),
 }
 
 
-@pytest.mark.parametrize("message", KEYS)
-def test_a_key_is_one_object(message: str) -> None:
-    """Its letters or its parts are never taken for keys, not even where there are requests of these names."""
-    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(4,), output_rows=BATCH)
-    runner.capture()
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_refused_call_says_what_to_do(message: str) -> None:
+    """It changes nothing. Letters or parts of a key are never taken for keys, even where requests have these names."""
+    runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(8,), output_rows=BATCH)
     keys: list[Any] = ["r", "e", "q", ("pool", 1)]
     for step in runner.steps(mixed(1, 2, 3, 4), keys=keys):
         with pytest.raises(BatchError, match=message):
-            KEYS[message](step)
+            REFUSED[message](step)
         assert [*dict(step.tokens())] == keys
         if step.number == 1:
             break
@@ -170,7 +177,7 @@ WHOLE: Final = (
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("dtype", WHOLE, ids=str)
-def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: str) -> None:
+def test_whole_numbers_of_every_dtype_advance_and_move(cpu: str, dtype: torch.dtype, lowering: str) -> None:
     """They advance up and down beyond their ends, and their rows move, where torch itself adds no such numbers."""
     info = torch.iinfo(dtype)
     size, most = 1 << info.bits, min(info.max, (1 << 63) - 1)
@@ -185,8 +192,7 @@ def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: st
     def bits_of(rows: Any) -> list[Any]:  # some numbers of uint64 are below 0 as int64
         return [[one % size for one in row] for row in rows]
 
-    runner = DecodeRunner(Whole, step, backend=cpu, buckets=(2, 4), output_rows=BATCH, lowering=lowering)
-    runner.capture()
+    runner = decoder(Whole, step, backend=cpu, buckets=(2, 4), output_rows=BATCH, lowering=lowering)
     draw = torch.Generator().manual_seed(3)
     low, high = max(info.min, -(1 << 62)), min(info.max, 1 << 62)
     rows = torch.randint(low, high, (3, 3), generator=draw).tolist()
@@ -219,13 +225,13 @@ def test_whole_numbers_of_every_dtype(cpu: str, dtype: torch.dtype, lowering: st
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 @pytest.mark.parametrize("dtype", WHOLE, ids=str)
-def test_whole_numbers_on_cuda(dtype: torch.dtype, lowering: str) -> None:
+def test_whole_numbers_advance_and_move_on_cuda(dtype: torch.dtype, lowering: str) -> None:
     """The same by the compiled kernel, and by torch's own operators."""
-    test_whole_numbers_of_every_dtype("cuda", dtype, lowering)
+    test_whole_numbers_of_every_dtype_advance_and_move("cuda", dtype, lowering)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_a_rule_that_torch_cannot_run(cpu: str, lowering: str) -> None:
+def test_a_rule_that_torch_cannot_run_is_named(cpu: str, lowering: str) -> None:
     """It is named with its line."""
 
     class Chained(Inputs):
@@ -241,7 +247,7 @@ def test_a_rule_that_torch_cannot_run(cpu: str, lowering: str) -> None:
         steps = runner.steps({"first": [1], "number": [1]})
         return [*itertools.islice(steps, 2)]
 
-    with pytest.raises(SlotGraphError, match=r"slot 'first': its function .* raised .* at test_ahead_misuse\.py:\d+"):
+    with pytest.raises(SlotGraphError, match=r"slot 'first': its function .* raised .* at test_refused_calls\.py:\d+"):
         two_steps()
 
 
@@ -264,7 +270,7 @@ FITS: Final = {
 
 
 @pytest.mark.parametrize("dtype", FITS, ids=str)
-def test_a_constant_that_the_dtype_cannot_hold(dtype: torch.dtype) -> None:
+def test_a_constant_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype) -> None:
     """It is refused with the class, and the largest that it holds is not."""
     for number in FITS[dtype]:
 
@@ -288,8 +294,7 @@ def test_a_sum_of_constants_is_what_counts() -> None:
     class Back(Inputs):
         x: torch.Tensor = copied(BATCH, dtype=torch.int8, pad=0, then=lambda x: x + 300 - 299)
 
-    runner = DecodeRunner(Back, lambda view: view.x, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
-    runner.capture()
+    runner = decoder(Back, lambda view: view.x, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
     assert [
         step.tokens() for step in itertools.islice(runner.steps({"x": torch.tensor([4], dtype=torch.int8)}), 3)
     ] == [
@@ -301,9 +306,8 @@ def test_a_sum_of_constants_is_what_counts() -> None:
 
 def test_holds_need_a_reason() -> None:
     """An empty one would hold nothing."""
-    runner = DecodeRunner(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
-    runner.capture()
+    runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
     step = next(runner.steps(mixed(1)))
     for wrong in ("", 5, None):
         with pytest.raises(ConfigError, match="hold: expected a reason"):
-            step.hold(wrong)  # type: ignore[arg-type]
+            step.hold(wrong)

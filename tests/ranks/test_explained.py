@@ -55,7 +55,7 @@ def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_shown(two: Processes) -> None:
+def test_people_see_who_forced_what(two: Processes) -> None:
     """Explanations, tables, pages, metrics and events say what all did last, and who forced what."""
     reason = "rank 1: 11 rows are more than the largest bucket, 8"
     for rank, (before, after, metrics, logged, exchanges) in enumerate(two.run(shown)):

@@ -19,7 +19,7 @@ from slotgraph import BATCH, EagerRunner
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import OVER, SOON, Counted, runner_on, soon
-from tests.runners.test_ahead import batch, count, counting
+from tests.runners.steps.counting import batch, count, counting
 
 AT_ONCE: Final = 5.0
 """Seconds within which a rank is told: far less than those after which it gives up."""
@@ -75,7 +75,7 @@ def fails(rank: int, kind: str, over: str, equal: bool, error: BaseException) ->
         ("eager", OVER[1], True, ValueError("lost a page")),
     ],
 )
-def test_a_step_that_raises(two: Processes, kind: str, over: str, equal: bool, error: BaseException) -> None:  # noqa: FBT001 - a parameter
+def test_a_step_that_raises_is_told(two: Processes, kind: str, over: str, equal: bool, error: BaseException) -> None:  # noqa: FBT001 - a parameter
     """All are told which rank failed in what, by their next call, that rank too; the one after it is right."""
     name = "EagerRunner" if kind == "eager" else "DecodeRunner"
     told = f"RankError: rank 1 failed in a step of runner 1 ({name} of Counted): "
@@ -87,12 +87,12 @@ def test_a_step_that_raises(two: Processes, kind: str, over: str, equal: bool, e
         assert seconds < AT_ONCE
 
 
-def refused(rank: int, over: str, equal: int) -> tuple[list[str], float]:
+def refused(rank: int, over: str) -> tuple[list[str], float]:
     """Rank 1 refuses a batch: errors of that call, of the one in which equal ranks hear of it, and of two more."""
-    runner, good = runner_on(soon(over, equal=bool(equal)), lambda view: view.ids * 2), stepping.batch_of(3, 1)
+    runner, good = runner_on(soon(over, equal=True), lambda view: view.ids * 2), stepping.batch_of(3, 1)
     runner(good)
     start, found = time.monotonic(), [raised(runner, {"ids": None} if rank else good)]
-    while equal and len(found) < 2 and time.monotonic() < start + SOON:
+    while len(found) < 2 and time.monotonic() < start + SOON:
         time.sleep(0.05)
         found += filter(None, [raised(runner, good)])
     seconds = time.monotonic() - start
@@ -100,20 +100,9 @@ def refused(rank: int, over: str, equal: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_refused_batch(two: Processes, over: str) -> None:
-    """Is known to all at once, and the next step is run by all."""
-    (first, seconds), (second, _) = two.run(refused, over, 0)
-    assert first[1:] == second[1:] == ["", ""]
-    assert second[0].startswith("MissingSourceError: slot 'ids'")
-    reason = second[0].removeprefix("MissingSourceError: ")
-    assert first[0] == f"RankError: rank 1 refused its batch, so that no rank runs the step: {reason}"
-    assert seconds < AT_ONCE
-
-
-@pytest.mark.parametrize("over", OVER)
-def test_a_refused_batch_of_equal_ranks(two: Processes, over: str) -> None:
+def test_a_batch_refused_by_an_equal_rank_is_a_failed_step(two: Processes, over: str) -> None:
     """Is a failed step: the others, who ran it, hear of it soon."""
-    (first, seconds), (second, _) = two.run(refused, over, 1)
+    (first, seconds), (second, _) = two.run(refused, over)
     assert (first[0], first[2:], second[2:]) == ("", ["", ""], ["", ""])
     assert (
         first[1]
@@ -121,27 +110,6 @@ def test_a_refused_batch_of_equal_ranks(two: Processes, over: str) -> None:
         == f"RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): {second[0]}"
     )
     assert seconds < AT_ONCE
-
-
-def alike(rank: int, over: str, how: str) -> list[str]:
-    """All of the quiet ranks fail in the same step, and go on."""
-    del rank
-    step = Failing(lambda view: view.ids * 2)
-    runner, good, found = runner_on(soon(over, equal=True), step), stepping.batch_of(3, 1), list[str]()
-    for number in range(9):
-        wrong = number % 3 == 1
-        step.error += [ValueError("lost a page")] if wrong and how == "step" else []
-        found.append(raised(runner, {"ids": None} if wrong and how == "batch" else good))
-    return found
-
-
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("how", ["step", "batch"])
-def test_equal_ranks_that_fail_alike(two: Processes, over: str, how: str) -> None:
-    """Each has its own error alone, and the next step is run."""
-    for found in two.run(alike, over, how):
-        assert [bool(one) for one in found] == [number % 3 == 1 for number in range(9)]
-        assert not any("RankError" in one for one in found)
 
 
 def take_two(loop: Iterator[Any]) -> None:
@@ -265,14 +233,14 @@ def judge(found: list[Any], how: str, said: str) -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("over", "ahead"), [(OVER[0], 0), (OVER[0], 2), (OVER[1], 1)])
-def test_a_loop_that_one_rank_leaves(two: Processes, how: str, over: str, ahead: int) -> None:
+def test_a_loop_that_one_rank_leaves_ends_the_others(two: Processes, how: str, over: str, ahead: int) -> None:
     """The others' loops raise at once and name it; all are at their start in the next call."""
     judge(two.run(leaves, how, over, {"ahead": ahead}), how, LEFT + WAYS[how])
 
 
 @pytest.mark.parametrize("how", ["body", "break", "step", "held"])
 @pytest.mark.parametrize("options", [{"agree_every": 3, "ahead": 1}, {"lowering": "fused"}, {"equal": True}], ids=str)
-def test_each_kind_of_loop(two: Processes, how: str, options: dict[str, Any]) -> None:
+def test_each_kind_of_loop_ends_when_one_rank_leaves(two: Processes, how: str, options: dict[str, Any]) -> None:
     """Also where ranks agree now and then, where steps are calls, and where nothing is exchanged."""
     is_called = how == "step" and "lowering" in options
     said = f"failed in a step of steps() of {NAME}" if is_called else LEFT
@@ -295,7 +263,7 @@ def both_leave(rank: int, equal: bool) -> list[str]:  # noqa: FBT001 - a process
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_a_loop_that_all_leave(two: Processes, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_loop_that_all_leave_is_no_error(two: Processes, equal: bool) -> None:  # noqa: FBT001 - a parameter
     """Is no error of anybody."""
     assert two.run(both_leave, equal) == [[""] * 6] * 2
 
@@ -330,7 +298,7 @@ def nested(rank: int, where: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("where", ["none", "inner", "both"])
-def test_nested_loops(two: Processes, where: str) -> None:
+def test_a_rank_that_leaves_nested_loops_ends_those_it_left(two: Processes, where: str) -> None:
     """A rank that leaves the inner loop ends that one; one that leaves both ends both."""
     first, second = two.run(nested, where)
     assert first[3:] == second[3:] == [[True] * 4] * 2
@@ -365,46 +333,13 @@ def interrupted(rank: int, over: str) -> list[str]:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_rank_that_is_interrupted_while_it_waits(two: Processes, over: str) -> None:
+def test_a_rank_interrupted_while_it_waits_is_told_in_the_next_step(two: Processes, over: str) -> None:
     """The others ran that step: they are told in the next one, and all go on."""
     first, second = two.run(interrupted, over)
     assert (first[0], second[0]) == ("", "KeyboardInterrupt: ")
     assert first[1] == second[1]
     assert first[1].startswith("RankError: rank 1 failed in a step of runner 1 (DecodeRunner of Counted): Keyboard")
     assert first[2:] == second[2:] == ["", ""]
-
-
-class Pressed(dict[str, Any]):
-    """A batch over which somebody presses a key."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Pressed."""
-        raise KeyboardInterrupt(name)
-
-
-def one_and_then_the_other(rank: int, over: str) -> list[str]:
-    """Rank 1 fails in the step of one call, rank 0 is interrupted before that of the next; then both call on."""
-    step, made, found = Failing(lambda view: view.ids * 2), soon(over), list[str]()
-    runner = runner_on(made, step)
-    for number in range(5):
-        batch = stepping.batch_of(1 + 2 * rank + number, 1)
-        step.error += [ValueError("lost a page")] if number == 1 and rank else []
-        try:
-            found.append(raised(runner, Pressed(batch) if number == 2 and not rank else batch))
-        except KeyboardInterrupt:
-            found.append("KeyboardInterrupt: ")
-        if not found[-1] and made.live(BATCH) != (1 + number, 3 + number):
-            found[-1] = f"with a step of another call: {made.live(BATCH)}"
-    return found
-
-
-@pytest.mark.parametrize("over", OVER)
-def test_ranks_that_fail_one_after_the_other(two: Processes, over: str) -> None:
-    """Each call belongs to the call of the same number on the other rank, whatever became of those before."""
-    first, second = two.run(one_and_then_the_other, over)
-    assert [bool(one) for one in first] == [False, False, True, False, False]
-    assert [bool(one) for one in second] == [False, True, True, False, False]
-    assert second[2].startswith("RankError: ")
 
 
 def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it
@@ -422,7 +357,7 @@ def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, fl
 @pytest.mark.parametrize(
     ("over", "equal", "read"), [(OVER[0], False, False), (OVER[1], True, False), (OVER[0], True, True)]
 )
-def test_a_device_that_waits_for_a_rank_that_failed(two: Processes, over: str, equal: bool, read: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_device_of_a_failed_rank_is_not_waited_for(two: Processes, over: str, equal: bool, read: bool) -> None:  # noqa: FBT001 - a parameter
     """Is not waited for until the time-out; a CPU never stands still, so that the event is made here."""
     (told, seconds), (own, _) = two.run(stands_still, over, equal, read)
     assert own.startswith("ReplayError: the step raised ValueError: lost a page")
@@ -451,7 +386,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_process_that_ends_by_an_error(tmp_path: pathlib.Path, over: str) -> None:
+def test_a_process_that_ends_by_an_error_is_told_to_the_others(tmp_path: pathlib.Path, over: str) -> None:
     """It does not wait for the others, and they are told what it was."""
     begin = [sys.executable, "-c", PROGRAM]
     both = [

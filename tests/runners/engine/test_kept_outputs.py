@@ -11,6 +11,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import ConfigError, StaleOutputError
 from tests.runners.kinds import RUNNERS, batch_of, captured, tensors_of
+from tests.runners.models import decoder
 
 
 class Counted(Inputs):  # what a step returns: a tensor of its own, an output slot, and an input
@@ -25,9 +26,10 @@ def counted_step(view: Counted) -> dict[str, Any]:
 
 def counted(backend: str, **options: Any) -> DecodeRunner[Counted]:
     """A captured runner."""
-    runner = DecodeRunner(Counted, counted_step, backend=backend, buckets=(2, 4), output_rows=BATCH, **options)
-    runner.capture()
-    return runner
+    made: DecodeRunner[Counted] = decoder(
+        Counted, counted_step, backend=backend, buckets=(2, 4), output_rows=BATCH, **options
+    )
+    return made
 
 
 def numbers_of(outputs: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def test_copies_are_the_callers_own(cpu: str, lowering: str) -> None:
 
 
 @pytest.mark.parametrize("name", [one for one in RUNNERS if one != "EagerRunner"])
-def test_copies_of_every_runner(name: str) -> None:
+def test_every_runner_that_captures_copies_outputs(name: str) -> None:
     """Each that captures takes the option."""
     runner, plain = captured(name, outputs="copy"), captured(name)
     kept = []
@@ -79,9 +81,9 @@ def test_copies_hold_nothing_of_the_graph(cpu: str) -> None:
     assert alive() is None
 
 
-def test_what_cannot_be_copied(cpu: str) -> None:
+def test_outputs_that_cannot_be_copied_are_refused(cpu: str) -> None:
     """It is refused, and not handed out as it is."""
-    runner = DecodeRunner(
+    runner = decoder(
         Counted,
         lambda view: SimpleNamespace(ids=view.made),
         backend=cpu,
@@ -89,13 +91,12 @@ def test_what_cannot_be_copied(cpu: str) -> None:
         output_rows=None,
         outputs="copy",
     )
-    runner.capture()
     with pytest.raises(ConfigError, match="returned SimpleNamespace, which outputs='copy' cannot copy: return tensors"):
         runner({"ids": [1]})
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_outputs_of_steps(cpu: str, ahead: int) -> None:
+def test_copied_outputs_of_loops_last(cpu: str, ahead: int) -> None:
     """With the option they last for ever; in debug mode a later use is an error; `tokens` reads numbers at once."""
     runner = counted(cpu, outputs="copy")
     kept = []
@@ -115,20 +116,3 @@ def test_outputs_of_steps(cpu: str, ahead: int) -> None:
             with pytest.raises(StaleOutputError, match="overwritten since"):
                 _ = stale[1]["own"][:1] + 1
             break
-
-
-@pytest.mark.parametrize("debug", [True, "generations"])
-def test_debug_refuses_an_output_that_was_kept(cpu: str, debug: Any) -> None:
-    """The first mistake of everybody; a clone is what it was."""
-    runner = counted(cpu, debug=debug)
-    first = runner({"ids": [1, 2]})
-    clone = first["own"].clone()
-    runner({"ids": [3, 4]})
-    for name in ("own", "slot", "input"):
-        with pytest.raises(StaleOutputError, match="use it before the next step, or keep a clone"):
-            first[name].tolist()
-    assert clone.tolist() == [2, 4]
-    owned = counted(cpu, debug=debug, outputs="copy")
-    kept = owned({"ids": [1, 2]})
-    owned({"ids": [3, 4]})
-    assert numbers_of(kept) == wanted([1, 2])

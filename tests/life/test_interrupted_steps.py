@@ -15,7 +15,7 @@ from tests.life.worlds import ACTS, WORLDS, Injection, World, interrupt_everywhe
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_broken_off(backend: Backend, name: str) -> None:
+def test_a_step_broken_off_anywhere_leaves_the_runner_right(backend: Backend, name: str) -> None:
     """Whatever is raised at whatever point of a call, a fill or a replay, the runner goes on as if it had not been."""
     world = WORLDS[name](backend).warm()
     for act in ACTS.values():
@@ -25,20 +25,20 @@ def test_broken_off(backend: Backend, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["foreach", "in_graph", "eager"])
-def test_broken_off_at_a_new_size(backend: Backend, name: str) -> None:
+def test_a_new_size_broken_off_anywhere_leaves_the_runner_right(backend: Backend, name: str) -> None:
     """A live size that never came before, of which all views are still to be made, and buffers perhaps to be grown."""
     world = worlds.eager(backend) if name == "eager" else worlds.decoding(backend, name, buckets=(4, 2000))
     interrupt_everywhere(world.warm(), ACTS["call"], 30, step=7 if name == "eager" else 1)
 
 
-def test_broken_off_with_host_data(backend: Backend) -> None:
+def test_lists_are_as_they_were_when_a_step_breaks_off(backend: Backend) -> None:
     """Lists, which are made tensors of and taken up in one packet, are as they were too."""
     world = worlds.decoding(backend)
     lists = attrs.evolve(world, batch=lambda size, seed: {n: v.tolist() for n, v in world.batch(size, seed).items()})
     interrupt_everywhere(lists.warm(), ACTS["call"], 7)
 
 
-def test_broken_off_after_a_fill() -> None:
+def test_a_first_step_after_a_fill_may_break_off_anywhere() -> None:
     """At each point of the first step of a size that was only filled before, whose specialization is there already."""
     world = worlds.decoding(load("cpu")(), buckets=(4, 2000))
 
@@ -61,7 +61,7 @@ def test_broken_off_after_a_fill() -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["at once", "late"])
-def test_capture_broken_off(backend: Backend, *, lazy: bool) -> None:
+def test_a_capture_broken_off_can_be_done_again(backend: Backend, *, lazy: bool) -> None:
     """A capture that breaks off can be done again, or has left its bucket out; steps are right either way."""
 
     def made() -> World:

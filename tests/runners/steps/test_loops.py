@@ -1,206 +1,25 @@
 """Steps that need no host: rules, edits, reading ahead, and what is refused."""
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, output, record
-from slotgraph.backends import Backend
+from slotgraph import BATCH, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, record
 from slotgraph.backends.base import Event
 from slotgraph.backends.cpu import HostBackend, HostEvent
 from slotgraph.errors import BatchError, ConfigError, CycleError, DeclarationErrors, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
 from slotgraph.runners.engine.capture import FORKS
-from tests.packing import PackingBackend
-
-WIDE = 2
-LOWERINGS = ["direct", "foreach", "in_graph", "fused"]
-
-
-class Counting(Inputs):  # the plainest: a number that grows, and what the step made of it before
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1, then=lambda made: made)
-    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, then=lambda lens: lens + 1, limit=50)
-    tag: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    made: torch.Tensor = output(BATCH, dtype=torch.int64)
-
-
-def count(view: Counting) -> torch.Tensor:
-    """[BATCH]: the last number, plus the length, plus the tag."""
-    view.made.copy_(view.ids + view.lens + view.tag)
-    return view.made
-
-
-def counting(backend: str | Backend, step: Callable[[Counting], Any] = count, **options: Any) -> DecodeRunner[Counting]:
-    """A captured runner for up to eight requests."""
-    runner = DecodeRunner(Counting, step, backend=backend, buckets=(2, 4, 8), output_rows=BATCH, **options)
-    runner.capture()
-    return runner
-
-
-def batch(*tags: int) -> dict[str, Any]:
-    """Requests that begin at 0, of length 1."""
-    return {"ids": [0] * len(tags), "lens": [1] * len(tags), "tag": torch.tensor(tags)}
-
-
-def made(tag: int, step: int) -> int:
-    """What a request has made in a step, counted from its own first one."""
-    return sum(1 + tag + number for number in range(step + 1))
+from tests.runners.models import decoder
+from tests.runners.steps.counting import LOWERINGS, Counting, batch, count, counting, made
 
 
 @pytest.fixture(params=LOWERINGS)
 def runner(cpu: str, request: pytest.FixtureRequest) -> DecodeRunner[Counting]:
     """A runner by each lowering."""
     return counting(cpu, lowering=request.param)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_step_without_news_is_the_one_before_advanced(runner: DecodeRunner[Counting], ahead: int) -> None:
-    """Slots advance by their rules, whatever number of steps is launched ahead."""
-    for step in runner.steps(batch(10, 20, 30), ahead=ahead):
-        assert step.tokens() == [(key, made(10 * key + 10, step.number)) for key in range(3)]
-        assert step.keys == (0, 1, 2)
-        if step.number == 12:
-            assert step.lands == step.number + 1 + (0 if runner.lowering == "fused" else ahead)
-            break
-    counted = runner.stats()["ahead"]
-    assert [*counted] == (["held: the lowering is fused"] if runner.lowering == "fused" else ["ahead"])
-
-
-def test_requests_leave_join_and_change(runner: DecodeRunner[Counting]) -> None:
-    """A request that joins begins anew; one that leaves is dropped at once; rows are closed up."""
-    seen = dict[str, list[int]]()
-    for step in runner.steps(batch(10, 20, 30), keys=["a", "b", "c"], ahead=1):
-        for key, one in step.tokens():
-            seen.setdefault(key, []).append(one)
-        if step.number == 2:
-            step.leave(["b"])
-            step.join(batch(40, 50), ["d", "e"])
-            assert set(dict(step.tokens())) == {"a", "c"}
-        if step.number == 5:
-            step.edit(["a"], tag=[100])
-            step.leave(["c", "e"])
-        if step.number == 8:
-            step.leave(["a", "d"], now=False)
-    held = runner.lowering == "fused"  # each step is a whole call: an edit lands in the next one
-    ahead = 0 if held else 1
-    assert seen["b"] == [made(20, number) for number in range(3)]
-    assert seen["c"] == [made(30, number) for number in range(6)]
-    assert seen["d"][:3] == [made(40, number) for number in range(3)]
-    assert len(seen["a"]) == 9 + ahead
-    assert seen["a"][: 6 + ahead] == [made(10, number) for number in range(6 + ahead)]
-    assert seen["a"][6 + ahead] - seen["a"][5 + ahead] == 100 + 1 + 6 + ahead
-
-
-class Paged(Counting):  # three elements a request, a number that falls, and one of all requests
-    pages: torch.Tensor = copied(BATCH, 3, dtype=torch.int64, pad=0)
-    left: torch.Tensor = copied(BATCH, dtype=torch.int16, pad=0, then=lambda left: left - 1)
-    turn: torch.Tensor = copied(1, dtype=torch.int64, then=lambda turn: turn + 1)
-
-
-def paged(*tags: int) -> dict[str, Any]:
-    """As `batch`, with other slots that follow from the tags."""
-    return {**batch(*tags), "pages": [[tag] * 3 for tag in tags], "left": [*tags], "turn": [7]}
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_all_news_in_one_step(cpu: Any, lowering: str) -> None:
-    """Rows move before others are written; one that leaves before it ran is written nowhere; slots advance once."""
-
-    def step_of(view: Paged) -> torch.Tensor:
-        return torch.cat([count(view)[:, None], view.pages, view.left[:, None], view.turn.expand(len(view.tag), 1)], 1)
-
-    runner = DecodeRunner(Paged, step_of, backend=cpu, buckets=(4, 8), output_rows=BATCH, lowering=lowering)
-    runner.capture()
-    steps, tags = runner.steps(paged(1, 2, 3, 4, 5, 6), keys=[*"abcdef"]), np.array([60])
-    step = next(steps)
-    step.edit(["f"], tag=tags)  # whose row moves
-    step.edit([*"cb"], pages=[[8, 9, 10], [20, 21, 22]])
-    tags[0] = 0
-    step.leave([*"da"])
-    step.join(paged(7, 9), [*"gh"])
-    step.edit([*"hg"], left=[0, 6])
-    step.leave(["h"])
-    for key in "dah":
-        with pytest.raises(BatchError, match="leaves in this same step"):
-            step.join(paged(1), [key])
-    step = next(steps)
-    rows = [[8, 7, 7, 7, 6, 8], [7, 20, 21, 22, 1, 8], [9, 8, 9, 10, 2, 8], [69, 6, 6, 6, 5, 8], [13, 5, 5, 5, 4, 8]]
-    assert step.tokens() == [*zip("gbcfe", rows, strict=True)]
-    step.leave([*"eg"])
-    step.edit(["b"], lens=runner.inputs(8).lens[:1])  # of g, as it is now
-    rows = [[132, 6, 6, 6, 4, 9], [10, 20, 21, 22, 0, 9], [15, 8, 9, 10, 1, 9]]
-    assert next(steps).tokens() == [*zip("fbc", rows, strict=True)]
-    rows = [[196, 6, 6, 6, 3, 10], [14, 20, 21, 22, -1, 10], [22, 8, 9, 10, 0, 10]]
-    assert next(steps).tokens() == [*zip("fbc", rows, strict=True)]
-
-
-def test_refused_edits_change_nothing(runner: DecodeRunner[Counting]) -> None:
-    """Each error names what to do, and the next step is as if nobody had asked."""
-    for step in runner.steps(batch(1, 2), ahead=1):
-        if step.number == 1:
-            with pytest.raises(BatchError, match="no request 7: it has left, or never joined"):
-                step.leave([0, 7])
-            with pytest.raises(BatchError, match="request 0 is live"):
-                step.join(batch(3), [0])
-            with pytest.raises(BatchError, match="2 keys for 1 requests"):
-                step.join(batch(3), [3, 4])
-            with pytest.raises(BatchError, match="the largest bucket holds 8; let others leave first"):
-                step.join(batch(*range(7)), range(10, 17))
-            with pytest.raises(BatchError, match="over the limit of 50"):
-                step.join({**batch(3), "lens": [51]}, [3])
-            with pytest.raises(BatchError, match="over the limit of 50"):
-                step.edit([0], lens=[51])
-            with pytest.raises(BatchError, match=r"edit names 'tags', which is not a slot .* did you mean 'tag'"):
-                step.edit([0], tags=[1])
-            with pytest.raises(BatchError, match="named twice"):
-                step.edit([0, 0], tag=[1, 2])
-            with pytest.raises(BatchError, match="slot 'tag': expected int64 of shape \\[1\\]"):
-                step.edit([0], tag=torch.zeros(1))
-        assert step.tokens() == [(key, made(1 + key, step.number)) for key in range(2)]
-        if step.number == 6:
-            break
-
-
-def test_rows_before_an_end_that_was_known_ahead_count(cpu: str) -> None:
-    """Also of a request that was still to join; then it is forgotten, and its key may come back."""
-    seen = dict[str, list[int]]()
-    for step in counting(cpu).steps(batch(1), keys=["a"], ahead=2):
-        for key, one in step.tokens():
-            seen.setdefault(key, []).append(one)
-        if step.number == 0:
-            step.join(batch(2), ["b"])
-        if step.number == 1:
-            step.leave(["b"], now=False)  # in the first step but one
-        if step.number == 2:
-            step.join(batch(3), ["b"])  # before its last row that counts was handed out
-        if step.number == 6:
-            step.leave(["b"])
-        if step.number == 8:
-            step.leave(["a"], now=False)
-    assert seen["b"] == [made(2, 0), made(3, 0), made(3, 1)]
-    assert len(seen["a"]) == 11
-
-
-def test_edits_with_host_data_that_is_packed() -> None:
-    """On a device that takes host data in packets, edits by foreach copies write the same rows."""
-    test_requests_leave_join_and_change(counting(PackingBackend(), lowering="foreach"))
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_a_batch_that_joins_with_too_little_is_refused(cpu: str, lowering: str) -> None:
-    """Also where an edit has brought the very slots that the batch has."""
-    steps = counting(cpu, lowering=lowering).steps(batch(1), keys=["a"])
-    step = next(steps)
-    step.edit(["a"], tag=torch.tensor([5]))
-    step = next(steps)
-    with pytest.raises(BatchError, match=r"slot 'ids': .* is missing"):
-        step.join({"tag": torch.tensor([7])}, ["b"])
-    assert next(steps).keys == ("a",)
 
 
 def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +33,7 @@ def test_without_news_nothing_is_sent(cpu: str, monkeypatch: pytest.MonkeyPatch)
     assert sent == []
 
 
-def test_what_the_host_foretells(cpu: str) -> None:
+def test_the_host_foretells_the_next_launch(cpu: str) -> None:
     """Lengths of the step that is launched next: of requests of the first batch, of new ones, of changed ones."""
     lens = torch.ones(2, dtype=torch.int32)
     for step in counting(cpu).steps({**batch(1, 2), "lens": lens}, keys=[*"ab"], ahead=2, needs=["lens"]):
@@ -256,7 +75,7 @@ def test_outputs_last_until_the_ring_is_round(cpu: str) -> None:
         _ = first.outputs
 
 
-def test_what_is_read(cpu: str) -> None:
+def test_read_chooses_what_is_copied(cpu: str) -> None:
     """`read` chooses what is copied, and makes nothing of its own; tokens need one tensor."""
     chosen = counting(cpu, lambda view: {"made": count(view), "twice": view.made * 2})
     step = next(chosen.steps(batch(3, 4)))
@@ -266,13 +85,12 @@ def test_what_is_read(cpu: str) -> None:
     assert next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"])).tokens() == [(0, 8), (1, 10)]
     with pytest.raises(ConfigError, match="read= makes a tensor of its own"):
         next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"] + 1))
-    whole = DecodeRunner(Counting, count, backend=cpu, buckets=(4,), output_rows=None)
-    whole.capture()
+    whole = decoder(Counting, count, backend=cpu, buckets=(4,), output_rows=None)
     with pytest.raises(ConfigError, match="outputs are whole: say output_rows="):
         next(whole.steps(batch(3, 4))).tokens()
 
 
-def test_a_device_that_is_late(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_its_own_outputs_alone(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits for its own outputs alone; memory that the device may still write lives on when the loop ends."""
     events, waited, runner = weakref.WeakSet[HostEvent](), list[int](), counting(cpu)
 
@@ -304,7 +122,7 @@ def test_buckets_are_captured_when_an_edit_needs_them(cpu: str) -> None:
     assert sorted(runner.graphs.captured) == [(2, frozenset()), (8, frozenset())]
 
 
-def test_what_ends_the_loop(runner: DecodeRunner[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_the_runner_ends_the_loop(runner: DecodeRunner[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of the runner takes the slots; steps may begin again. A forked process has no graphs."""
     steps = runner.steps(batch(1, 2))
     next(steps)
@@ -340,8 +158,7 @@ class Masked(Counting):
 
 def test_all_requests_bring_the_same_slots(cpu: str) -> None:
     """An optional slot comes with each request of a loop, or with none."""
-    runner = DecodeRunner(Masked, count, backend=cpu, buckets=(2,), output_rows=BATCH, absent=[{"mask"}])
-    runner.capture()
+    runner = decoder(Masked, count, backend=cpu, buckets=(2,), output_rows=BATCH, absent=[{"mask"}])
     for mask, other in (({}, {"mask": [7]}), ({"mask": [7]}, {})):
         steps = runner.steps(batch(1) | mask, keys=["a"])
         step = next(steps)
@@ -349,49 +166,6 @@ def test_all_requests_bring_the_same_slots(cpu: str) -> None:
             step.join(batch(2) | other, ["b"])
         step.join(batch(2) | mask, ["b"])
         assert next(steps).tokens() == [("a", made(1, 1)), ("b", made(2, 0))]
-
-
-class Wide(Inputs):  # two tokens a request, a slot on the host, and one of all requests
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda ids: ids + 10)
-    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host", then=lambda lens: lens + 1)
-    turn: torch.Tensor = copied(1, dtype=torch.int64, then=lambda turn: turn + 1)
-    live: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int64)
-    most: torch.Tensor = computed(lambda lens: lens.amax().view(1), shape=1, dtype=torch.int64, placement="host")
-    half: torch.Tensor = computed(lambda lens: int(lens.amax()) * 500000, shape=1, dtype=torch.int64)
-
-
-def wide_step(view: Wide) -> torch.Tensor:
-    """[TOKENS] numbers of everything."""
-    return view.ids + 1000 * view.turn + 100000 * view.live + 500000 * view.most + view.half
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_several_tokens_a_request_and_host_slots(lowering: str) -> None:
-    """Rows of a request stay together, and a slot on the host that advances has the host see each step."""
-    runner = DecodeRunner(Wide, wide_step, backend="cpu", width=WIDE, buckets=(2, 4), lowering=lowering)
-    runner.capture()
-    first = {"ids": [1, 2, 3, 4], "lens": [5, 6], "turn": [7]}
-    for step in runner.steps(first, keys=[*"ab"], ahead=2):
-        number, rows = step.number, dict(step.tokens())
-        if number < 3:
-            base = 1000 * (7 + number) + 100000 * 4 + 1000000 * (6 + number)
-            assert rows == {
-                "a": [base + 1 + 10 * number, base + 2 + 10 * number],
-                "b": [base + 3 + 10 * number, base + 4 + 10 * number],
-            }
-        if number == 2:
-            step.join({"ids": [50, 60], "lens": [40], "turn": [0]}, ["c"])
-            step.leave(["a"])
-            step.edit(turn=[3])
-        if number == 3:
-            base = 1000 * 3 + 100000 * 4 + 1000000 * 40
-            assert rows == {"c": [base + 50, base + 60], "b": [base + 33, base + 34]}
-            step.edit(["c"], lens=[70])
-        if number == 4:
-            base = 1000 * 4 + 100000 * 4 + 1000000 * 70
-            assert rows == {"c": [base + 60, base + 70], "b": [base + 43, base + 44]}
-            break
-    assert all("held" in why for why in runner.stats()["ahead"])
 
 
 def test_a_watched_runner_steps_by_whole_calls(cpu: str, tmp_path: Path) -> None:
@@ -454,7 +228,7 @@ def test_wrong_rules_are_refused_with_the_class() -> None:
 PAGES = Axis("PAGES")
 
 
-def test_what_steps_refuse() -> None:
+def test_steps_refuse_what_cannot_run() -> None:
     """Before anything is run, with the way out."""
 
     class Still(Inputs):
@@ -469,10 +243,7 @@ def test_what_steps_refuse() -> None:
     still.capture()
     with pytest.raises(ConfigError, match="no slot of Still advances"):
         still.steps({"ids": [1]})
-    tables = DecodeRunner(
-        Tables, lambda view: view.lens, backend="cpu", buckets=(2,), sizes={PAGES: 3}, output_rows=BATCH
-    )
-    tables.capture()
+    tables = decoder(Tables, lambda view: view.lens, buckets=(2,), sizes={PAGES: 3}, output_rows=BATCH)
     with pytest.raises(ConfigError, match=r"slot 'tables' varies on PAGES: .*make it a fixed axis"):
         tables.steps({**batch(1), "tables": torch.ones(1, 2, dtype=torch.int32)})
     for shape, sizes in (((BATCH, BATCH), [2, 2]), ((BATCH * BATCH,), [4]), ((BATCH + 2,), [4])):
@@ -480,8 +251,7 @@ def test_what_steps_refuse() -> None:
         class Odd(Counting):
             odd: torch.Tensor = copied(*shape, dtype=torch.int64, pad=0)
 
-        squares = DecodeRunner(Odd, lambda view: view.lens, backend="cpu", buckets=(2,), output_rows=BATCH)
-        squares.capture()
+        squares = decoder(Odd, lambda view: view.lens, buckets=(2,), output_rows=BATCH)
         with pytest.raises(ConfigError, match="'odd' has no whole number of rows for each request"):
             squares.steps({**batch(1, 2), "odd": torch.ones(sizes, dtype=torch.int64)})
     runner = counting("cpu")
@@ -510,14 +280,13 @@ class Laneless(Counting):  # a slot that the kernel does not take, and one of al
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_edits_that_bring_the_kernel_nothing(cpu: str, lowering: str) -> None:
+def test_edits_that_bring_the_kernel_nothing_leave_slots_alone(cpu: str, lowering: str) -> None:
     """They leave all other slots alone, whatever became of the tensors of the batch before."""
 
     def step(view: Laneless) -> torch.Tensor:
         return torch.stack([view.turn.expand(len(view.tag)), view.waves.real.to(torch.int64)], 1)
 
-    runner = DecodeRunner(Laneless, step, backend=cpu, buckets=(4,), output_rows=BATCH, lowering=lowering)
-    runner.capture()
+    runner = decoder(Laneless, step, backend=cpu, buckets=(4,), output_rows=BATCH, lowering=lowering)
     turn = torch.tensor([5])
     for one in runner.steps(
         {**batch(1, 2), "waves": torch.zeros(2, dtype=torch.complex128), "turn": turn}, keys=[*"ab"]

@@ -1,13 +1,14 @@
 """Declarations that are wrong: all faults at once, each with the slot and the way out; no class loses a slot."""
 
 import dataclasses
+import enum
 import functools
 import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Optional, TypeVar
 
 import attr
 import attrs
@@ -15,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from slotgraph import BATCH, Axis, EagerRunner, Inputs, computed, constant, copied, keep
-from slotgraph.dataflow.errors import CycleError, DeclarationErrors
+from slotgraph import BATCH, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, keep, output
+from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
 from slotgraph.extend import FillRole, Role, once
 from tests.runners.models import PlainInputs, assert_right, decoder, plain_step, random_batch
 
 
-def rows(pad: int = 0) -> Any:
+def rows(pad: Any = 0, **given: Any) -> Any:
     """A slot, a new one at each call."""
-    return copied(BATCH, dtype=torch.int64, pad=pad)
+    return copied(BATCH, **{"dtype": torch.int64, "pad": pad, **given})
 
 
 class Base(Inputs):
@@ -44,7 +45,7 @@ def refused(make: Callable[..., Any], /, *args: Any, **given: Any) -> list[str]:
     return [str(fault) for fault in found.value.exceptions]
 
 
-def test_circles() -> None:
+def test_slots_in_a_circle_are_refused_with_the_path() -> None:
     """Slots that need each other in a circle are refused with the path, from any of them on; the base goes on."""
     slots: dict[str, Any] = {
         "first": computed(lambda third: third, dtype=torch.int64),
@@ -91,7 +92,7 @@ DECORATORS: list[Any] = [
 ]
 
 
-def test_decorators_that_make_a_class_anew() -> None:
+def test_decorators_that_make_a_class_anew_are_refused() -> None:
     """They would lose its slots, and are refused by the class's name; the class stays as it was."""
     for decorate in DECORATORS:
 
@@ -127,7 +128,7 @@ class Methods:
         return int(self.ids.sum())
 
 
-def test_bases_that_are_no_declarations() -> None:
+def test_slots_of_other_bases_are_taken_or_refused() -> None:
     """Their slots are taken, or the class is refused by the slot's name, wherever they stand among the bases."""
     for way in (1, -1):
         for wrong in (mixin(), dataclasses.dataclass(mixin()), attrs.define(mixin())):
@@ -141,7 +142,7 @@ def test_bases_that_are_no_declarations() -> None:
     assert "slot 'ids': a base has a property" in refused(types.new_class, "Made", (Property, Base))[0]
 
 
-def test_generic_declarations() -> None:
+def test_a_declaration_may_be_generic() -> None:
     """A declaration may be generic, and its parametrised forms may be subclassed."""
 
     class Of(Base, Generic[T]):
@@ -153,7 +154,7 @@ def test_generic_declarations() -> None:
     assert_filled(OfInts, ["ids", "more", "last"])
 
 
-def test_annotations_as_texts() -> None:
+def test_annotations_may_be_texts() -> None:
     """Under `from __future__ import annotations`, slots and class variables are what they are without."""
     lines = """
         from __future__ import annotations
@@ -170,7 +171,7 @@ def test_annotations_as_texts() -> None:
     assert "slot 'more': it has no annotation as a tensor" in refused(found["wrong"])[0]
 
 
-def test_bases_that_say_different_things() -> None:
+def test_bases_that_say_different_things_are_refused() -> None:
     """A slot beside another, a field or a drop of its name is refused, in either order; a later declaration wins."""
     for rival in (declared(Inputs, annotated={"ids": int}, ids=3), declared(Inputs, ids=rows(1))):
         for bases in ((Base, rival), (rival, Base)):
@@ -185,7 +186,7 @@ def test_bases_that_say_different_things() -> None:
         assert said in refused(types.new_class, "Made", (Base,), {"drop": drop})[0]
 
 
-def test_slots_that_something_else_takes_the_place_of() -> None:
+def test_nothing_else_takes_the_place_of_a_bases_slot() -> None:
     """A base's slot stays one: a value, a field, an annotation or a method in its place is refused by its name."""
     slots = {name: rows() for name in "abcd"}
     base = declared(Inputs, annotated={**dict.fromkeys(slots, torch.Tensor), "e": int}, **slots, e=3)
@@ -200,7 +201,7 @@ def test_slots_that_something_else_takes_the_place_of() -> None:
     assert (list(dropped.slotgraph.slots), defaults) == (["c", "d"], {"b": 3, "e": 3})
 
 
-def test_slots_that_are_not_written_as_fields() -> None:
+def test_slots_that_are_not_written_as_fields_are_refused() -> None:
     """A specifier without a call, a slot object by itself, one without an annotation: all refused together."""
     kind, notes = Base.slotgraph.slots["ids"], {**dict.fromkeys("cdf", torch.Tensor), "e": ClassVar[torch.Tensor]}
     wrong = {"a": rows(), "b": kind, "c": kind, "d": copied, "e": rows()}
@@ -213,7 +214,7 @@ WRONG_NAMES = """a.b|two words||1st|class|None|_ids|__ids|__init__|__class__|_|s
 placeholder|step|settings|out|attr_dict|NOTHING""".replace("\n", "|").split("|")
 
 
-def test_names() -> None:
+def test_names_that_python_or_attrs_needs_are_refused() -> None:
     """A name that Python, attrs or the class itself needs is refused, all together; every other one is filled."""
     faults = refused(declared, Inputs, **{name: rows() for name in [*WRONG_NAMES, "ids"]})
     assert len(faults) == len(WRONG_NAMES)
@@ -223,7 +224,7 @@ def test_names() -> None:
     assert_filled(declared(Inputs, **{name: rows(place) for place, name in enumerate(odd)}), odd)
 
 
-def test_axes() -> None:
+def test_wrong_axes_are_refused_where_they_are_made() -> None:
     """A name that is not an identifier, and a flag that is none, are refused where the axis is made."""
     for name in ("two words", "", "1st", None, 3, torch.tensor(1)):
         with pytest.raises(ValueError, match="the name of an axis is an identifier"):
@@ -282,7 +283,7 @@ BAD: dict[str, list[Any]] = {
 }
 
 
-def test_every_unsuitable_value() -> None:
+def test_every_unsuitable_value_is_told_by_its_slot() -> None:
     """One class with a slot for each unsuitable value there is: all faults at once, in order, each by its slot."""
     every = [(parameter, value) for parameter, values in BAD.items() for value in values]
     makers: dict[str, Any] = {
@@ -302,7 +303,7 @@ def test_every_unsuitable_value() -> None:
         assert f"slot 'slot_{place}': {every[place][0]}=" in fault
 
 
-def test_every_dtype() -> None:
+def test_dtypes_that_torch_cannot_fill_are_refused() -> None:
     """A dtype that torch fills and copies on the CPU, without a warning, is taken; every other one is refused."""
     for dtype in {one for one in vars(torch).values() if isinstance(one, torch.dtype)}:
         with nullcontext() if is_filled_and_copied(dtype) else pytest.raises(DeclarationErrors):
@@ -320,3 +321,232 @@ def is_filled_and_copied(dtype: torch.dtype) -> bool:
         return torch.equal(torch.empty_like(filled).copy_(filled), filled)
     except (RuntimeError, UserWarning):
         return False
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "list": lambda: [rows(), rows()],
+    "tuple": lambda: (rows(),),  # what a comma behind a slot makes of it
+    "dict": lambda: {"first": rows()},
+    "set": lambda: {rows().metadata["slotgraph.slot"]},
+    "nested": lambda: [{"first": [1, (rows(),)]}],
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("note", [None, list, Any], ids=["bare", "list", "Any"])
+def test_slots_in_containers_are_refused(kind: str, note: Any) -> None:
+    """A container of slots declares none of them: in the class, as an attrs default, in a mixin, or set later."""
+    notes = {} if note is None else {"layers": note}
+    [fault] = refused(declared, annotated=notes, layers=HELD[kind]())
+    assert "'layers': a " in fault
+    assert "of slots" in fault
+    assert ("comma" in fault) == (kind == "tuple")
+    assert ": torch.Tensor = copied(...)" in fault
+    if note is not None and kind != "set":
+        [fault] = refused(declared, annotated=notes, layers=attrs.field(default=HELD[kind]()))
+        assert "'layers': a " in fault
+    mixin = type("Mixin", (), {"layers": HELD[kind]()})
+    [fault] = refused(types.new_class, "Made", (mixin, Base))
+    assert "'layers': Mixin, which is not a declaration, has it" in fault
+    [fault] = refused(setattr, declared(), "layers", HELD[kind]())
+    assert "would lose slots" in fault
+
+
+def test_containers_without_slots_stay_what_they_are() -> None:
+    """Class attributes of any other kind stay what they are, one that holds itself included."""
+    endless: list[Any] = []
+    endless.append(endless)
+    made = declared(annotated={}, names=["ids"], table={"ids": 1}, endless=endless, text="ids", numbers=range(2**40))
+    assert [*made.slotgraph.slots] == ["ids"]
+    assert made.names == ["ids"]
+    assert made.endless is endless
+
+
+NONES = [torch.Tensor | None, Optional[torch.Tensor], "torch.Tensor | None", "Optional[Tensor]", "None | Tensor"]  # noqa: UP045 - the point
+MAKERS: dict[str, Callable[[], Any]] = {
+    "copied": rows,
+    "computed": lambda: computed(lambda ids: ids, shape=BATCH, dtype=torch.int64),
+    "constant": lambda: constant(1, dtype=torch.int64),
+    "output": lambda: output(BATCH, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("note", NONES, ids=repr)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_an_annotation_makes_no_slot_optional(note: Any, maker: str) -> None:
+    """An annotation does not make a slot optional: None in that of a slot which is always there is refused."""
+    [fault] = refused(declared, annotated={"extra": note}, extra=MAKERS[maker]())
+    assert "'extra'" in fault
+    assert "default=None or when=" in fault
+    [fault] = refused(declared, annotated={"extra": note}, extra=rows(pad=None, default=None))
+    assert "no tail rule" in fault
+
+
+@pytest.mark.parametrize("note", NONES, ids=repr)
+def test_slots_that_may_be_absent_may_be_annotated_with_none(note: Any) -> None:
+    """A slot that is optional, or exists by a setting, may be None; so may any field."""
+    notes = {"extra": note, "other": note, "label": note}
+    made = declared(annotated=notes, extra=rows(default=None), other=rows(when="on"), label=None)
+    assert {*made.slotgraph.slots} == {"ids", "extra", "other"}
+
+
+@attrs.frozen
+class Frozen:
+    size: Any = 3
+
+
+@attrs.define
+class Loose:
+    size: int = 3
+
+
+@dataclasses.dataclass
+class Data:
+    size: int = 3
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.size = 3
+
+
+class Slotted:
+    __slots__ = ("size",)
+
+
+class Mode(enum.Enum):
+    ONE = 1
+
+
+CHANGEABLE = [
+    [1],
+    {"a": 1},
+    {1},
+    bytearray(b"a"),
+    ([1],),
+    Loose(),
+    Data(),
+    np.arange(3),
+    Frozen([1]),
+    Plain(),
+    Slotted(),
+]
+FIXED = [None, 1, "one", 1.5, True, (1, "a"), frozenset({1}), Frozen(), Mode.ONE, len, int, torch.int64, object()]
+
+
+@pytest.mark.parametrize("default", CHANGEABLE, ids=lambda one: type(one).__name__)
+def test_a_default_that_can_be_changed_is_refused(default: Any) -> None:
+    """A field's default that can be changed in place is refused: a graph could not tell what it was captured with."""
+    for value in (default, attrs.field(default=default)):
+        [fault] = refused(declared, annotated={"options": object}, options=value)
+        assert f"field 'options': its default, of type {type(default).__name__}, " in fault
+
+
+@pytest.mark.parametrize("default", FIXED, ids=lambda one: type(one).__name__)
+def test_a_default_that_cannot_be_changed_is_taken(default: Any) -> None:
+    """A default that cannot be changed, or is an identity, is the value that graphs are captured with."""
+    made = declared(annotated={"options": object}, options=default)
+    assert made.slotgraph.fields["options"].default is default
+
+
+def test_a_factorys_default_is_compared_by_value() -> None:
+    """A factory's default is compared by value: a batch that changes its own runs eagerly, and no other batch does."""
+    made = declared(annotated={"options": dict[str, int]}, options=attrs.field(factory=lambda: {"scale": 2}))
+
+    def step(view: Any) -> torch.Tensor:
+        scaled: torch.Tensor = view.ids * view.options["scale"]
+        return scaled
+
+    runner = decoder(made, step, buckets=[4], backend="cpu-capture")
+    ids = torch.tensor([3, 5])
+    batch = made(ids=ids)
+    for scale, path in ((2, "graph"), (7, "eager"), (2, "graph")):
+        batch.options["scale"] = scale
+        assert runner.decide(batch).path == path
+        assert runner(batch).tolist() == [3 * scale, 5 * scale]
+        view = runner.fill({"ids": ids})
+        view.options["scale"] = 11  # this view's own
+        assert runner({"ids": ids}).tolist() == [6, 10]
+
+
+def test_factories_that_take_the_object_are_refused() -> None:
+    """What needs an object of the class cannot be made for a mapping."""
+    for value in (
+        attrs.field(default=attrs.Factory(lambda self: self.ids, takes_self=True)),
+        attrs.field(default=1, converter=attrs.Converter(lambda value, self: value, takes_self=True)),  # noqa: ARG005
+    ):
+        [fault] = refused(declared, annotated={"options": object}, options=value)
+        assert "field 'options': its " in fault
+        assert "leave takes_self out" in fault
+
+
+def deaf() -> type[Inputs]:
+    """A declaration whose subclasses are not made."""
+
+    class Deaf(Base):
+        def __init_subclass__(cls, **_: Any) -> None:
+            """Forget super()."""
+
+    return Deaf
+
+
+SUBCLASSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown keyword": (lambda: types.new_class("Made", (Base,), {"dorp": ["ids"]}), "did you mean 'drop'?"),
+    "two of one alias": (
+        lambda: declared(annotated={"a": int, "b": int}, a=attrs.field(default=1), b=attrs.field(default=1, alias="a")),
+        "attrs cannot make a class of it",
+    ),
+    "alias that is no name": (
+        lambda: declared(annotated={"a": int}, a=attrs.field(default=1, alias="not one")),
+        "attrs cannot make a class of it",
+    ),
+    "attribute hooks": (
+        lambda: declared(annotated={"a": int}, a=attrs.field(default=1, converter=int), __setattr__=lambda *_: None),
+        "attrs cannot make a class of it",
+    ),
+    "no annotation's name": (lambda: declared(annotated={5: int}), "attrs cannot make a class of it"),  # type: ignore[dict-item]
+    "converter": (
+        lambda: declared(annotated={"a": int}, a=attrs.field(default="x", converter=int)),
+        "field 'a': its converter does not take its default: field 'a': invalid literal for int()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_what_attrs_refuses_is_a_fault_of_the_declaration(name: str) -> None:
+    """Whatever is wrong with a subclass is a fault of the declaration, also where Python or attrs says it first."""
+    make, said = SUBCLASSES[name]
+    [fault] = refused(make)
+    assert fault.startswith("Made")
+    assert said in fault
+
+
+@pytest.mark.parametrize("make", [EagerRunner, DecodeRunner])
+def test_a_runner_refuses_a_class_that_was_not_made(make: Any) -> None:
+    """A runner refuses a class whose definition failed, and one that a base kept from being made."""
+    refused(declared, annotated={"wrong": torch.Tensor}, wrong=rows(pad=None))
+    broken = Base.__subclasses__()[-1]
+    assert broken.__name__ == "Made"
+
+    class Lost(deaf()):  # type: ignore[misc] # a class made at run time
+        other: torch.Tensor = rows()
+
+    for kind in (broken, Lost):
+        with pytest.raises(DeclarationError, match=f"{kind.__name__} is no valid declaration"):
+            make(kind, lambda view: view.ids, backend="cpu")
+
+
+def test_every_fault_is_shown() -> None:
+    """The text of the group has each fault on a line of its own: loggers and short reports show nothing else."""
+    notes: dict[str, Any] = dict.fromkeys(("a", "b", "c"), torch.Tensor)
+    with pytest.raises(DeclarationErrors) as found:
+        declared(annotated=notes, a=rows(pad=None), b=rows(dtype="int"), c=[rows()])
+    lines = str(found.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("Made breaks 3 rules: ")
+    for fault in found.value.exceptions:
+        assert sum(str(fault) in line for line in lines) == 1
+    part = found.value.subgroup(lambda error: isinstance(error, DeclarationError) and "'b'" in str(error))
+    assert part is not None
+    assert "'b'" in str(part)
+    assert "'a'" not in str(part)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, Axis, DecodeRunner, computed
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import soon
-from tests.runners.test_ahead import LOWERINGS, Counting, batch, count, counting, made
+from tests.runners.steps.counting import LOWERINGS, Counting, batch, count, counting, made
 
 DP = Axis("DP", fixed=True)
 
@@ -55,7 +55,9 @@ def own_requests(rank: int, backend: str, lowering: str, ahead: int, every: int,
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize(("ahead", "every"), [(0, 1), (1, 1), (2, 3)])
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_each_rank_has_its_own_requests(two: Processes, backend: str, lowering: str, ahead: int, every: int) -> None:
+def test_each_rank_steps_with_its_own_requests(
+    two: Processes, backend: str, lowering: str, ahead: int, every: int
+) -> None:
     """All ranks run each step in one bucket, also without a request, until none has any."""
     for seed in range(3):
         first, second = two.run(own_requests, backend, lowering, ahead, every, seed)
@@ -92,7 +94,7 @@ def sized(rank: int, backend: str, equal: bool) -> tuple[list[int], list[list[in
 
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_sizes_of_ranks(two: Processes, backend: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_slot_has_the_sizes_of_all_ranks(two: Processes, backend: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
     """A slot has the sizes that all ranks bring to the very step."""
     (own, told, error), (others, told_others, _) = two.run(sized, backend, equal)
     assert told == told_others == [list(pair) for pair in zip(own, others, strict=True)]
@@ -127,7 +129,7 @@ def failing(rank: int, how: str) -> str:
     return raised(loop)
 
 
-def test_a_rank_that_does_otherwise(two: Processes) -> None:
+def test_a_rank_that_does_otherwise_is_named(two: Processes) -> None:
     """Every rank gets an error that says who did what."""
     why = "steps() needs a graph, and this batch has none: 9 rows are more than the largest bucket, 8"
     assert two.run(failing, "refused") == [

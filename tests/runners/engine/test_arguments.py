@@ -208,7 +208,7 @@ RANKS: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_what_stands_beside_runners() -> None:
+def test_pools_phases_and_ranks_refuse_what_makes_no_sense() -> None:
     """Buckets, pools, phases, stages of a pipeline and ranks refuse what makes no sense as well."""
     for make_one, first, options, says in ELSEWHERE:
         with pytest.raises(ConfigError, match=says):
@@ -289,7 +289,7 @@ def test_what_there_is_one_of_cannot_be_copied(runners: dict[str, Any]) -> None:
 
 
 @given(options=st.sets(st.sampled_from([*OPTIONS])))
-def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, options: set[str]) -> None:
+def test_a_file_is_read_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, options: set[str]) -> None:
     """What a file names is read back, default or not; what it leaves out is no keyword, so that any runner takes it."""
     data = {option: OPTIONS[option][0] for option in options}
     toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())  # which JSON writes alike
@@ -303,7 +303,7 @@ def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, options: set[
         make("EagerRunner", **RunnerConfig.of(data).as_data())
 
 
-def test_what_a_file_says(tmp_path: Path) -> None:
+def test_all_faults_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     """All faults are told at once; what a file leaves out is default."""
     with pytest.raises(ConfigError, match=r"(?s)width.*debug"):
         RunnerConfig.of({"width": "2", "debug": 1})

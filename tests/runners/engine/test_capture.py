@@ -27,7 +27,7 @@ from tests.runners.models import PlainInputs, assert_right, decoder, plain_runne
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
-def test_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
+def test_buckets_are_captured_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
     """Each bucket is looked at, warmed up as often as was said and captured, the largest first."""
     seen: list[int] = []
 
@@ -44,7 +44,7 @@ def test_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
     assert report.seconds > 0
 
 
-def test_lazy_capture(cpu: str) -> None:
+def test_a_lazy_runner_captures_each_bucket_once(cpu: str) -> None:
     """Each bucket is captured when its first batch comes, once, and goes into the report; none is captured anew."""
     seen: list[int] = []
 
@@ -98,7 +98,7 @@ class WithExtra(Inputs):
     extra: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None)
 
 
-def test_a_pattern_that_fails(cpu: str) -> None:
+def test_a_bucket_of_a_failed_pattern_is_left_out(cpu: str) -> None:
     """Where one pattern of a bucket fails, no graph of the bucket is kept: batches of every pattern run eagerly."""
     tries = [1]
 
@@ -117,7 +117,7 @@ def test_a_pattern_that_fails(cpu: str) -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy: bool) -> None:
+def test_the_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy: bool) -> None:
     """Every capture of a runner runs in the mode that was said, that of the fill alone among them."""
     seen: list[str | None] = []
     original = CpuCaptureBackend.capture
@@ -136,7 +136,7 @@ def test_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("warmups", [0, 1])
-def test_step_that_raises_in_capture(cpu: str, warmups: int, *, lazy: bool) -> None:
+def test_a_bucket_whose_step_raises_is_left_out(cpu: str, warmups: int, *, lazy: bool) -> None:
     """A bucket whose step raises is named, left out and not tried again; other buckets and eager runs are right."""
     for failing in (2, 4, 8):
         tries: list[int] = []
@@ -169,7 +169,9 @@ def test_step_that_raises_in_capture(cpu: str, warmups: int, *, lazy: bool) -> N
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *, terminal: bool) -> None:
+def test_a_bar_shows_progress_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *, terminal: bool
+) -> None:
     """On a terminal the bar shows each bucket and the memory left, unless it is off; elsewhere nothing is printed."""
     shown = io.StringIO()
     monkeypatch.setattr(shown, "isatty", lambda: terminal)
@@ -211,7 +213,7 @@ def test_garbage_is_frozen_during_capture_alone(cpu: str, error: type[BaseExcept
             gc.unfreeze()
 
 
-def test_more_graphs_than_a_device_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_graphs_than_a_device_bears_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """More buckets than the device is said to bear graphs are told before the first is captured; all are tried."""
     for borne in (None, 2, 1):
         record = attrs.evolve(CpuCaptureBackend().capabilities, graphs_hint=borne)
@@ -286,7 +288,7 @@ def carrying(rows: int, seed: int, device: Any = "cpu") -> State:
     names=st.lists(st.sampled_from([*WRITES]), min_size=1, max_size=5),
     seeds=st.lists(st.integers(0, 999), min_size=1, max_size=6),
 )
-def test_early_and_late(backend: Backend, names: Sequence[str], seeds: list[int]) -> None:
+def test_early_and_late_captures_change_nothing(backend: Backend, names: Sequence[str], seeds: list[int]) -> None:
     """A runner that captures up front and one that captures late do the same, and captures alone change nothing."""
     writes = [WRITES[name] for name in names if name != "batch_norm" or backend.device.type != "npu"]  # which lacks it
     states = [state_on(backend.device, seeds[0]) for _ in range(2)]
@@ -311,7 +313,7 @@ def test_early_and_late(backend: Backend, names: Sequence[str], seeds: list[int]
             assert torch.equal(states[0][name], states[1][name])
 
 
-def test_too_large_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_too_large_to_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of which no copy fits is refused by its name, up front and late, and `state=` is the way out."""
     kv_cache = torch.rand(64)
     before = kv_cache.clone()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,12 +20,12 @@ from structlog.testing import capture_logs
 
 from slotgraph import EagerRunner
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import ConfigError, ReplayError
+from slotgraph.dataflow.errors import ConfigError
 from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.engine.statistics import EVERY, FIRST, Statistics, Why
 from slotgraph.runners.metrics import Collector, exposition
 from tests.runners.kinds import EVERY_KIND, Act, act, added_by, anew, books_of, counted, schedules
-from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
 Labels = tuple[tuple[str, str], ...]
@@ -117,34 +116,7 @@ def test_fills_are_timed(cpu: str, kind: str, lowering: str) -> None:
     assert fills["every"] == EVERY
 
 
-def test_a_step_that_raises_is_none(cpu: str) -> None:
-    """A step that raises, by a graph, by a shortcut or eagerly, is not counted, however often it is tried."""
-
-    def step(view: PlainInputs) -> torch.Tensor:
-        if view.live.item() == 3 and raises:
-            raise ValueError("planted")
-        return plain_step(view)
-
-    raises = False
-    for lowering in ("in_graph", "foreach"):
-        runner = decoder(PlainInputs, step, lowering=lowering)
-        for rows in (2, 3, 3, 3):
-            runner(random_batch(rows, seed=rows))
-        before, raises = runner.stats(), True
-        for _ in range(3):
-            with pytest.raises(ReplayError, match="planted"):
-                runner(random_batch(3, seed=3))
-        raises = False
-        after = runner.stats()
-        assert (after["steps"], after["buckets"]) == (before["steps"], before["buckets"])
-    eager = EagerRunner(PlainInputs, step, backend=cpu)
-    raises = True
-    with pytest.raises(ValueError, match="planted"):
-        eager(random_batch(3, seed=3))
-    assert eager.stats()["steps"] == {"graph": 0, "eager": 0}
-
-
-def test_captures_and_memory(cpu: str) -> None:
+def test_metrics_tell_captures_and_memory(cpu: str) -> None:
     """Buckets, graphs, seconds and bytes are those of the report; larger buffers of eager steps are told apart."""
     runner = plain_runner(cpu)
     stats, report = runner.stats(), runner.report
@@ -157,7 +129,7 @@ def test_captures_and_memory(cpu: str) -> None:
     assert grown["total"] == stats["memory"]["total"] + grown["eager"] > stats["memory"]["total"]
 
 
-def test_one_event_with_all_books(cpu: str) -> None:
+def test_one_event_has_all_counts(cpu: str) -> None:
     """Books are logged when someone asks for it, by the runner's name."""
     for runner in (plain_runner(cpu), EagerRunner(PlainInputs, plain_step, backend=cpu)):
         anyone: Runner[Any] = runner
@@ -181,7 +153,7 @@ def test_captures_in_a_fill_are_no_time_of_fills(cpu: str, lowering: str) -> Non
     assert runner.stats()["fills"]["buckets"][8]["count"] == 1
 
 
-def test_read_while_steps_run(cpu: str) -> None:
+def test_statistics_can_be_read_while_steps_run(cpu: str) -> None:
     """Another thread may read the books and the metrics all the time: no count ever falls, and none is lost."""
     runner, done = plain_runner(cpu, lowering="in_graph"), threading.Event()
     seen: list[Statistics] = []
@@ -206,7 +178,7 @@ def test_read_while_steps_run(cpu: str) -> None:
 
 
 @pytest.mark.usefixtures("_quick_collections")
-def test_a_dropped_runner(cpu: str) -> None:
+def test_a_dropped_runner_leaves_the_metrics(cpu: str) -> None:
     """A registry keeps no runner alive: what is gone is told of no more, and the others go on."""
     registry, collector = CollectorRegistry(), Collector()
     registry.register(collector)
@@ -228,7 +200,7 @@ def test_a_dropped_runner(cpu: str) -> None:
     assert generate_latest(registry) == b""
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+def test_metrics_without_the_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
     """Where prometheus-client is not installed, the command that installs it is named."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     for use in (exposition, Collector):
@@ -236,7 +208,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
             use(mine=plain_runner(cpu))
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| .* \| (.*) \|$", re.MULTILINE)
 
 
@@ -249,7 +221,7 @@ def logged() -> Iterator[tuple[str, str, frozenset[str]]]:
                     yield str(name), level, frozenset(one.arg for one in keywords if one.arg is not None)
 
 
-def test_the_table_of_events() -> None:
+def test_the_table_of_events_is_that_of_the_code() -> None:
     """What is logged is told, at that level and with those keys, none of which a LogRecord has; and the other way."""
     page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8").split("## Events")[1].split("\n## ")[0]
     table = {name: (level, frozenset(re.findall(r"`(\w+)`", keys))) for name, level, keys in _ROW.findall(page)}

@@ -30,7 +30,7 @@ def hands_through(**options: Any) -> bool:
 
 
 @pytest.mark.parametrize("text", [*ON, *OFF], ids=repr)
-def test_switches(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_take_plain_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variable that is on or off takes the same words, in whatever case; an argument wins."""
     is_on = text in ON
     monkeypatch.setenv(NO_COPY_VARIABLE, text)
@@ -41,7 +41,7 @@ def test_switches(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["2", "ja", "tru", "none", "1,0", "-1"])
-def test_other_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_words_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other word is refused by the variable's name, with the words that there are."""
     monkeypatch.setenv(NO_COPY_VARIABLE, text)
     with pytest.raises(ConfigError, match=f"SLOTGRAPH_EAGER_NO_COPY='{text}': say 1, true, yes or on, else 0, false"):

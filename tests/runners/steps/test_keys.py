@@ -8,6 +8,7 @@ import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.extend import LaunchedStep
+from tests.runners.models import decoder
 
 MOST = 4
 
@@ -19,7 +20,7 @@ class Tagged(Inputs):  # a number for each life, and the number of its step
 
 def tagged(backend: str, **options: Any) -> DecodeRunner[Tagged]:
     """A captured runner whose rows name their life and their step."""
-    runner = DecodeRunner(
+    made: DecodeRunner[Tagged] = decoder(
         Tagged,
         lambda view: view.life * 1000 + view.turn,
         backend=backend,
@@ -27,8 +28,7 @@ def tagged(backend: str, **options: Any) -> DecodeRunner[Tagged]:
         output_rows=BATCH,
         **options,
     )
-    runner.capture()
-    return runner
+    return made
 
 
 def begun(*lives: int) -> dict[str, list[int]]:
@@ -36,23 +36,7 @@ def begun(*lives: int) -> dict[str, list[int]]:
     return {"life": [*lives], "turn": [0] * len(lives)}
 
 
-def test_a_key_that_leaves_twice_before_its_first_rows_are_read() -> None:
-    """Rows of both lives count where both ends were known ahead."""
-    seen = list[int]()
-    for step in tagged("cpu-capture").steps({"life": [1, 2], "turn": [0, 0]}, keys=["a", "b"], ahead=3):
-        seen += [token for key, token in step.tokens() if key == "a"]
-        if step.number == 0:
-            step.leave(["a"], now=False)  # after steps 0 to 3
-        if step.number == 1:
-            step.join(begun(3), ["a"])  # from step 5 on
-        if step.number == 2:
-            step.leave(["a"], now=False)  # after that one
-        if step.number == 8:
-            step.leave(["b"])
-    assert seen == [1000, 1001, 1002, 1003, 3000]
-
-
-def test_tokens_of_an_earlier_step() -> None:
+def test_tokens_of_an_earlier_step_can_be_asked_for() -> None:
     """They can be asked for as long as the step's outputs can be read."""
     steps = tagged("cpu-capture").steps({"life": [1, 2], "turn": [0, 0]}, keys=["a", "b"], ahead=1)
     first = next(steps)
@@ -102,7 +86,7 @@ class Lives:
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize("lowering", ["foreach", "in_graph", "fused"])
-def test_any_order_of_lives(lowering: str, ahead: int) -> None:
+def test_tokens_have_the_rows_that_count_in_any_order_of_lives(lowering: str, ahead: int) -> None:
     """Random ends, known ahead or not, and keys that come back as soon as they may."""
     runner = tagged("cpu-capture", lowering=lowering)
     for seed in range(12):

@@ -180,7 +180,7 @@ def test_runners_have_names_of_their_own_in_a_pool() -> None:
     assert any(one.touches(other) for one, other in itertools.product(*places.values()))
 
 
-def test_record_of_the_backend_decides(backend: Backend) -> None:
+def test_the_record_of_the_backend_decides_what_is_shared(backend: Backend) -> None:
     """Where a backend pools no inputs nothing is shared unless one is told to; where it does, one may decline."""
     for sharing in (None, False):
         pool = InputPool(*PHASES)

@@ -65,7 +65,7 @@ STRUCTURES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], type]] 
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_live_rows_of_a_structure(cpu: str, kind: str) -> None:
+def test_each_tensor_has_its_live_rows(cpu: str, kind: str) -> None:
     """Each tensor comes with its live rows, on every path; a caller's change of the structure is gone at the next."""
     make, wanted = STRUCTURES[kind]
     runner = runner_of(lambda view: make(view.ids * 2, view.lens[:, None] + 1), cpu)
@@ -84,7 +84,7 @@ def test_live_rows_of_a_structure(cpu: str, kind: str) -> None:
             outputs.clear()
 
 
-def test_whole_outputs(cpu: str) -> None:
+def test_whole_outputs_have_padded_rows(cpu: str) -> None:
     """With None, outputs come whole: padded rows, shapes that follow no axis, and numbers without a dim."""
     runner = runner_of(lambda view: (view.ids * 2, view.lens.sum(), view.ids[:2]), cpu, output_rows=None)
     batch = batch_for(TokenInputs, {BATCH: 3, TOKENS: 3}, 3)
@@ -94,7 +94,7 @@ def test_whole_outputs(cpu: str) -> None:
     assert torch.equal(two, batch["ids"][:2])
 
 
-def test_shape_that_the_caller_changes(cpu: str) -> None:
+def test_a_caller_may_change_the_shape_of_an_output(cpu: str) -> None:
     """Each replay gives its own numbers; a tensor that a caller reshapes has its own shape again at the next one."""
     runner = runner_of(lambda view: view.ids * 2, cpu)
     for number in range(12):  # outputs are kept from the third on, where a graph leaves the same ones
@@ -105,7 +105,7 @@ def test_shape_that_the_caller_changes(cpu: str) -> None:
             outputs.unsqueeze_(0)
 
 
-def test_rows_follow_their_axis(cpu: str) -> None:
+def test_rows_of_outputs_follow_their_axis(cpu: str) -> None:
     """With several tokens a request, rows follow TOKENS or BATCH as it was said; what has others is refused."""
     for axis, name in ((TOKENS, "ids"), (BATCH, "lens")):
         runner = runner_of(lambda view, name=name: getattr(view, name) * 2, cpu, 3, output_rows=axis)  # type: ignore[misc]
@@ -156,7 +156,7 @@ class OutputInputs(PlainInputs):
     result: torch.Tensor = output(TOKENS, 4, dtype=torch.float32)
 
 
-def test_eager_step_into_the_same_output_slot(cpu: str) -> None:
+def test_an_eager_step_makes_the_graphs_output_stale(cpu: str) -> None:
     """An eager step that writes the output slot of the graph before makes that graph's output stale."""
     runner = decoder(
         OutputInputs, lambda view: view.result.copy_(plain_step(view)), backend=cpu, debug=True, max_waste=0.5
@@ -168,7 +168,7 @@ def test_eager_step_into_the_same_output_slot(cpu: str) -> None:
         assert_right(out.clone(), batch)
 
 
-def test_stale_view(debugged: DecodeRunner[PlainInputs]) -> None:
+def test_a_stale_output_and_its_views_are_refused(debugged: DecodeRunner[PlainInputs]) -> None:
     """An output, or any view of it, is good until the next replay; whatever reads it then is refused."""
     for view in VIEWS.values():
         batch = random_batch(4, seed=1)
@@ -186,7 +186,7 @@ def test_stale_view(debugged: DecodeRunner[PlainInputs]) -> None:
             read(out)
 
 
-def test_other_stale_outputs(cpu: str, debugged: DecodeRunner[PlainInputs]) -> None:
+def test_returned_inputs_are_stale_after_a_fill(cpu: str, debugged: DecodeRunner[PlainInputs]) -> None:
     """Inputs that a step returns are stale after a fill; other runners make nothing stale; copies live on."""
     batch, mine = random_batch(4, seed=17), torch.zeros(4, 4)
     for same in (mine.copy_(debugged(batch)), mine.add_(debugged(batch)), torch.add(mine, debugged(batch), out=mine)):
@@ -212,7 +212,9 @@ def test_other_stale_outputs(cpu: str, debugged: DecodeRunner[PlainInputs]) -> N
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_another_runner_replays_in_the_pool(cpu: str, monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
+def test_a_replay_in_the_same_pool_makes_outputs_stale(
+    cpu: str, monkeypatch: pytest.MonkeyPatch, *, shared: bool
+) -> None:
     """A replay of one runner makes another's output stale where their graphs share memory, and only there."""
     pool = torch.nn.Module()  # something that can be referred to
     monkeypatch.setattr(HostBackend, "pool", lambda _: pool if shared else torch.nn.Module())

@@ -69,7 +69,7 @@ def sample(seed: int = 0, inputs: type[Inputs] = Sampled, **said: Any) -> Sample
     return sample_batch(inputs.slotgraph, Capabilities(), LIVE, seeded(seed), **said)
 
 
-def test_where_sources_and_tensors_are() -> None:
+def test_sampled_sources_are_where_they_are_read() -> None:
     """Mappings along paths, side arguments beside the batch; on the device, or on the CPU; roles with their dtypes."""
     found = sample()
     plain = {"input_ids", "positions", "seq_lens", "unlimited_lens", "locations", "flags", "on_host", "lens", "waves"}
@@ -84,7 +84,7 @@ def test_where_sources_and_tensors_are() -> None:
 
 
 @given(seed=st.integers(0, 1 << 30))
-def test_what_slots_bear(seed: int) -> None:
+def test_sampled_values_are_what_slots_bear(seed: int) -> None:
     """Limits are kept, lengths are at least 1, locations are distinct and never 0, and other numbers are small."""
     batch = sample(seed).batch
     assert 0 <= batch["positions"].min() <= batch["positions"].max() <= LIVE[CONTEXT]
@@ -95,7 +95,9 @@ def test_what_slots_bear(seed: int) -> None:
 
 
 @given(data=st.data(), declaration=declarations(), capabilities=st.sampled_from(CAPABILITIES))
-def test_a_fill_admits_it(data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities) -> None:
+def test_a_fill_admits_every_sampled_batch(
+    data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities
+) -> None:
     """Whatever is declared, absent and live: a fill of what was drawn raises nothing, and shows it."""
     found = declaration.slotgraph.slots.items()
     slots = {n: s for n, s in found if not isinstance(s.reads(n), Call) and s.computes() is None}
@@ -116,7 +118,7 @@ def test_a_fill_admits_it(data: st.DataObject, declaration: type[Inputs], capabi
             assert value is None or tuple(value.shape) == extent(slot.shape, turn.live)
 
 
-def test_values_of_ones_own() -> None:
+def test_values_of_ones_own_are_sampled() -> None:
     """A pair of bounds, or a function; a field's value, or a function of the sizes."""
     values: Mapping[str, Any] = {
         "input_ids": (100, 101),
