@@ -1,4 +1,4 @@
-"""The command line: `slotgraph explain`, `backends`, `bench`, `check` and `replay`.
+"""The command line: `slotgraph demo`, `suggest`, `explain`, `backends`, `bench`, `check` and `replay`.
 
 It is outside of the package, which imports torch, so that help, version and completion respond at once.
 """
@@ -199,6 +199,48 @@ def bench(
         form, output = "json", data
     del data
     _do("bench", locals())
+
+
+@app.command()
+def demo(*, backend: _Backend = _AUTO) -> None:
+    """Show in seconds why inputs are declared.
+
+    A wrong number by hand, the same step declared, what a check finds, and what inputs cost here.
+
+    \b
+    Examples:
+      slotgraph demo
+      slotgraph demo --backend cuda
+    """  # noqa: D301 - as above
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
+
+    commands.demo(backend)
+
+
+@app.command()
+def suggest(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:BATCHES", help="A module or a .py file, and a list of sample batches in it, or a function."
+        ),
+    ],
+    *,
+    name: Annotated[str, typer.Option(metavar="NAME", help="The name of the class.")] = "StepInputs",
+    output: _Output = None,
+) -> None:
+    """Write a declaration to start from, for sample batches.
+
+    The batches differ in size. Sizes that move together become one axis. What samples cannot tell stays open: above all what padded rows hold.
+
+    \b
+    Examples:
+      slotgraph suggest my_engine.samples:batches
+      slotgraph suggest samples.py:make_batches --output inputs.py
+    """  # noqa: D301 - as above
+    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
+
+    commands.suggest(target, name, output)
 
 
 @app.command()

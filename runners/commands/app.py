@@ -41,7 +41,9 @@ from ..explained.pages import WIDE, Page, Shown, Table, html, printable
 from ..recording.records import RecordedFile
 from ..recording.replaying import RecordedRanks, replay_file, tables_of
 from ..serial import to_data
+from ..suggested import suggest as suggested
 from ..testing.bench import bench as measure_inputs
+from .demo import show as show_demo
 
 FAILED: Final = 1  # a check failed, or a backend cannot run; typer exits with 2 for arguments it rejects
 _NEITHER: Final = "not a subclass of slotgraph.Inputs, nor a runner"
@@ -320,6 +322,21 @@ def bench(
     with Console(stderr=True).status("measuring"):
         found = measure_inputs(named, _batches(target, batches), slots=slots, quick=quick, backend=backend, **options)
     return found, found, True
+
+
+def demo(backend: str) -> None:
+    """Show what goes wrong by hand, and what declared inputs do about it."""
+    with reported():
+        show_demo(choose(backend), Console(highlight=False))
+
+
+def suggest(target: str, name: str, output: pathlib.Path | None) -> None:
+    """Write a declaration to start from, for sample batches."""
+    with reported():
+        why = "no batches: name several, or a function without arguments that returns them"
+        source = suggested(find(target, lambda value: isinstance(value, list | tuple), why), name)
+    with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
+        typer.echo(source, file, nl=False)
 
 
 def check(

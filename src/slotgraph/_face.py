@@ -19,11 +19,12 @@ from slotgraph.runners.input_buffers import InputBuffers
 from slotgraph.runners.prefill import BreakableRunner, PrefillRunner
 from slotgraph.runners.recording.recorder import record
 from slotgraph.runners.stacked.breaks import current_view, graph_break
+from slotgraph.runners.suggested import suggest
 
 # fmt: off
 __all__ = [
     "BATCH", "CACHE_LOC", "SEQ_LEN_FILL", "TOKENS", "Axis", "BreakableRunner", "DecodeRunner", "EagerRunner",
     "InputBuffers", "Inputs", "PrefillRunner", "Step", "check", "computed", "constant", "copied", "current_view",
-    "debugged", "explain", "graph_break", "keep", "output", "record", "staged",
+    "debugged", "explain", "graph_break", "keep", "output", "record", "staged", "suggest",
 ]
 # fmt: on

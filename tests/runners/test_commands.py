@@ -425,7 +425,7 @@ import slotgraph.__main__
 from typer.testing import CliRunner
 from slotgraph_cli import app
 
-for command in ("", "explain", "backends", "bench", "check", "replay"):
+for command in ("", "demo", "suggest", "explain", "backends", "bench", "check", "replay"):
     print(CliRunner().invoke(app, [*command.split(), "--help"]).output)
 print(CliRunner().invoke(app, ["--version"]).output)
 completed = {"_SLOTGRAPH_COMPLETE": "complete_bash", "COMP_WORDS": "slotgraph ex", "COMP_CWORD": "1"}
@@ -439,7 +439,7 @@ def test_help_and_version() -> None:
     done = python("-c", HELPS)
     shown = done.stdout.splitlines()
     assert (done.stderr, max(map(len, shown)) <= 80, "..." in done.stdout.replace("ARGS]...", "")) == ("", True, False)
-    for command in ("explain", "backends", "bench", "check", "replay"):
+    for command in ("demo", "suggest", "explain", "backends", "bench", "check", "replay"):
         assert any(line.startswith(f"    slotgraph {command}") for line in shown)
     assert [name for name in CHECKS if not any(line.startswith(f"  {name} ") for line in shown)] == []
     assert {"slotgraph 0.1.0", "completed: explain", "imported: set()"} <= set(shown)
@@ -734,3 +734,35 @@ def test_wrong_options_are_refused_before_measuring(monkeypatch: pytest.MonkeyPa
         result = run("bench", option, value)
         assert result.exit_code == 2
         assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+def test_demo_shows_the_mistake_and_its_cure(backend: str) -> None:
+    """The number by hand is wrong and the declared one right; the check names the slot; three ways are timed."""
+    shown = run("demo", "--backend", backend).stdout
+    words = " ".join(shown.split())
+    assert "third request is 14; it should be 7" in words
+    assert "third request is 7." in words
+    assert "slot 'rows'" in words
+    assert re.findall(r"^  (by hand|slotgraph|no inputs) +\u2588+ \d+ us$", shown, re.MULTILINE) == [
+        "by hand",
+        "slotgraph",
+        "no inputs",
+    ]
+
+
+def test_suggest_writes_a_declaration(tmp_path: pathlib.Path) -> None:
+    """From a list in a file, or from a function; to the screen or to a file."""
+    samples = tmp_path / "some_samples.py"
+    samples.write_text(
+        "import torch\nbatches = [{'x': torch.ones(n)} for n in (2, 3)]\ndef make():\n    return batches\n"
+    )
+    shown = run("suggest", f"{samples}:batches", "--name", "Mine").stdout
+    assert "class Mine(Inputs):" in shown
+    assert "x: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=...)" in shown
+    made = tmp_path / "inputs.py"
+    assert run("suggest", f"{samples}:make", "--name", "Mine", "--output", str(made)).exit_code == 0
+    assert made.read_text(encoding="utf-8") == shown
+    refused = run("suggest", f"{samples}:torch")
+    assert refused.exit_code == 2
+    assert "no batches" in refused.stderr

@@ -1,0 +1,181 @@
+"""Suggests a declaration to start from, as Python source, from a few sample batches of an engine."""
+
+import itertools
+import keyword
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+
+from ..dataflow.errors import ConfigError
+from ..dataflow.hostdata import HOST_KINDS, tensor_of
+
+Sizes = tuple[int | None, ...]
+"""The size of one dim in each batch, None where the batch lacks the value."""
+OF_TOKENS: Final = frozenset(
+    {"input_ids", "positions", "out_cache_loc", "slot_mapping", "input_embeds", "mrope_positions"}
+)
+"""Names whose rows are tokens in the engines of the field."""
+OF_REQUESTS: Final = frozenset({"seq_lens", "req_pool_indices", "block_tables", "temperatures", "top_ps", "lora_ids"})
+"""Names whose rows are requests."""
+_MOST_TIMES: Final = 16
+"""Sizes that are at most so many times those of an axis count as following from it."""
+_HEAD: Final = """\
+# Suggested from {count} batches. Decide each pad=...: what padded rows hold, since the step runs them, too:
+# a number that does no harm, or keep("why nothing reads them")."""
+
+
+@attrs.frozen
+class Sample:
+    """The values of one name.
+
+    Attributes:
+        name: The name.
+        values: The value of each batch as a tensor, None where it is missing.
+        is_ragged: Whether its rows have different lengths; only their number is in `values`.
+        was_list: Whether a value was a list, which has no dtype.
+        was_on_host: Whether its tensors were in host memory.
+    """
+
+    name: str
+    values: Sequence[torch.Tensor | None]
+    is_ragged: bool = False
+    was_list: bool = False
+    was_on_host: bool = False
+
+    @property
+    def present(self) -> list[torch.Tensor]:
+        """The values that are there."""
+        return [value for value in self.values if value is not None]
+
+    def sizes(self) -> Iterator[Sizes]:
+        """Yield the sizes of each dim."""
+        for dim in range(self.present[0].dim()):
+            yield tuple(None if value is None else value.shape[dim] for value in self.values)
+
+
+def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
+    """Write a declaration for batches like these, as Python source to start from.
+
+    Sizes that move together become one axis. What samples cannot tell stays open: above all what padded rows hold.
+
+    Args:
+        batches: At least two, of different sizes: mappings, or objects with attributes.
+        name: The name of the class.
+
+    Raises:
+        ConfigError: No size differs between the batches.
+    """
+    rows = [one if isinstance(one, Mapping) else vars(one) for one in batches]
+    names = [key for key in dict.fromkeys(itertools.chain.from_iterable(rows)) if _is_name(key)]
+    read = {key: _sample(key, [row.get(key) for row in rows]) for key in names}
+    samples = [one for one in read.values() if one is not None]
+    axes = _axes(samples)
+    if not axes:
+        raise ConfigError("suggest: no size differs between these batches: bring some with other numbers of requests")
+    own = sorted({axis for axis in axes.values() if axis.isidentifier()} - {"BATCH", "TOKENS"})
+    used = [axis for axis in ("BATCH", "TOKENS") if any(axis in text.split() for text in axes.values())]
+    on_device = any(not value.is_cpu for one in samples for value in one.present)
+    imports = ["Axis"] if own else []
+    lines = ["import torch", f"from slotgraph import {', '.join([*used, *imports, 'Inputs', 'copied'])}", ""]
+    if len(samples) < len(names):
+        lines = ["from typing import Any", "", *lines]
+    if own:
+        lines += [*(f'{axis} = Axis("{axis}")' for axis in own), ""]
+    lines += ["", _HEAD.format(count=len(rows)), f"class {name}(Inputs):"]
+    for key, one in read.items():
+        if one is None:
+            lines.append(f"    {key}: Any  # a field, no slot: functions of computed slots may read it")
+        else:
+            lines += _declared(one, axes, on_device=on_device)
+    return "\n".join([*lines, ""])
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) and not key.startswith("_")
+
+
+def _sample(name: str, values: Sequence[Any]) -> Sample | None:
+    """Read the values of one name. Return None if they are no tensors, arrays or lists of numbers."""
+    if all(value is None for value in values) or not all(
+        isinstance(value, (type(None), torch.Tensor, *HOST_KINDS)) for value in values
+    ):
+        return None
+    was_list = any(isinstance(value, list | tuple) for value in values)
+    try:
+        made = [_tensor(value) for value in values]
+    except (TypeError, ValueError, RuntimeError):
+        if not (was_list and all(isinstance(row, list | tuple) for value in values for row in value or ())):
+            return None
+        made = [None if value is None else torch.empty(len(value), 0, dtype=torch.int64) for value in values]
+        return Sample(name, made, is_ragged=True, was_list=True)
+    dims = {value.dim() for value in made if value is not None}
+    on_host = all(value is None or (isinstance(value, torch.Tensor) and value.is_cpu) for value in values)
+    return Sample(name, made, was_list=was_list, was_on_host=on_host) if len(dims) == 1 else None
+
+
+def _tensor(value: Any) -> torch.Tensor | None:
+    """Return a value as a tensor. Numbers in lists become int64, or float32."""
+    return value if value is None or isinstance(value, torch.Tensor) else tensor_of(value, torch.int64)
+
+
+def _axes(samples: Sequence[Sample]) -> dict[tuple[str, Sizes], str]:
+    """Name each dim whose size varies, by the slot's name and the sizes: an axis, or what follows from one."""
+    found, named = dict[tuple[str, Sizes], str](), dict[str, Sizes]()
+    varying = [
+        (one, dim, sizes) for one in samples for dim, sizes in enumerate(one.sizes()) if len({*sizes} - {None}) > 1
+    ]
+    # names that are known come first, then the rows of others, then their columns; a base before what follows from it
+    varying.sort(key=lambda each: (each[0].name not in OF_TOKENS | OF_REQUESTS, each[1], sum(filter(None, each[2]))))
+    for one, dim, sizes in varying:
+        text = next((text for axis, known in sorted(named.items()) if (text := _follows(sizes, axis, known))), None)
+        if one.name in OF_TOKENS and text in {None, "BATCH"}:
+            text = "TOKENS"
+        elif one.name in OF_REQUESTS and dim == 0 and text in {None, "TOKENS"}:
+            text = "BATCH"
+        elif text is None:
+            text = f"{one.name.upper()}_SIZE" if "BATCH" in named else "BATCH"
+        if text.isidentifier():
+            named.setdefault(text, sizes)
+        found[one.name, sizes] = text
+    return found
+
+
+def _follows(sizes: Sizes, axis: str, known: Sizes) -> str | None:
+    """Return how sizes follow from those of an axis, as source, or None if they do not."""
+    pairs = [(size, base) for size, base in zip(sizes, known, strict=True) if size is not None and base]
+    if len({base for _, base in pairs}) < 2:  # noqa: PLR2004 - one pair fits anything
+        return None
+    if all(size == base + 1 for size, base in pairs):
+        return f"{axis} + 1"
+    times = {size / base for size, base in pairs}
+    if len(times) > 1 or not (ratio := times.pop()).is_integer() or ratio > _MOST_TIMES:
+        return None
+    return axis if ratio == 1 else f"{axis} * {int(ratio)}"
+
+
+def _declared(one: Sample, axes: Mapping[tuple[str, Sizes], str], *, on_device: bool) -> Iterator[str]:
+    """Yield the lines that declare a slot: a comment on what is open, and the declaration."""
+    first = one.present[0]
+    shape = [axes.get((one.name, sizes)) or str(first.shape[dim]) for dim, sizes in enumerate(one.sizes())]
+    notes = list[str]()
+    if one.is_ragged:
+        shape[1] = "..."
+        notes.append("its rows have different lengths: pad them, and put the longest length in place of the second ...")
+    elif one.was_list:
+        notes.append("it came in lists, which have no dtype: say the one that the step reads")
+    if len({value.dtype for value in one.present}) > 1:
+        notes.append(f"its dtype varies: {', '.join(sorted({str(value.dtype) for value in one.present}))}")
+    if one.was_on_host and on_device:
+        notes.append("it was on the host: add placement='host' if the step reads it there")
+    is_padded = any((one.name, sizes) in axes for sizes in one.sizes())
+    if not is_padded and not one.is_ragged and all(torch.equal(value, first) for value in one.present):
+        notes.append("it is the same in all batches: constant(...) sets such a slot once")
+    options = [
+        f"dtype={first.dtype}",
+        *["pad=..."] * is_padded,
+        *["default=None"] * (len(one.present) < len(one.values)),
+    ]
+    yield from (f"    # {note}" for note in notes if note)
+    yield f"    {one.name}: torch.Tensor = copied({', '.join([*shape, *options])})"
