@@ -108,7 +108,9 @@ def _sample(name: str, values: Sequence[Any]) -> Sample | None:
     except (TypeError, ValueError, RuntimeError):
         if not (was_list and all(isinstance(row, list | tuple) for value in values for row in value or ())):
             return None
-        made = [None if value is None else torch.empty(len(value), 0, dtype=torch.int64) for value in values]
+        made = [
+            None if value is None else torch.empty(len(value), 0, dtype=torch.int64, device="cpu") for value in values
+        ]
         return Sample(name, made, is_ragged=True, was_list=True)
     dims = {value.dim() for value in made if value is not None}
     on_host = all(value is None or (isinstance(value, torch.Tensor) and value.is_cpu) for value in values)

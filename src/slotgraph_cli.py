@@ -231,7 +231,8 @@ def suggest(
 ) -> None:
     """Write a declaration to start from, for sample batches.
 
-    The batches differ in size. Sizes that move together become one axis. What samples cannot tell stays open: above all what padded rows hold.
+    The batches differ in size, and sizes that move together become one axis. What
+    samples cannot tell stays open: above all what padded rows hold.
 
     \b
     Examples:

@@ -30,6 +30,7 @@ BAR = 34
 """Columns of the longest bar."""
 LIVE = 200
 """Live rows of the step that is timed."""
+THOUGHT = "no one reads padded rows"
 BY_HAND = """\
   ids[:n].copy_(batch.ids)
   rows[:n].copy_(batch.rows)  # rows behind n keep what the last step left,
@@ -48,10 +49,10 @@ class Summed(Inputs):
 
 
 class Forgetful(Inputs):
-    """The same, by somebody who thinks that no one reads a padded row."""
+    """The same, by somebody who thinks that no one reads a padded row. Checks may put there what live rows can have."""
 
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, poison=())
-    rows: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep("no one reads padded rows"))
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep(THOUGHT), poison=(1, 99))
+    rows: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep(THOUGHT), poison=(1, ROWS - 1))
 
 
 def sum_into(sums: torch.Tensor) -> Callable[[Any], torch.Tensor]:
@@ -72,8 +73,8 @@ def run_by_hand(backend: Backend) -> list[int]:
         backend.synchronize()
         graph = backend.capture(step)
     for ids, rows in STEPS:
-        view.ids[: len(ids)].copy_(torch.tensor(ids))
-        view.rows[: len(rows)].copy_(torch.tensor(rows))
+        view.ids[: len(ids)].copy_(torch.tensor(ids, device="cpu"))
+        view.rows[: len(rows)].copy_(torch.tensor(rows, device="cpu"))
         graph.replay()
     return sums.tolist()
 
@@ -127,7 +128,7 @@ def show(backend: Backend, console: Console) -> None:
     say(DECLARED, "cyan")
     say(f"The sum of the third request is [bold green]{run_declared(backend)[3]}[/bold green].")
     console.print("\n[bold]3. A check finds the mistake before anybody is served[/bold]")
-    say('Somebody says pad=keep("no one reads padded rows"). slotgraph.check(runner) puts other values there:')
+    say(f'Somebody says pad=keep("{THOUGHT}"). slotgraph.check(runner) puts other values there:')
     say(escape(finding(backend)), "yellow")
     console.print(f"\n[bold]4. What the inputs of a decode step cost: 12 slots, {LIVE} of 256 rows[/bold]")
     found = costs(backend)

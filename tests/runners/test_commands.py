@@ -743,7 +743,7 @@ def test_demo_shows_the_mistake_and_its_cure(backend: str) -> None:
     words = " ".join(shown.split())
     assert "third request is 14; it should be 7" in words
     assert "third request is 7." in words
-    assert "slot 'rows'" in words
+    assert "the tail of slot 'ids'" in words
     assert re.findall(r"^  (by hand|slotgraph|no inputs) +\u2588+ \d+ us$", shown, re.MULTILINE) == [
         "by hand",
         "slotgraph",
