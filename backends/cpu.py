@@ -68,7 +68,7 @@ _DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch
 
 
 # torch.library.custom_op would import the compiler, which takes seconds.
-_LIBRARY: Final[Any] = torch.library.Library("slotgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Final[Any] = torch.library.Library("slotgraph", "FRAGMENT")
 _LIBRARY.define("fill_lanes(Tensor(b!) table, Tensor packet, Tensor(a!)[] targets) -> ()")
 _LIBRARY.define("edit_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
 

@@ -139,7 +139,7 @@ class Storages:
             refuse_operator("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
         found = self._found.get(key)
         if found is not None and found.before is None:
-            found.before = found.storage.clone()  # type: ignore[no-untyped-call]
+            found.before = found.storage.clone()
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Record a tensor that an operator returned, and return whether its storage is new."""

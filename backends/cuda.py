@@ -171,10 +171,10 @@ def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, to
 
     Handle 0 is the default stream's. An external stream of that handle would be one from torch's pool.
     """
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     if handle == 0:
         return torch.cuda.default_stream(device), event
-    return torch.cuda.ExternalStream(handle, device), event  # type: ignore[no-untyped-call]
+    return torch.cuda.ExternalStream(handle, device), event
 
 
 def _liveness() -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _no_device() -> str:
 def _driver_says() -> str:
     """Return torch's message when it is made to initialize CUDA."""
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return first_line(error)
     return "the driver started, and has none"

@@ -110,7 +110,7 @@ def _compiler() -> Any:
     return importlib.import_module("torch._dynamo.eval_frame")  # another thread may be about to import it
 
 
-class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call]  # torch's own hook
+class OperatorWatch(TorchDispatchMode, abc.ABC):
     """Intercepts each operator that a thread runs. Tensor subclasses decompose themselves first."""
 
     supports_higher_order_operators = True  # torch would refuse them without a way out

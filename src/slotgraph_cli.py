@@ -136,7 +136,7 @@ def explain(
       slotgraph explain inputs.py:DecodeInputs --size batch=37/48
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
       slotgraph explain engine.py:make --capture --format html --output page.html
-    """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
+    """
     _do("explain", locals())
 
 
@@ -148,7 +148,7 @@ def backends(*, form: _Form = "table", output: _Output = None) -> None:
     Examples:
       slotgraph backends
       slotgraph backends --format json
-    """  # noqa: D301 - as above
+    """
     _do("backends", locals())
 
 
@@ -194,7 +194,7 @@ def bench(
       slotgraph bench engine.py:make_runner --batches make_batch
       slotgraph bench inputs.py:DecodeInputs --size batch=512 --backend cuda
       slotgraph bench --format html --output figures.html
-    """  # noqa: D301 - as above
+    """
     if data:
         form, output = "json", data
     del data
@@ -211,7 +211,7 @@ def demo(*, backend: _Backend = _AUTO) -> None:
     Examples:
       slotgraph demo
       slotgraph demo --backend cuda
-    """  # noqa: D301 - as above
+    """
     from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
 
     commands.demo(backend)
@@ -238,7 +238,7 @@ def suggest(
     Examples:
       slotgraph suggest my_engine.samples:batches
       slotgraph suggest samples.py:make_batches --output inputs.py
-    """  # noqa: D301 - as above
+    """
     from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
 
     commands.suggest(target, name, output)
@@ -284,7 +284,7 @@ def check(
       slotgraph check my_engine.runners:decode
       slotgraph check engine.py:make --batches make_batch --only poison
       slotgraph check engine.py:make --rounds 8 --seed 3 --format json
-    """  # noqa: D301 - as above
+    """
     _do("check", locals())
 
 
@@ -308,5 +308,5 @@ def replay(
       slotgraph replay last.safetensors
       slotgraph replay last.safetensors my_engine.runners:decode
       slotgraph replay last.safetensors engine.py:make --step 41 --format json
-    """  # noqa: D301 - as above
+    """
     _do("replay", locals())

@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class Operators(TorchDispatchMode):
     """Lists the operators that run, by name."""
 
     def __init__(self) -> None:

@@ -17,6 +17,6 @@ def python(
     own = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTGRAPH_", "PYTEST_"))}
     found = os.pathsep.join(map(str, filter(None, sys.path if paths is None else paths)))
     given = {**own, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", "PYTHONPATH": found, **env}
-    return subprocess.run(  # noqa: S603 - this interpreter and this project's own programs
+    return subprocess.run(
         [sys.executable, *words], env=given, capture_output=True, encoding="utf-8", check=False, timeout=600, **options
     )

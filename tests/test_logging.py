@@ -92,7 +92,7 @@ def test_standard_output_is_the_programs_alone(name: str, tmp_path: Path) -> Non
     reader, writer = pty.openpty() if name == "terminal" else os.pipe()
     errors, given = b"", {**os.environ, "TERM": "xterm", "FORCE_COLOR": "1"}  # which makes no terminal of a pipe
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=writer) as child:  # noqa: S603 - ours
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=writer) as child:
         os.close(writer)
         with contextlib.suppress(OSError):  # which is how a terminal ends
             while part := os.read(reader, 4096):

@@ -336,7 +336,7 @@ def _random_kept(backend: Backend) -> Iterator[None]:
 
 def draw_on(backend: Backend) -> None:
     """Draw a few random numbers, so that the next draw gives others."""
-    random.random()  # noqa: S311 - a step may draw by it
+    random.random()
     np.random.rand()  # noqa: NPY002 - as above
     for device in {torch.device("cpu"), backend.device}:
         torch.rand((), device=device)
@@ -369,7 +369,7 @@ class Holding:
     @property
     def is_freed(self) -> bool:
         """Whether nothing refers to its memory any more."""
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call] # torch's own
+        return bool(self.storage.expired())
 
     def moved(self, step: Callable[..., Any] | None) -> torch.Tensor | None:
         """Return the tensor that the step now reaches in its place, if it has other memory. Else return None."""
@@ -400,7 +400,7 @@ class Holdings:
         for name, leads, tensor in reached(self._step):
             if address := _address(tensor):
                 storage = tensor.untyped_storage()
-                kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
+                kept_by_others = StorageWeakRef(storage)
                 place, text = _place(storage), text_of(tensor)
                 self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 

@@ -75,7 +75,7 @@ def rows_runner(backend: CudaBackend) -> DecodeRunner[Rows]:
 
 def sleep(cycles: int) -> None:
     """Keep the current stream busy."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(cycles)
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_runners_take_turns(cuda: CudaBackend) -> None:
         return scratch.sum(1)
 
     runners = [DecodeRunner(Rows, step, buckets=[2], backend=cuda) for _ in range(2)]
-    streams = [torch.cuda.Stream(cuda.device) for _ in runners]  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream(cuda.device) for _ in runners]
     for runner in runners:
         runner.capture()
     batches = [rows_batch(cuda, 2, seed) for seed in range(8)]

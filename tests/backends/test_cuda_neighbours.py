@@ -94,7 +94,7 @@ def compiled_model() -> Callable[[], torch.Tensor]:
     rows = torch.randn(16, WIDE, device="cuda", dtype=torch.bfloat16)
 
     def call() -> torch.Tensor:
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        torch.compiler.cudagraph_mark_step_begin()
         out: torch.Tensor = fast(rows)
         return out.clone()
 
@@ -138,7 +138,7 @@ def test_steps_are_right_beside_graphs_of_torch_compile(kind: str, order: str) -
     """1,000 steps in turn with a model under `torch.compile(mode="reduce-overhead")`, with caches cleared between."""
     paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "tests.backends.test_cuda_neighbours", kind, order]
-    done = subprocess.run(  # noqa: S603 - this file
+    done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -147,5 +147,5 @@ def test_steps_are_right_beside_graphs_of_torch_compile(kind: str, order: str) -
 
 if __name__ == "__main__":
     if torch.cuda.is_available():
-        SIDE = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        SIDE = torch.cuda.Stream()
     main(*sys.argv[1:])

@@ -85,7 +85,7 @@ class Place:
         """A new stream that waits for all that was done so far; None where there is none."""
         if not self.has_streams:
             return None
-        stream = torch.cuda.Stream(self.backend.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.backend.device)
         stream.wait_stream(torch.cuda.current_stream(self.backend.device))
         return stream
 
@@ -98,7 +98,7 @@ class Place:
 
     def busy(self, cycles: int = LONG) -> None:
         if self.has_streams:
-            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(cycles)
 
     def runner(self, kind: type[Flow], lowering: str, **options: Any) -> DecodeRunner[Any]:
         return DecodeRunner(kind, flow_step, buckets=BUCKETS, backend=self.backend, lowering=lowering, **options)

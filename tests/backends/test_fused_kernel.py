@@ -75,7 +75,7 @@ def on_device() -> Way:
     module = importlib.import_module(KERNEL)
     device = torch.device("cuda", torch.cuda.current_device())
     exact = torch.cuda.get_device_capability(device) >= (8, 0)  # before, torch rounds to bfloat16 in code of its own
-    run: Run = lambda table, packet, _buffers, _sources, block: by_triton(module, table, packet, block)  # noqa: E731
+    run: Run = lambda table, packet, _buffers, _sources, block: by_triton(module, table, packet, block)
     return Way(device, (8, 64, module.BLOCK), exact=exact, run=run)
 
 

@@ -118,16 +118,16 @@ def test_packed_uploads_need_an_upload() -> None:
 
 VERBS: dict[str, list[tuple[Callable[..., Any], str]]] = {
     "capture": [
-        (lambda self, step, pool=None, error_mode=None: None, "'parameters'"),  # noqa: ARG005 - shapes of functions
-        (lambda self, step, *, pool, parameters: None, "'error_mode'"),  # noqa: ARG005
-        (lambda self: None, "too many positional"),  # noqa: ARG005
-        (lambda self, step, other, **_: None, "'other'"),  # noqa: ARG005
+        (lambda self, step, pool=None, error_mode=None: None, "'parameters'"),
+        (lambda self, step, *, pool, parameters: None, "'error_mode'"),
+        (lambda self: None, "too many positional"),
+        (lambda self, step, other, **_: None, "'other'"),
     ],
-    "empty": [(lambda self, shape, dtype: None, "too many positional")],  # noqa: ARG005
-    "upload": [(lambda self: None, "too many positional")],  # noqa: ARG005
-    "interrupt": [(lambda self: None, "too many positional"), (lambda self, *, run: None, "")],  # noqa: ARG005
-    "order": [(lambda self, first: None, "too many positional")],  # noqa: ARG005
-    "pool": [(lambda self, handle: None, "'handle'")],  # noqa: ARG005
+    "empty": [(lambda self, shape, dtype: None, "too many positional")],
+    "upload": [(lambda self: None, "too many positional")],
+    "interrupt": [(lambda self: None, "too many positional"), (lambda self, *, run: None, "")],
+    "order": [(lambda self, first: None, "too many positional")],
+    "pool": [(lambda self, handle: None, "'handle'")],
 }
 
 

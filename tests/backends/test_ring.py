@@ -26,7 +26,7 @@ HERE = torch.device("cpu")
 
 def chance(seed: int) -> random.Random:
     """What random steps are drawn from."""
-    return random.Random(seed)  # noqa: S311 - data for a test
+    return random.Random(seed)
 
 
 class Source:
@@ -243,7 +243,7 @@ def test_each_packet_arrives_whole(*, inference: bool) -> None:
 
 
 @pytest.mark.parametrize("capturing", [None, False, True])
-def test_the_end_of_a_ring_waits_unless_that_breaks_a_capture(capturing: bool | None) -> None:  # noqa: FBT001 - a parameter
+def test_the_end_of_a_ring_waits_unless_that_breaks_a_capture(capturing: bool | None) -> None:
     """A device is waited for, unless that would break off a capture; not every one has captures to ask for."""
     waited = list[torch.device]()
     module = SimpleNamespace(synchronize=waited.append)

@@ -178,7 +178,7 @@ def _absent(made: Callable[..., Habit]) -> Iterator[Habit]:
 
 def _sized(made: Callable[..., Habit]) -> Iterator[Habit]:
     sizes = list(range(1, _MOST))
-    random.Random(0).shuffle(sizes)  # noqa: S311 - a seeded walk, no secret
+    random.Random(0).shuffle(sizes)
     never = made("sizes that never repeat", padded=_MOST, sizes=sizes)
     whole = vars(never.draw(_MOST, 0))
 

@@ -112,7 +112,7 @@ def race_steps(title: str, steps: Steps, backend: Backend, rounds: int, each: in
 
 def capture_by_hand(steps: Steps, device: torch.device, buckets: Sequence[int]) -> object:
     """All buckets in a plain loop: one pool, one stream, and a warm-up before each, the largest first."""
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     kept: list[object] = []
     for rows in sorted(buckets, reverse=True):
         wide, narrow = (torch.zeros(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))

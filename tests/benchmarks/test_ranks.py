@@ -80,7 +80,7 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
         given = Ranks(equal=way == WAYS[0])
         runner = decoder(Tokens, model, buckets=[BUCKET], backend=backend, ranks=given)
 
-        def step(number: int, runner: Any = runner, ahead: bool = way == WAYS[2]) -> None:  # noqa: FBT001 - bound here
+        def step(number: int, runner: Any = runner, ahead: bool = way == WAYS[2]) -> None:
             outputs = runner(batches[number])
             if ahead:
                 runner.agree_ahead(batches[(number + 1) % len(batches)])

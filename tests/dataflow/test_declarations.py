@@ -473,7 +473,7 @@ def test_factories_that_take_the_object_are_refused() -> None:
     """What needs an object of the class cannot be made for a mapping."""
     for value in (
         attrs.field(default=attrs.Factory(lambda self: self.ids, takes_self=True)),
-        attrs.field(default=1, converter=attrs.Converter(lambda value, self: value, takes_self=True)),  # noqa: ARG005
+        attrs.field(default=1, converter=attrs.Converter(lambda value, self: value, takes_self=True)),
     ):
         [fault] = refused(declared, annotated={"options": object}, options=value)
         assert "field 'options': its " in fault

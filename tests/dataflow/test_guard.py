@@ -86,7 +86,7 @@ def test_guards_of_another_torch_are_not_trusted(how: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_one_tensor_at_several_places_passes_there_alone(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a case
+def test_one_tensor_at_several_places_passes_there_alone(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes at the same places again, whichever tensor that is; two of the same kind there do not."""
     monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRUSTED", trusted)
     one, other, third = (noise((5, 3), torch.float32, seed) for seed in (4, 5, 6))

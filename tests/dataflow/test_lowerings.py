@@ -262,7 +262,7 @@ def test_steps_in_flight_leave_what_the_oracle_leaves(
     made = st.builds(Turn, rounds(declaration, world.capacity), st.sampled_from(WAYS_IN_FLIGHT), kinds)
     drawn = data.draw(st.lists(made, min_size=1))
     if backend.device.type == "cuda":
-        torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(BUSY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "LARGE_BYTES", data.draw(st.sampled_from([LARGE_BYTES, LARGE_BYTES, 1, 64])))
         found = [(turn, world.play(turn, in_flight=True)) for turn in drawn]

@@ -131,7 +131,7 @@ class Written(Slot):
 def test_a_kind_that_the_step_writes_passes_as_an_output_slot() -> None:
     """Who writes a slot is what it says, not what class it is of: it goes through each check as an output slot does."""
     fields: dict[str, Any] = {**IDS, "made": slot(Written(shape=BATCH, dtype=torch.int64), init=False)}
-    step: Any = lambda view: torch.add(view.ids, 1, out=view.made)  # noqa: E731 - of one line
+    step: Any = lambda view: torch.add(view.ids, 1, out=view.made)
     runner = decoder(declaration_of(fields), step, buckets=[4], backend="cpu-capture", progress=False)
     assert runner({"ids": torch.tensor([7, 8])}).tolist() == [8, 9]
     assert slotgraph.check(runner, progress=False).findings == ()

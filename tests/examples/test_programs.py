@@ -228,7 +228,7 @@ def test_a_table_that_no_one_keeps_up_spoils_the_slow_path(
 
 @pytest.mark.parametrize("arenas", [True, False])
 @pytest.mark.parametrize("batch", [8, 512])
-def test_shared_memory_is_little_more_than_must_hold_at_once(batch: int, arenas: bool) -> None:  # noqa: FBT001
+def test_shared_memory_is_little_more_than_must_hold_at_once(batch: int, arenas: bool) -> None:
     """Within a tenth of the peak of live bytes, and hardly more than one memory for each name, right or not."""
     scale = module("cycles.members").Scale(batch=batch)
     found = {one.cycle: one for one in module("cycles.program").figures(scale, Capabilities(arenas=arenas))}

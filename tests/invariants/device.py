@@ -134,7 +134,7 @@ class Device(HostBackend):
         return Point(stream, stream.handed, tells)
 
     def synchronize(self) -> None:
-        self._drain(random.Random(0))  # noqa: S311 - data for a test
+        self._drain(random.Random(0))
 
     def bytes_now(self) -> list[bytes]:
         return [one.view(-1).view(torch.uint8).numpy().tobytes() for one in self.buffers]
@@ -164,7 +164,7 @@ class Device(HostBackend):
         try:
             with _Later(self):
                 yield
-            self._drain(draw or random.Random(0))  # noqa: S311 - data for a test
+            self._drain(draw or random.Random(0))
         finally:
             self.is_late = False
 
@@ -174,7 +174,7 @@ class Device(HostBackend):
         return any(one.data_ptr() <= at < one.data_ptr() + one.nbytes for one in self._host)
 
 
-class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class _Later(TorchDispatchMode):
     """Puts off what writes the device's tensors, and copies of them; what reads them waits for the current stream."""
 
     def __init__(self, device: Device) -> None:

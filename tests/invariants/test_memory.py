@@ -34,7 +34,7 @@ from tests.programs import python
 
 def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
     """Fills, replays, steps and refusals of runners that share memory: what was wrong, or refused without a reason."""
-    draw, found, filled = random.Random(seed), set[str](), dict[int, tuple[Any, Any]]()  # noqa: S311 - data for a test
+    draw, found, filled = random.Random(seed), set[str](), dict[int, tuple[Any, Any]]()
     last = -1
     for number in range(120):
         which, values = draw.randrange(len(runners)), drawn(draw.choice((2, 5)), number, inputs=Quick)
@@ -104,7 +104,7 @@ def read_too_late(runner: Any, backend: Backend) -> list[str]:
         try:
             one.sum()
         except StaleOutputError as error:
-            assert "generation" in str(error)  # noqa: PT017 - others may be read
+            assert "generation" in str(error)
         else:
             found.append(name)
     return found

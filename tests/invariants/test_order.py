@@ -33,7 +33,7 @@ def faults_of(kept: Kept) -> set[str]:
 
 def on_streams(device: Device, runners: list[Any], seed: int, inputs: type[Quick] = Quick) -> set[str]:
     """Steps on streams at random: sources are written just before a step, and spoilt right after it."""
-    draw, kept = random.Random(seed), Kept()  # noqa: S311 - data for a test
+    draw, kept = random.Random(seed), Kept()
     turns = [drawn(draw.randint(0, BEYOND), turn, absent=draw.random() < 0.3, inputs=inputs) for turn in range(30)]
     with device.later(draw):
         for values in turns:

@@ -43,7 +43,7 @@ SPECIAL = {"strided": ["weights"], "double": ["weights"], "gradient": ["weights"
 class Bringing:  # brings values in forms at random: new tensors, static ones, rows of slots, the last outputs
     def __init__(self, runner: Any, backend: Backend, seed: int) -> None:
         self.runner, self.backend = runner, backend
-        self.draw = random.Random(seed)  # noqa: S311 - data for a test
+        self.draw = random.Random(seed)
         self.static = on(backend, drawn(BEYOND, 0))
         self.last: Any = None
 

@@ -36,7 +36,7 @@ def after_anything(
     backend: Backend, runners: list[Any], owned: Values, seed: int, inputs: type[Quick] = Slots, *, few: bool = False
 ) -> set[str]:
     """Slots that were wrong in a step, among other acts. few: without the optional slot fills are exact, no graph's."""
-    draw, found = random.Random(seed), set[str]()  # noqa: S311 - data for a test
+    draw, found = random.Random(seed), set[str]()
     acts = ("written", "turned", *ACTS) if owned else ACTS
     for number in range(40):
         runner, rows = draw.choice(runners), draw.choice((0, 1, 3, 3, 3, 5, 6 if owned else BEYOND))

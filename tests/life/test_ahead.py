@@ -216,7 +216,7 @@ class Steps(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.alive) > 1)
     @rule(data=st.data(), now=st.booleans())
-    def leave(self, data: st.DataObject, now: bool) -> None:  # noqa: FBT001 - drawn
+    def leave(self, data: st.DataObject, now: bool) -> None:
         assert self.step is not None
         some = st.lists(st.sampled_from(sorted(self.alive)), unique=True, max_size=len(self.alive) - 1)
         keys = data.draw(some)
@@ -227,7 +227,7 @@ class Steps(RuleBasedStateMachine):
         self.note(lambda model: [model.pop(key, None) for key in keys])
 
     @rule(rows=st.lists(rows_of_requests, min_size=1, max_size=6), lists=st.booleans())
-    def join(self, rows: list[Row], lists: bool) -> None:  # noqa: FBT001 - drawn
+    def join(self, rows: list[Row], lists: bool) -> None:
         assert self.step is not None
         again = [key for key, lands in self.gone.items() if lands <= self.step.number]  # of which no row is to come
         keys = [*again, *self.new_keys(len(rows))][: len(rows)]
@@ -243,7 +243,7 @@ class Steps(RuleBasedStateMachine):
         self.note(lambda model: model.update((key, copy.deepcopy(row)) for key, row in zip(keys, rows, strict=True)))
 
     @rule(data=st.data(), lists=st.booleans())
-    def edit(self, data: st.DataObject, lists: bool) -> None:  # noqa: FBT001 - drawn
+    def edit(self, data: st.DataObject, lists: bool) -> None:
         assert self.step is not None
         keys = data.draw(st.lists(st.sampled_from(sorted(self.alive)), unique=True, min_size=1))
         rows = data.draw(st.lists(rows_of_requests, min_size=len(keys), max_size=len(keys)))

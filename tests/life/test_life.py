@@ -147,7 +147,7 @@ class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Pytho
 
     @precondition(lambda self: self.is_captured)
     @rule(drawn=sized, split=st.booleans())
-    def run(self, drawn: Any, split: bool) -> None:  # noqa: FBT001 - drawn
+    def run(self, drawn: Any, split: bool) -> None:
         """A step, at once or by halves: the outputs are what its view must hold, and it goes where plain rules say."""
         (batch, side), given = self.drawn(drawn)
         if split and self.fills(drawn):
@@ -307,7 +307,7 @@ class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Pytho
 
     @precondition(lambda self: self.is_captured)
     @rule(buckets=st.sampled_from(BUCKETS), lazy=st.booleans(), data=st.data())
-    def replace(self, buckets: tuple[int, ...], lazy: bool, data: st.DataObject) -> None:  # noqa: FBT001 - drawn
+    def replace(self, buckets: tuple[int, ...], lazy: bool, data: st.DataObject) -> None:
         """A new runner over the memory of the old one, which goes: the way to capture again."""
         slots = self.inputs.slotgraph.slots
         capacity, fits = self.padded(max(buckets)), max(buckets) <= max(self.buckets)

@@ -146,7 +146,7 @@ def test_threads_without_a_lock_are_refused_or_served(backend: Backend, name: st
             try:
                 world.runner(world.batch(world.sizes[turn % len(world.sizes)], 10 * turn + index))
             except ReplayError as error:
-                assert BUSY in str(error)  # noqa: PT017 - any other is a fault
+                assert BUSY in str(error)
                 refused[index] += 1
 
         return act
@@ -186,7 +186,7 @@ def test_a_view_may_be_replayed_by_another_thread(world: World) -> None:
 def pausing(kind: str, backend: Backend, pause: Pause, **options: Any) -> Any:
     """A runner that is not captured, whose step pauses."""
     if kind == "decode":
-        step = lambda view: (pause(), everything(view))[1]  # noqa: E731 - of one line
+        step = lambda view: (pause(), everything(view))[1]
         return runner_of(backend, "auto", Quick, captured=False, buckets=BUCKETS, step=step, **options)
     model = prefilled.Model().to(backend.device)
     model.register_forward_pre_hook(lambda *_: pause() * 0 or None)

@@ -217,7 +217,7 @@ def interrupt(world: World, act: Act, size: int, at: int, error: type[BaseExcept
     try:
         outputs = runner.replay(view)
     except ReplayError as refused:
-        assert "was not filled last" in str(refused)  # noqa: PT017 - it may as well be right
+        assert "was not filled last" in str(refused)
     else:
         world.assert_right(outputs, prior)
     world.assert_well()

@@ -106,7 +106,7 @@ def test_only_the_role_is_converted(backend: NpuBackend) -> None:
         assert runner.replay(view).tolist() == (batch["input_ids"] + batch["positions"]).tolist()
 
 
-class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class Seen(TorchDispatchMode):
     """Notes copies from host memory to the device, and foreach calls with what is on the host among it."""
 
     def __init__(self) -> None:

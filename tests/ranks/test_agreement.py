@@ -36,7 +36,7 @@ def many_steps(rank: int, steps: int, ahead: float, over: str) -> tuple[int, int
     How many steps were right, how many went eagerly, and how many exchanges there were.
     """
     stepping.make(rank, over=over)
-    draw, right, eager = random.Random(3), 0, 0  # noqa: S311 - sizes, no secrets
+    draw, right, eager = random.Random(3), 0, 0
     before = Kept.runner.stats()["ranks"]["exchanges"]
     for seed in range(steps):
         rows = [draw.choice([0, draw.randint(1, 8), draw.randint(1, 8), draw.randint(1, 9)]) for _ in range(4)]

@@ -89,7 +89,7 @@ def checked(rank: int, backend: str, fault: str, guilty: int, options: dict[str,
     runner = runner_of(model, backend, equal=options.pop("equal", False))
     change(model, model.fault)
     if options.pop("given", False):  # other rows by rank, in the same buckets
-        draw = random.Random(rank)  # noqa: S311 - sizes, no secrets
+        draw = random.Random(rank)
         rows = [draw.randint(bucket // 2 + 1, bucket) for bucket in (8, 4, 8, 2, 4)]
         options["batches"] = [batch_of(count, 17 * rank + seed) for seed, count in enumerate([*rows, 9])]
     before = model.cache.clone()
@@ -139,7 +139,7 @@ def test_a_sound_prefill_has_no_finding(two: Processes, kind: str) -> None:
 
 def planted(rank: int, mode: str, fault: str, guilty: int) -> list[str]:
     """A bug of one rank alone: what is raised in random steps under a debug mode."""
-    model, draw = Model(fault, guilty), random.Random(4)  # noqa: S311 - sizes, no secrets
+    model, draw = Model(fault, guilty), random.Random(4)
     runner = runner_of(model, "cpu-capture")
     change(model, model.fault)
     with debugged(runner, mode):
@@ -306,7 +306,7 @@ def debugging(rank: int, mode: str, backend: str, steps: int) -> int:
     model, right = Model(), 0
     runner = runner_of(model, backend, debug=mode)
     model.cache.zero_()  # of what captures ran
-    draw, cache = random.Random(3), torch.zeros(16)  # noqa: S311 - sizes, no secrets
+    draw, cache = random.Random(3), torch.zeros(16)
     for seed in range(steps):
         rows = [draw.choice([0, 1, 2, 3, 5, 7, 8, 9]) for _ in range(2)]
         both = [batch_of(count, seed + 31 * other) for other, count in enumerate(rows)]

@@ -157,7 +157,7 @@ def scheduled(rank: int, world: World, steps: int) -> tuple[list[Any], dict[str,
     """So many steps of random sizes, the same for all who draw them: what was wrong here, and what there was."""
     one = Rank(world, rank, world.runner(Extended if world.kind == "extend" else Shared, gathering(world.shards)))
     ranks: Ranks = one.runner.stage.declaration.ranks
-    draw, before = random.Random(5), ranks.exchanges  # noqa: S311 - sizes, no secrets
+    draw, before = random.Random(5), ranks.exchanges
     for seed in range(steps):
         one.play(world.drawn(draw), seed, ahead=draw.random() < 0.3)
     return one.wrong, {**one.steps, "exchanged": ranks.exchanges - before}

@@ -87,7 +87,7 @@ def data_parallel(rank: int, steps: int) -> list[tuple[bool, str, int | None, in
         return own, gathered.expand(own.shape[0], -1), view.global_num_tokens.expand(own.shape[0], -1)
 
     runner = runner_on(soon(), step, Gathered, sizes={DP: 2}, backend="cuda")
-    draw = random.Random(5)  # noqa: S311 - sizes, no secrets
+    draw = random.Random(5)
     found: list[tuple[bool, str, int | None, int]] = []
     for seed in range(steps):
         rows = [draw.choice([0, draw.randint(1, 8), draw.randint(1, 8)]) for _ in range(2)]
@@ -129,7 +129,7 @@ def reduced(view: Counted) -> torch.Tensor:
     return out
 
 
-def replays(rank: int, equal: bool) -> str:  # noqa: FBT001 - sent as it is
+def replays(rank: int, equal: bool) -> str:
     """Steps of two ranks, before one of which rank 1 is killed; what rank 0 is told."""
     runner, batch = runner_on(soon(equal=equal, timeout=4.0), reduced, backend="cuda"), batch_of(3, 3, rank)
     for _ in range(5):
@@ -152,7 +152,7 @@ def replays(rank: int, equal: bool) -> str:  # noqa: FBT001 - sent as it is
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_rank_killed_between_steps_is_named(tmp_path: pathlib.Path, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_rank_killed_between_steps_is_named(tmp_path: pathlib.Path, equal: bool) -> None:
     """The one that is left gets its name in time, and its device is free again."""
     with ranks(2, tmp_path, backend=BOTH) as made:
         first, second = made.outcomes(replays, equal)
@@ -162,7 +162,7 @@ def test_a_rank_killed_between_steps_is_named(tmp_path: pathlib.Path, equal: boo
     assert "RankError: the end of a step on the device: rank 1 did not come within 4 s" in first.value
 
 
-def captures(rank: int, stalls: bool) -> str:  # noqa: FBT001 - sent as it is
+def captures(rank: int, stalls: bool) -> str:
     """A capture of two ranks, in the second bucket of which rank 1 is killed, or does something else for long."""
     seen: list[int] = []
 
@@ -179,7 +179,7 @@ def captures(rank: int, stalls: bool) -> str:  # noqa: FBT001 - sent as it is
 
 
 @pytest.mark.parametrize("stalls", [False, True], ids=["killed", "stalled"])
-def test_a_rank_lost_in_a_warm_up_is_named(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_rank_lost_in_a_warm_up_is_named(tmp_path: pathlib.Path, stalls: bool) -> None:
     """The other one's device waits for its part of a sum, and its capture ends with its name."""
     with ranks(2, tmp_path, backend=BOTH) as made:
         first = made.outcomes(captures, stalls)[0]

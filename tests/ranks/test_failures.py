@@ -149,7 +149,7 @@ def test_a_bucket_that_one_cannot_capture_is_left_out_by_all(two: Processes) -> 
     assert "no room for this one" in second[1][4]
 
 
-def lost(rank: int, stalls: bool, over: str) -> list[str]:  # noqa: FBT001 - sent as it is
+def lost(rank: int, stalls: bool, over: str) -> list[str]:
     """Rank 2 stops after some steps, for good or for long; what the others are told in two steps."""
     stepping.make(rank, over=over)
     for number in range(5):
@@ -164,7 +164,7 @@ def lost(rank: int, stalls: bool, over: str) -> list[str]:  # noqa: FBT001 - sen
 
 
 @pytest.mark.parametrize(("stalls", "over"), [(False, OVER[0]), (True, OVER[0]), (False, "gloo")])
-def test_a_lost_rank_is_named(tmp_path: pathlib.Path, stalls: bool, over: str) -> None:  # noqa: FBT001 - a parameter
+def test_a_lost_rank_is_named(tmp_path: pathlib.Path, stalls: bool, over: str) -> None:
     """The others are told which, none waits for ever, and who tries again is told at once."""
     with ranks(3, tmp_path, timeout=20) as made:
         outcomes = made.outcomes(lost, stalls, over)

@@ -72,7 +72,7 @@ class Turn:
 
 def drawn(seed: int, size: int, rounds: int, *, alike: bool = False, equal: bool = False) -> list[Turn]:
     """Rounds at random, the same for all who draw them: a third without a fault, and three of those at the end."""
-    draw, found = random.Random(seed), list[Turn]()  # noqa: S311 - faults, no secrets
+    draw, found = random.Random(seed), list[Turn]()
     for number in range(1, rounds + 1):
         kind, calm = draw.choice(["call", "call", "eager", "idle", "loop", "loop"]), draw.random() < 0.35
         known = [one for one in (LOOPS if kind == "loop" else CALLS) if alike or not equal or one not in LATE]
@@ -193,10 +193,10 @@ class Player:
             return f"{type(error).__name__}: {error}"
 
 
-def played(rank: int, turns: list[Turn], over: str, lowering: str, equal: bool) -> list[str]:  # noqa: FBT001 - a process is given it
+def played(rank: int, turns: list[Turn], over: str, lowering: str, equal: bool) -> list[str]:
     """What each round says."""
     player, found = Player(rank, over, lowering, equal=equal), list[str]()
-    draw = random.Random(rank)  # noqa: S311 - a moment, no secret
+    draw = random.Random(rank)
     with _looking_always() if equal else contextlib.nullcontext():
         for turn in turns:
             found.append(player.play(turn))
@@ -263,6 +263,6 @@ def test_three_ranks_never_wait_in_vain(tmp_path: pathlib.Path, over: str) -> No
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("alike", [False, True])
-def test_equal_ranks_never_wait_in_vain(two: Processes, over: str, alike: bool) -> None:  # noqa: FBT001 - a parameter
+def test_equal_ranks_never_wait_in_vain(two: Processes, over: str, alike: bool) -> None:
     """Ranks that exchange nothing as long as none fails."""
     game(two, over, 200, equal=True, alike=alike)

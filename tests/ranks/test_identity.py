@@ -96,7 +96,7 @@ DIFFERENT: Final[dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str]]
 """What rank 0 and rank 1 make their runners of, and what both are told."""
 
 
-def made_otherwise(rank: int, what: str, over: str, equal: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it
+def made_otherwise(rank: int, what: str, over: str, equal: bool) -> tuple[str, float]:
     """What a capture says where rank 1 declares its runner otherwise, and the seconds that it took."""
     first, plain, second, others, _ = DIFFERENT[what]
     made, start = soon(over, equal=equal), time.monotonic()
@@ -108,7 +108,7 @@ def made_otherwise(rank: int, what: str, over: str, equal: bool) -> tuple[str, f
 
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize(("over", "equal"), [(OVER[0], False), (OVER[1], True)])
-def test_runners_that_differ_are_refused_before_a_capture(two: Processes, what: str, over: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_runners_that_differ_are_refused_before_a_capture(two: Processes, what: str, over: str, equal: bool) -> None:
     """What differs is named, on both ranks, before anything is captured."""
     for told, seconds in two.run(made_otherwise, what, over, equal):
         assert told.startswith("RankError: ranks do not run the same steps: their runners differ: "), told

@@ -23,7 +23,7 @@ def together(view: Counting) -> torch.Tensor:
 
 def own_requests(rank: int, backend: str, lowering: str, ahead: int, every: int, seed: int) -> dict[str, Any]:
     """A loop of requests at random on each rank, all tokens looked at; what it counted."""
-    draw, since = random.Random(seed * 2 + rank), dict[int, tuple[int, int]]()  # noqa: S311 - data for a test
+    draw, since = random.Random(seed * 2 + rank), dict[int, tuple[int, int]]()
     runner = counting(backend, together, ranks=soon(), lowering=lowering)
     begun = None if rank == seed % 2 else batch(1, 2, 3)
     since.update({} if begun is None else {key: (0, key + 1) for key in range(3)})
@@ -73,7 +73,7 @@ class Sized(Counting):
     sizes: torch.Tensor = computed(lambda ranks: list(ranks.live(BATCH)), shape=DP, dtype=torch.int64)
 
 
-def sized(rank: int, backend: str, equal: bool) -> tuple[list[int], list[list[int]], str]:  # noqa: FBT001 - a process is given it
+def sized(rank: int, backend: str, equal: bool) -> tuple[list[int], list[list[int]], str]:
     """How many requests each step had here, and what its slot said of all ranks; and of `agree_every=`."""
     given: dict[str, Any] = {"buckets": (2, 4, 8), "sizes": {DP: 2}, "output_rows": None, "ranks": soon(equal=equal)}
     runner = DecodeRunner(Sized, lambda view: view.sizes.clone(), backend=backend, **given)
@@ -94,7 +94,7 @@ def sized(rank: int, backend: str, equal: bool) -> tuple[list[int], list[list[in
 
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_a_slot_has_the_sizes_of_all_ranks(two: Processes, backend: str, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_slot_has_the_sizes_of_all_ranks(two: Processes, backend: str, equal: bool) -> None:
     """A slot has the sizes that all ranks bring to the very step."""
     (own, told, error), (others, told_others, _) = two.run(sized, backend, equal)
     assert told == told_others == [list(pair) for pair in zip(own, others, strict=True)]

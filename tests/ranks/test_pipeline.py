@@ -161,7 +161,7 @@ def played(rank: int, every: list[Plan], shards: int, options: dict[str, Any], g
 
 def steady(size: int) -> list[Plan]:
     """Steps of random rows, of buckets and none, without a fault."""
-    draw = random.Random(5)  # noqa: S311 - steps, not keys
+    draw = random.Random(5)
     return [Plan(number, draw.choice([0, 1, 2, 3, 4, 5, 7, 8, 8, 9, 12]), ("",) * size) for number in range(40)]
 
 
@@ -223,7 +223,7 @@ def overtaken(rank: int) -> None:
     stage.flush()
 
 
-def optional(rank: int, captured: bool) -> None:  # noqa: FBT001 - sent as it is
+def optional(rank: int, captured: bool) -> None:
     """The first stage sends other keys in each step; absent ones are absent in the next view, by graphs or not."""
     absent = [{"pp_residual", "pp_topk_indices"}, {"pp_topk_indices"}]
     stage = Place.of(rank, absent=absent).stage if rank and captured else PipelineStage(eager_part(rank, 2))
@@ -303,7 +303,7 @@ def test_slots_that_read_the_wrong_proxies_are_refused(two: Processes) -> None:
 
 def plans(seed: int, steps: int, size: int, shards: int, *, equal: bool) -> list[Plan]:
     """Random ones, the same for all who draw them: half of them without a fault, some with several."""
-    draw = random.Random(seed)  # noqa: S311 - faults, no secrets
+    draw = random.Random(seed)
 
     def faults() -> tuple[str, ...]:
         often, found = draw.choice([0.0, 0.0, 0.3, 0.6]), list[str]()
@@ -317,7 +317,7 @@ def plans(seed: int, steps: int, size: int, shards: int, *, equal: bool) -> list
 
 
 @pytest.mark.parametrize(("shards", "equal"), [(1, True), (2, False), (2, True)])
-def test_stages_with_random_faults_never_wait_in_vain(four: Processes, shards: int, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_stages_with_random_faults_never_wait_in_vain(four: Processes, shards: int, equal: bool) -> None:
     """None waits for what does not come, a stage fails together, those behind are told, and the next step is right.
 
     Of a step that raised on some ranks of a stage the others are told in the next one.
@@ -367,7 +367,7 @@ def test_a_rank_that_asks_nobody_leaves_word(two: Processes, kind: str) -> None:
     assert second.startswith(f"RankError: rank 0 failed in a step of runner 1 (DecodeRunner of First): {kind}: ")
 
 
-def lost(rank: int, shards: int, where: int, dies: bool) -> list[str]:  # noqa: FBT001 - sent as it is
+def lost(rank: int, shards: int, where: int, dies: bool) -> list[str]:
     """One rank leaves after the first step, dead or not; what each other says of two steps more."""
     place, said = Place.of(rank, shards, timeout=10.0 if dies else 0.2 if shards == 1 else 2.0), list[str]()
     assert place.step(0, 3) == place.flush() == ""

@@ -40,7 +40,7 @@ class Failing:
         return self.step(view)
 
 
-def fails(rank: int, kind: str, over: str, equal: bool, error: BaseException) -> tuple[list[str], list[str], float]:  # noqa: FBT001 - a process is given it
+def fails(rank: int, kind: str, over: str, equal: bool, error: BaseException) -> tuple[list[str], list[str], float]:
     """Calls, of which the second one's step raises on rank 1; the errors of each, until both have seen one; seconds."""
     step, made = Failing(lambda view: view.ids * 2), soon(over, equal=equal)
     if kind == "eager":
@@ -75,7 +75,7 @@ def fails(rank: int, kind: str, over: str, equal: bool, error: BaseException) ->
         ("eager", OVER[1], True, ValueError("lost a page")),
     ],
 )
-def test_a_step_that_raises_is_told(two: Processes, kind: str, over: str, equal: bool, error: BaseException) -> None:  # noqa: FBT001 - a parameter
+def test_a_step_that_raises_is_told(two: Processes, kind: str, over: str, equal: bool, error: BaseException) -> None:
     """All are told which rank failed in what, by their next call, that rank too; the one after it is right."""
     name = "EagerRunner" if kind == "eager" else "DecodeRunner"
     told = f"RankError: rank 1 failed in a step of runner 1 ({name} of Counted): "
@@ -176,7 +176,7 @@ def ends(loop: Iterator[Any], pause: float) -> str:
     return told
 
 
-def paired(runner: Any, rank: int, equal: bool) -> list[Any]:  # noqa: FBT001 - as a process is given it
+def paired(runner: Any, rank: int, equal: bool) -> list[Any]:
     """Four calls of sizes by rank and number, and whether each is run with the other rank's of this number."""
     found = list[Any]()
     for number in range(4):
@@ -247,7 +247,7 @@ def test_each_kind_of_loop_ends_when_one_rank_leaves(two: Processes, how: str, o
     judge(two.run(leaves, how, OVER[0], options), how, said + WAYS[how])
 
 
-def both_leave(rank: int, equal: bool) -> list[str]:  # noqa: FBT001 - a process is given it
+def both_leave(rank: int, equal: bool) -> list[str]:
     """All ranks leave their loops at one step, each in its own way, and call."""
     runner = counting("cpu", count, ranks=soon(equal=equal))
     found = list[str]()
@@ -263,7 +263,7 @@ def both_leave(rank: int, equal: bool) -> list[str]:  # noqa: FBT001 - a process
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_a_loop_that_all_leave_is_no_error(two: Processes, equal: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_loop_that_all_leave_is_no_error(two: Processes, equal: bool) -> None:
     """Is no error of anybody."""
     assert two.run(both_leave, equal) == [[""] * 6] * 2
 
@@ -342,7 +342,7 @@ def test_a_rank_interrupted_while_it_waits_is_told_in_the_next_step(two: Process
     assert first[2:] == second[2:] == ["", ""]
 
 
-def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, float]:  # noqa: FBT001 - a process is given it
+def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, float]:
     """Rank 1's step raises, and rank 0 waits for its device, which waits for rank 1."""
     step = Failing(lambda view: view.ids * 2)
     runner, good = runner_on(soon(over, equal=equal), step), stepping.batch_of(3, 1)
@@ -357,7 +357,7 @@ def stands_still(rank: int, over: str, equal: bool, read: bool) -> tuple[str, fl
 @pytest.mark.parametrize(
     ("over", "equal", "read"), [(OVER[0], False, False), (OVER[1], True, False), (OVER[0], True, True)]
 )
-def test_a_device_of_a_failed_rank_is_not_waited_for(two: Processes, over: str, equal: bool, read: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_device_of_a_failed_rank_is_not_waited_for(two: Processes, over: str, equal: bool, read: bool) -> None:
     """Is not waited for until the time-out; a CPU never stands still, so that the event is made here."""
     (told, seconds), (own, _) = two.run(stands_still, over, equal, read)
     assert own.startswith("ReplayError: the step raised ValueError: lost a page")
@@ -390,7 +390,7 @@ def test_a_process_that_ends_by_an_error_is_told_to_the_others(tmp_path: pathlib
     """It does not wait for the others, and they are told what it was."""
     begin = [sys.executable, "-c", PROGRAM]
     both = [
-        subprocess.Popen(  # noqa: S603 - this interpreter and the program above
+        subprocess.Popen(
             [*begin, str(rank), over, str(tmp_path / "store")],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stderr=subprocess.PIPE,

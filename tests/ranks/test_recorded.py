@@ -89,7 +89,7 @@ def batch_of(kind: str, rank: int, seed: int, draw: random.Random) -> dict[str, 
 def recorded(rank: int, folder: str, kind: str) -> tuple[str, list[Bytes], list[Any]]:
     """Random steps, idle and too large ones among them: the file, slots' bytes by step, and the decisions of all."""
     ranks = soon(equal=kind == "quiet", shards=2 if kind == "quiet" else 1)
-    runner, slots, draw = runner_of(kind, ranks), Slots(), random.Random(5)  # noqa: S311 - sizes, no secrets
+    runner, slots, draw = runner_of(kind, ranks), Slots(), random.Random(5)
     path, agreed = pathlib.Path(folder, f"{kind}-{rank}.safetensors"), []
     with slotgraph.record(runner, path, last=STEPS, outputs=True):
         runner.watch.add(slots)

@@ -49,14 +49,14 @@ def opened(size: int, group: Group = GROUP) -> list[RankMemory]:
 
 def told(rank: int, number: int) -> bytes:
     """What a rank says in an exchange."""
-    return random.Random(rank * 100_003 + number).randbytes(NBYTES)  # noqa: S311 - content, no secret
+    return random.Random(rank * 100_003 + number).randbytes(NBYTES)
 
 
 @pytest.mark.usefixtures("alive")
 @pytest.mark.parametrize("seed", range(4))
 def test_each_exchange_reads_what_all_said_in_any_order(seed: int) -> None:
     """Ranks begin exchanges in one order and end them in any, up to 32 at once: each reads what all said."""
-    size, draw = 2 + seed % 3, random.Random(seed)  # noqa: S311 - an order, no secret
+    size, draw = 2 + seed % 3, random.Random(seed)
     memories, begun, under_way = opened(size), [0] * size, [list[int]() for _ in range(size)]
     ended = most = 0
     while ended < 3000:

@@ -568,7 +568,7 @@ def test_progress(folder: pathlib.Path) -> None:
     line = [sys.executable, "-m", "slotgraph", "check", "checked_engine.py:make_sound", "--rounds", "150"]
     shown, terminal = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=terminal, cwd=folder, env=environment) as done:  # noqa: S603 - ours
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=terminal, cwd=folder, env=environment) as done:
         os.close(terminal)
         told = b""
         with contextlib.suppress(OSError):  # as a terminal ends
@@ -620,12 +620,12 @@ def test_an_output_that_takes_nothing() -> None:
     """A full device and a pipe that nobody reads end a command without a traceback."""
     line = [sys.executable, "-m", "slotgraph", "explain", "failing_module:Ids"]
     with pathlib.Path("/dev/full").open("wb") as full:
-        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, check=False, timeout=300)  # noqa: S603 - ours
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, check=False, timeout=300)
     assert done.returncode == 1
     assert done.stderr.decode() == "the output cannot be written: No space left on device\n"
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=300)  # noqa: S603 - ours
+    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=300)
     os.close(writing)
     assert done.returncode in (0, 1)
     assert done.stderr.decode() == ""

@@ -171,7 +171,7 @@ def test_live_sizes_are_the_batchs(backend: Backend, data: st.DataObject, width:
     backend = backend_of(NAME) if packs and backend.name == "cpu-capture" else backend
     slots = inputs.slotgraph.slots.items()
     on_device = [name for name, slot in slots if name.startswith("asked") and slot.placement == DEVICE]
-    step: Any = lambda view: torch.cat([getattr(view, name).flatten() for name in on_device]) + 0  # noqa: E731
+    step: Any = lambda view: torch.cat([getattr(view, name).flatten() for name in on_device]) + 0
     lowering = data.draw(st.sampled_from(backend.capabilities.lowerings))
     options: dict[str, Any] = {"backend": backend, "width": width, "lowering": lowering, "buckets": BUCKETS}
     runner = decoder(inputs, step, output_rows=None, **options)

@@ -59,7 +59,7 @@ FUNCTIONS: Final = [
 
 def runners(inputs: Any, backend: str, lowering: str) -> list[Any]:
     """Runners of every kind of capture."""
-    step: Any = lambda view: view.ids + view.mine.sum()  # noqa: E731 - as small as one can be
+    step: Any = lambda view: view.ids + view.mine.sum()
     options: dict[str, Any] = {"buckets": [4], "output_rows": BATCH, "backend": backend, "lowering": lowering}
     lazy = DecodeRunner(inputs, step, lazy=True, **options)
     return [EagerRunner(inputs, step, backend=backend), DecodeRunner(inputs, step, **options), lazy]

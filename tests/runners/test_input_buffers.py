@@ -67,7 +67,7 @@ def test_a_graph_of_the_callers_own_gives_the_eager_answer(lowering: str) -> Non
     """The caller captures with the fill's device part in front, and replays behind each fill: the eager answer."""
     backend = load("cpu-capture")()
     buffers = InputBuffers(Wide, CAPACITY, backend=backend, lowering=lowering)
-    step: Any = lambda view: view.ids.sum() + view.ends * 3 + view.tables.sum(1) + view.count  # noqa: E731 - of one line
+    step: Any = lambda view: view.ids.sum() + view.ends * 3 + view.tables.sum(1) + view.count
     graphs = {}
     for requests in (2, 6):
         padded = {BATCH: requests, TOKENS: 9}

@@ -193,7 +193,7 @@ def test_an_eager_step_hands_nothing_over(inner: str) -> None:
     assert (runner(batch) - batch["input_ids"][:, None]).tolist() == columns(right(batch, 6), 6)
     batch |= {"lens": batch["lens"].int(), "window": torch.tensor(batch["window"])}
     for no_copy in (False, True):
-        step: Any = lambda view: (view.kv_lens.tolist(), view.rows.item())  # noqa: E731 - as small as one can be
+        step: Any = lambda view: (view.kv_lens.tolist(), view.rows.item())
         eager = EagerRunner(Decoding, step, no_copy=no_copy, backend=backend, **KNOWN)
         assert eager(batch) == ([3, 4, 5, 6, 7, 8], 6)
     assert backend.since() == []
@@ -265,7 +265,7 @@ def test_a_read_that_would_be_frozen_is_refused() -> None:
         "Tensor.item": lambda view: view.kv_lens[-1].item(),
     }
     for name, read in reads.items():
-        step: Any = lambda view, read=read: [read(view), view.input_ids][1]  # noqa: E731 - as small as one can be
+        step: Any = lambda view, read=read: [read(view), view.input_ids][1]
         said = f"cannot use {name} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so"
         with pytest.raises(CaptureError, match=said):
             handing("cpu-capture", step=step)

@@ -245,7 +245,7 @@ def test_changed_views_and_outputs_harm_no_later_step(
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_views_changed_before_a_replay_move_no_memory(way: str, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a parameter
+def test_views_changed_before_a_replay_move_no_memory(way: str, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors that a capture saw are not handed out: changed ones are no moved memory, with either guard."""
     monkeypatch.setattr("slotgraph.dataflow.guard._IS_TRUSTED", trusted)
     runner = runner_by(way, Wide, lambda view: view.ids * 1000 + view.count, buckets=[2, 6], output_rows=BATCH)

@@ -121,7 +121,7 @@ ODD = (0.0, 1.0, 1.0, 0.5, 1e-40, 1.5, math.nan, math.inf, -1.0)
 
 
 @given(sizes, st.booleans(), st.data())
-def test_the_best_tree_is_that_of_plain_python(size: tuple[int, int, int, int], odd: bool, data: st.DataObject) -> None:  # noqa: FBT001 - as drawn
+def test_the_best_tree_is_that_of_plain_python(size: tuple[int, int, int, int], odd: bool, data: st.DataObject) -> None:
     """The root and the best nodes, parents before children, with their depths and with what each may see.
 
     A node whose score is not a number, and with it all below, comes after all that have one.

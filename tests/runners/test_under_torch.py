@@ -189,7 +189,7 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
 def test_a_function_obeys_the_callers_default(cpu: str) -> None:
     """A tensor without data is refused by the slot's name, except in a graph, which holds what was captured."""
     batch, backend, of_ids = {"ids": [5, 6]}, choose(cpu), on_default("ids")
-    step: Any = lambda view: view.ids + view.counts[: view.ids.shape[0]].sum()  # noqa: E731 - as small as one can be
+    step: Any = lambda view: view.ids + view.counts[: view.ids.shape[0]].sum()
     fixed = declaration_of({"table": constant(lambda _: torch.arange(3), shape=3, dtype=torch.int64)})
     with torch.device("meta"), pytest.raises(ComputeError, match=r"slot 'table'.* meta, .* name the device"):
         EagerRunner(fixed, step, backend="cpu").fill({})  # a constant's function does so, too
@@ -203,7 +203,7 @@ def test_a_function_obeys_the_callers_default(cpu: str) -> None:
                 with torch.device("meta"):
                     during = runner(batch).tolist()
             except ComputeError as error:
-                assert re.search(r"slot 'counts'.* meta, .* name the device", str(error))  # noqa: PT017 - or no error
+                assert re.search(r"slot 'counts'.* meta, .* name the device", str(error))
             else:
                 assert (inputs, during) == (of_ids, right)  # the function is in the graph
             assert runner(batch).tolist() == right

@@ -242,7 +242,7 @@ def test_micro_batches_in_a_graph_see_each_replays_rows(cpu: str) -> None:
     """Halves in a captured step see each replay's own rows and what follows from them; what the host does is told."""
 
     def runner_of(row: Callable[[Halved], torch.Tensor]) -> Any:
-        step: Any = lambda view: torch.cat([row(view.narrow(BATCH, start, start + 2)) for start in (0, 2)])  # noqa: E731
+        step: Any = lambda view: torch.cat([row(view.narrow(BATCH, start, start + 2)) for start in (0, 2)])
         return decoder(Halved, step, buckets=[4], backend=cpu, output_rows=BATCH)
 
     runner = runner_of(lambda half: half.ids + half.doubled * 1000 + half.tag_now * 10)
@@ -284,7 +284,7 @@ class PrefillInputs(Inputs):  # requests of several tokens each: both axes vary 
 def test_an_eager_step_sees_the_live_rows_alone(cpu: str, *, no_copy: bool) -> None:
     """A step sees the live rows alone; each axis grows by itself to the next power of two, and says so once."""
     names = PrefillInputs.slotgraph.slots
-    copies: Any = lambda view: {name: getattr(view, name).clone() for name in names}  # noqa: E731 - as small as can be
+    copies: Any = lambda view: {name: getattr(view, name).clone() for name in names}
     runner = EagerRunner(PrefillInputs, copies, backend=cpu, sizes={COLUMNS: 3}, no_copy=no_copy)
     sizes_of_steps = (5, 2, 3), (8, 2, 4), (9, 1, 1), (0, 0, 0), (2, 1, 0), (3, 3, 33), (17, 4, 64), (17, 4, 64)
     growth = {(5, 2, 3): [(8, 2, 4)], (9, 1, 1): [(16, 2, 4)], (3, 3, 33): [(16, 4, 64)], (17, 4, 64): [(32, 4, 64)]}

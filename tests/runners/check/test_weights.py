@@ -377,7 +377,7 @@ def test_memory_of_others(tmp_path: Path) -> None:
     mapped = np.load(tmp_path / "table.npy", mmap_mode="r")
     with pytest.warns(UserWarning, match="not writable"):
         table = torch.from_numpy(mapped)
-    shared = torch.rand(WIDE).share_memory_()  # type: ignore[no-untyped-call] # torch's own
+    shared = torch.rand(WIDE).share_memory_()
     report = report_of(captured(lambda _, rows: rows + table[0] * shared))
     assert report.ok
     assert re.search(r"2 of \d+ tensors that the step holds, such as .*, were not changed", str(report.notes))
@@ -399,7 +399,7 @@ def test_random_numbers_go_on_where_they_were(cpu: str) -> None:
     """After a check the next numbers are those that would have come without it."""
     runner = captured(DRAWN["aten::rand_like"], backend=cpu)
     torch.manual_seed(3)
-    expected = torch.rand(3), random.random()  # noqa: S311 - as a step draws
+    expected = torch.rand(3), random.random()
     torch.manual_seed(3)
     state = random.getstate()
     report_of(runner)

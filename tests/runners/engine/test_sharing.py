@@ -99,7 +99,7 @@ class Loop:
         self.lasting = lasting
         self.places = layout.places
         self.map = [np.zeros(block.nbytes, dtype=np.uint8) for block in layout.blocks]
-        self.random = random.Random(seed)  # noqa: S311 - no secret
+        self.random = random.Random(seed)
         self.wrong: list[str] = []
         self.active: list[str] = []
         self.marks: dict[PooledSlot, np.ndarray] = {}

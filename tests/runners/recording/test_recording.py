@@ -195,7 +195,7 @@ def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> No
         for number in range(4):
             source.fill_(number)
             if backend_name == "cuda":
-                torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call] # torch's own tests wait so
+                torch.cuda._sleep(10_000_000)
             runner({"rows": source})
         source.fill_(99)
         recording.save()

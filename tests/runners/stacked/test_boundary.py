@@ -68,7 +68,7 @@ def write_anew(hidden: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = (plus, with_stored, with_anew, write_anew)
 for one in FUNCTIONS:
     one.register_fake(torch.empty_like)
-into.register_fake(lambda out: None)  # noqa: ARG005 - the operator's own name
+into.register_fake(lambda out: None)
 
 
 @attrs.frozen
@@ -156,7 +156,7 @@ def test_objects_that_are_returned_are_the_steps_own(backend: Backend) -> None:
 
 def test_a_part_of_another_dtype_is_refused(cpu: str) -> None:
     """A part of an argument as another dtype has no name in a later step: it is refused."""
-    body = lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.view(torch.int64))  # noqa: E731
+    body = lambda breaks, hidden, _, extra: (breaks.plus(hidden), extra.view(torch.int64))
     said = refusal("breakable", cpu, body, writing_what_is_returned)
     assert "returns a part of its argument 2 as another dtype" in said
     assert "return a clone" in said
@@ -234,7 +234,7 @@ def test_an_argument_written_through_a_context_is_refused(backend: Backend, kind
     assert "use the argument alone" in said
     said = refusal(kind, backend, lambda breaks, hidden: breaks.with_anew(hidden.mul_(2)), outer)
     assert f"the stack writes its argument 0, {double_on(backend)}" in said
-    reading = lambda breaks, hidden: breaks.with_anew(hidden * 2)  # noqa: E731 - which changes nothing
+    reading = lambda breaks, hidden: breaks.with_anew(hidden * 2)
     assert_same(*pair(kind, backend, reading, outer), backend.device, [3])
 
 
@@ -302,13 +302,13 @@ def test_breaks_may_store_what_each_replay_computes(backend: Backend) -> None:
         assert CONTEXT.anew is not None
         return [out, CONTEXT.anew + 1]
 
-    body = lambda _, hidden: use(keep(hidden * 2) + 1) * 2  # noqa: E731
+    body = lambda _, hidden: use(keep(hidden * 2) + 1) * 2
     assert_same(*pair("breakable", backend, body, outer), backend.device, [3], [2, 3])
 
 
 def test_an_object_that_the_stack_makes_may_reach_a_break(backend: Backend) -> None:
     """An object of the stack's code with tensors of its graphs may be handed to a break: graphs write these anew."""
-    body = lambda _, hidden: with_context(hidden, Context(hidden * 2)) + 1  # noqa: E731
+    body = lambda _, hidden: with_context(hidden, Context(hidden * 2)) + 1
 
     @graph_break
     def with_context(hidden: torch.Tensor, own: Context) -> torch.Tensor:
@@ -356,10 +356,10 @@ def test_a_slot_of_each_steps_object_may_reach_a_break(backend: Backend) -> None
     def with_lengths(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return hidden * len(lengths) + lengths.sum()
 
-    body = lambda _, hidden, own: with_lengths(hidden * 2, own.anew)  # noqa: E731
-    outer = lambda view, hidden, inner: [inner(hidden, Context(view.extend_seq_lens))]  # noqa: E731
+    body = lambda _, hidden, own: with_lengths(hidden * 2, own.anew)
+    outer = lambda view, hidden, inner: [inner(hidden, Context(view.extend_seq_lens))]
     assert_same(*pair("breakable", backend, body, outer), backend.device, [3], [2, 3])
-    anew = lambda view, hidden, inner: [inner(hidden, Context(view.extend_seq_lens * 2))]  # noqa: E731
+    anew = lambda view, hidden, inner: [inner(hidden, Context(view.extend_seq_lens * 2))]
     assert "break '" in (said := refusal("breakable", backend, body, anew))
     assert "is handed a tensor that the step makes anew" in said
     kept = Context()
@@ -421,7 +421,7 @@ def test_graphs_hold_the_casts_of_the_step(backend: Backend, kind: str) -> None:
 
 def test_a_compiled_step_leaves_the_stack_alone(cpu: str) -> None:
     """The compiler leaves alone what a capture and a replay put in the place of the stack."""
-    stack = lambda hidden: BREAKS["breakable"].plus(hidden * 2) + 1  # noqa: E731
+    stack = lambda hidden: BREAKS["breakable"].plus(hidden * 2) + 1
     step = Around(stack, lambda view, hidden, inner: [inner(hidden * view.scale) - 1])
     compiled = torch.compile(step, backend="eager")
     given: dict[str, Any] = {"stack": step.inner, "buckets": [4, 8], "output_rows": None, "warmups": 2}
@@ -440,7 +440,7 @@ def test_what_follows_the_stack_runs_in_a_capture(backend: Backend, kind: str) -
         assert torch.equal(out.sub_(5), hidden * len(view.extend_seq_lens) + view.scale)
         return [out, same]
 
-    body = lambda breaks, hidden, extra: (breaks.plus(hidden) + 5, extra)  # noqa: E731
+    body = lambda breaks, hidden, extra: (breaks.plus(hidden) + 5, extra)
     assert_same(*pair(kind, backend, body, outer, warmups=3), backend.device, [3])
 
 
@@ -512,7 +512,7 @@ def test_an_answer_that_is_no_argument_any_more_is_refused(backend: Backend) -> 
     def changing(hidden: torch.Tensor) -> Any:
         return later[0](hidden) if later else hidden
 
-    body = lambda _, hidden: changing(hidden * 2) + 1  # noqa: E731
+    body = lambda _, hidden: changing(hidden * 2) + 1
     runner, eager = pair("breakable", backend, body, lambda _, hidden, inner: [inner(hidden)])
     others: list[Callable[[torch.Tensor], Any]] = [
         torch.clone,
@@ -538,8 +538,8 @@ def test_results_that_share_memory_may_be_read_alone(backend: Backend) -> None:
         both = hidden * 2
         return both, both[:, :1]
 
-    outer = lambda _, hidden, inner: [inner(hidden)]  # noqa: E731
-    body = lambda _, hidden: sum(twice(hidden + 1))  # noqa: E731
+    outer = lambda _, hidden, inner: [inner(hidden)]
+    body = lambda _, hidden: sum(twice(hidden + 1))
     assert_same(*pair("breakable", backend, body, outer), backend.device, [3])
     said = refusal("breakable", backend, lambda _, hidden: twice(hidden)[1].add_(1), outer)
     assert "add_ writes a result of break 'marked" in said.replace(

@@ -60,7 +60,7 @@ def test_an_argument_unlike_the_captures_is_refused(at_capture: Any, later: Any,
     def stack(hidden: torch.Tensor, view: Prefill, extra: Any) -> torch.Tensor:
         return scaled(hidden + extra if isinstance(extra, torch.Tensor) else hidden, view)
 
-    outer = lambda view, hidden, inner: inner(hidden, view, given[0])  # noqa: E731
+    outer = lambda view, hidden, inner: inner(hidden, view, given[0])
     runner, _ = around(stack, "cpu-capture", outer, buckets=[4])
     batch = batch_of([1, 2], 1)
     before = runner(batch).clone()
@@ -86,7 +86,7 @@ def test_graphs_may_use_tensors_of_an_object_that_lives_on(backend: Backend, kin
         rows_of(pool)[: hidden.shape[0]] += hidden
         return scaled(rows_of(pool)[: hidden.shape[0]] * 2, view)
 
-    outer = lambda view, hidden, inner: inner(hidden, view, pools[chosen[0]])  # noqa: E731
+    outer = lambda view, hidden, inner: inner(hidden, view, pools[chosen[0]])
     runner, eager = around(stack, backend, outer, buckets=[8])
     rows_of(pools[0]).zero_()
     for seed in range(3):

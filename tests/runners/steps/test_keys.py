@@ -90,7 +90,7 @@ def test_tokens_have_the_rows_that_count_in_any_order_of_lives(lowering: str, ah
     """Random ends, known ahead or not, and keys that come back as soon as they may."""
     runner = tagged("cpu-capture", lowering=lowering)
     for seed in range(12):
-        draw = random.Random(seed)  # noqa: S311 - a test
+        draw = random.Random(seed)
         model = Lives()
         for step in runner.steps(model.enter(["a", "b"], 0), keys=["a", "b"], ahead=ahead):
             model.check(step)

@@ -51,7 +51,7 @@ class Sequence:
 
 def make_sequences(count: int, limit: int, seed: int) -> list[Sequence]:
     """Prompts of random tokens and lengths, which arrive over time and want `limit` tokens or somewhat fewer."""
-    chance = random.Random(seed)  # noqa: S311 - reproducible texts, no secret
+    chance = random.Random(seed)
     sequences: list[Sequence] = []
     now = 0.0
     for number in range(count):

@@ -63,7 +63,7 @@ class Request:
 
 def arrivals(count: int, mean_gap: float, seed: int) -> list[int]:
     """Steps at which `count` requests arrive, the first at step 0, with gaps of that mean: half of them none at all."""
-    chance = random.Random(seed)  # noqa: S311 - a reproducible schedule, no secret
+    chance = random.Random(seed)
     steps: list[int] = []
     now = 0.0
     for _ in range(count):

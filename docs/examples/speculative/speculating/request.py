@@ -38,7 +38,7 @@ class SpeculativeRequest(Request):
 
 def make_requests(options: Options, language: Language) -> list[SpeculativeRequest]:
     """The prompts in turns, with limits of their own, of which some arrive together; a seeded model gets their ends."""
-    chance, limit = random.Random(options.seed), options.max_new_tokens  # noqa: S311 - reproducible, no secret
+    chance, limit = random.Random(options.seed), options.max_new_tokens
     texts = PROMPTS.read_text(encoding="utf-8").strip().split("\n\n")
     requests = []
     for number, arrival in enumerate(arrivals(options.requests, 1.0, options.seed)):

@@ -11,7 +11,7 @@ MEAN_GAP = 1.5
 
 def make_requests(count: int, limit: int, seed: int) -> list[Request]:
     """Prompts of random tokens and lengths, which arrive over time and want `limit` tokens or somewhat fewer."""
-    chance = random.Random(seed)  # noqa: S311 - reproducible requests, no secret
+    chance = random.Random(seed)
     requests: list[Request] = []
     for number, arrival in enumerate(arrivals(count, MEAN_GAP, seed)):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, LONGEST_PROMPT))]
