@@ -387,8 +387,9 @@ def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
 
 def _redraws(trial: Trial, usual: Leaves, by: Callable[[], Any] | None = None) -> bool:
     """Return whether another run by the same way makes something else with other random numbers."""
-    other = trial.run(trial.seen, by=by, draws=1)
-    return other is not None and any(mismatches(usual, other, USUAL))
+    runs = range(1, DRAWS)  # few rows may draw one mask twice
+    others = [trial.run(trial.seen, by=by, draws=draws) for draws in runs]
+    return any(other is not None and any(mismatches(usual, other, USUAL)) for other in others)
 
 
 def parity_fault(trial: Trial) -> Finding | None:
