@@ -540,11 +540,11 @@ def test_no_innocent_is_blamed(data: st.DataObject) -> None:
 
 def test_few_rows_that_draw_one_mask_twice_are_known_to_draw() -> None:
     """Parity does not blame padding for it: without padding the step draws other numbers."""
-    torch.manual_seed(34)
-    step = Drawn(["layer"], 34)
+    torch.manual_seed(7)
+    step = Drawn(["layer"], 7)
     faulty = FAULTS["dropout"][0]
     runner = decoder(read_by_steps(), lambda view: faulty(step, step(view)), backend=CAPTURES, buckets=[4])
-    report = slotgraph.check(runner, progress=False, rounds=1, seed=34, read_outside=OUTSIDE)
+    report = slotgraph.check(runner, progress=False, rounds=1, seed=7, read_outside=OUTSIDE)
     assert [one.check for one in report.findings] == ["poison"], str(report)
 
 
