@@ -6,7 +6,8 @@ eight bytes at a time, else it goes element by element. Addresses come from memo
 each is a multiple of its own dtype's size, which the packer guarantees.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - as said above; no bundles of arguments, and sizes as numbers
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - see above; a kernel takes its arguments one by
+# one, and sizes are numbers
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import Final
@@ -89,7 +90,8 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
         width = _width(code, size)
         since = source + (outer * pace + start) * width
         to = target + (outer * stride + start) * size
-        # From here on, places count from the block's start. What is written begins at `first` and ends before `stop`.
+        # From here on, positions are relative to the block's start. The kernel writes from `first` up to `stop`,
+        # exclusive.
         span = BLOCK * 8 // size
         live = _within(tl.minimum(length, padded) - start, span)
         first = tl.where(source == 0, live, 0)
@@ -105,7 +107,7 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["table", "packet"])
 def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Move rows of one lane's requests, then write the edit's rows. Each program does one of `PARTS` of both."""
+    """Move rows of one lane's requests, then write the edit's rows. `PARTS` programs share the work."""
     row = table + tl.program_id(0) * _COLUMNS
     places = tl.load(row + 1)
     counts = tl.load(packet + 3)
@@ -142,7 +144,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
             writes = tl.where(said < 0, 0, counts >> 32)
             while at < writes:
                 request = tl.load(rows + moves + at)
-                if request >= 0:  # else it left before
+                if request >= 0:  # other programs returned above
                     to = base + request * each * size
                     _elements(since + at * each * width, to, 0, count, count, 0, 0, code, width, flags, BLOCK)
                 at += PARTS
@@ -159,16 +161,16 @@ def _width(code, size):
 
 @triton.jit
 def _within(place, span):
-    """Clamp a place to the block."""
+    """Clamp a position to the block."""
     return tl.minimum(tl.maximum(place, 0), span).to(tl.int32)
 
 
 @triton.jit
 def _words(since, to, first, live, stop, pad, BLOCK: tl.constexpr):
-    """Move live words and write the tail. Words that are read for other places are never written.
+    """Move live words and write the tail. Words that are loaded outside the live range are never stored.
 
-    Two words at a time were tried on an H200 and gained nothing, from 64 KiB (a step took 4.4 us of the device against
-    4.6) to 16 MiB (12.6 against 12.5).
+    Moving two words at a time gains nothing on an H200: a step takes 4.4 instead of 4.6 us at 64 KiB, and 12.6 instead
+    of 12.5 us at 16 MiB.
     """
     at = tl.arange(0, BLOCK)
     is_live = at < live

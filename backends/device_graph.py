@@ -26,7 +26,7 @@ _ASKED: Final = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
 class Recorded(Protocol):
-    """A graph as torch has it."""
+    """The methods of torch's graph objects that this package uses."""
 
     def replay(self) -> None:
         """Launch it on the current stream."""
@@ -46,7 +46,7 @@ Part: TypeAlias = tuple[Callable[[], object], Recorded | None]
 
 @final
 class GraphPool:
-    """The graph memory of one device. Later graphs reuse what earlier ones need only within their steps.
+    """The graph memory of one device. Later graphs reuse memory that earlier graphs need only during their own steps.
 
     Torch rejects a handle whose graphs are all gone, and may reject one whose capture failed. `draw` makes a new one.
     """
@@ -133,7 +133,7 @@ def not_captured(error: BaseException, advice: Advice = (), conditions: Advice =
     if ran_out_of_memory(error):
         return out_of_memory(error, "while this bucket was captured")
     said, text = first_line(error), str(error).lower()
-    place = "" if isinstance(error, ComputeError) else place_of(error)  # a ComputeError has the place already
+    place = "" if isinstance(error, ComputeError) else place_of(error)  # a ComputeError already names the line
     refusals = [("nothing can be captured as things are", one) for one in conditions]
     refusals += [(f"a captured step cannot do what it does{place}", one) for one in advice]
     for refused, (sign, way_out) in refusals:
@@ -148,6 +148,6 @@ def not_captured(error: BaseException, advice: Advice = (), conditions: Advice =
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without a leading place in C++."""
+    """Return the first line of an error's text, without a leading C++ file and line."""
     lines = _IN_CPP.sub("", str(error).strip()).splitlines()
     return lines[0] if lines else type(error).__name__

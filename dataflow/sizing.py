@@ -1,4 +1,4 @@
-"""Sizing: how many rows a batch has on each axis, and whether its host data respects the slots' limits."""
+"""Sizing: how many rows a batch has on each axis, and whether its host data is within the slots' limits."""
 
 import collections
 import contextlib
@@ -111,7 +111,7 @@ class Sizer:
         relations: Axes that follow from others, such as `{TOKENS: BATCH * 4}`.
         fixed: Sizes of the fixed axes.
         lead: An axis whose rows are also read.
-        factor: The option that gives the number of tokens of a request, for errors.
+        factor: The name of the option for tokens per request, for errors.
         known: Axes whose size is not read, since the caller gives it.
     """
 
@@ -169,7 +169,7 @@ class Sizer:
             self._check_side(side)
         rows = list[int]()
         try:
-            for gauges in self.gauges:  # a required one, or the first that is present; without any, 0 rows
+            for gauges in self.gauges:  # the required source, or the first that is present; if there is none, 0 rows
                 found = ((one, one.source.read(batch, side)) for one in gauges)
                 rows.append(next((one.rows(value) for one, value in found if one.required or value is not None), 0))
         except BatchError as error:
@@ -178,7 +178,7 @@ class Sizer:
         return tuple([base + slope * rows[lead] for lead, base, slope in self.lines])
 
     def _no_batch(self, batch: Any) -> list[str]:
-        """Describe what came in place of a batch, if nothing that slots read is in it."""
+        """Describe an argument that is no batch, because no slot's source is in it."""
         names = [*self._names]
         is_tensor = isinstance(batch, torch.Tensor)  # a tensor's own attributes may have the names of slots
         if isinstance(batch, Mapping) or (not is_tensor and any(look_up(batch, one) is not None for one in names)):
@@ -190,7 +190,7 @@ class Sizer:
         return [f"{what}, got {kind_text(batch)}: pass {example}"]
 
     def _nearest(self, batch: Any) -> list[str]:
-        """Suggest, for each unused key of the batch, the missing source that it may be meant for."""
+        """Suggest the missing source that each unused key of the batch may be a misspelling of."""
         keys = keys_of(batch)
         missing, found = self._names - keys, list[str]()
         for key in sorted(keys - self._names):
@@ -219,7 +219,7 @@ class Sizer:
         return found
 
     def _differing(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> str:
-        """Describe which slots give which size of an axis, those that differ from most others first."""
+        """Describe which size of an axis each slot has, those that differ from most others first."""
         factor = self._factor_of(axis, sizes)
         agree = collections.Counter(one.exact(size) for one, size in sizes)
         groups, parts, before = dict[tuple[Dim, int], list[str]](), list[str](), None
@@ -237,7 +237,7 @@ class Sizer:
         return f"{text}; {TOKENS} is {factor} x {axis}: did you mean {self._factor}={factor}?"
 
     def _factor_of(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> int:
-        """Return how many tokens a request has, if only that differs from the runner's option; else 0."""
+        """Return the number of tokens per request if it is the only difference from the runner's options, else 0."""
         tokens = {(one.slope, size) for one, size in sizes if one.declared == Dim.of(TOKENS)}
         requests = {size for one, size in sizes if one.declared == Dim.of(axis)}
         if not self._factor or len(tokens) != 1 or len(requests) != 1:
@@ -254,7 +254,7 @@ class _Comparison:
     Attributes:
         texts: A sentence for each axis on which they differ.
         misfits: Sources with more or fewer dims than their slot, by slot.
-        places: Slots and dims that `texts` and `misfits` fully explain.
+        places: Pairs of slot and dim whose faults `texts` and `misfits` already explain.
     """
 
     texts: list[str] = attrs.field(factory=list)
@@ -262,7 +262,7 @@ class _Comparison:
     places: set[tuple[str, int]] = attrs.field(factory=set)
 
     def covers(self, fault: Fault) -> bool:
-        """Return whether a fault only follows from what this comparison already reports."""
+        """Return whether this comparison already explains a fault."""
         return bool(fault.dims) and all((fault.slot, dim) in self.places for dim in fault.dims)
 
 
@@ -279,10 +279,10 @@ def _shape_of(value: Any) -> list[int] | None:
 
 
 def _told(size: Dim) -> Axis:
-    """Return the one varying axis that a size follows from. Raise DeclarationError if there is no such axis."""
+    """Return the one varying axis that a size depends on. Raise DeclarationError if there is no such axis."""
     lead = size.reveals()
     if lead is None:
-        raise DeclarationError(f"an axis follows from one other that varies, to the first power, got {size}")
+        raise DeclarationError(f"a relation needs an expression linear in one varying axis, got {size}")
     return lead
 
 
@@ -304,13 +304,13 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
                 found.append(Gauge(axis, name, source, dim, slot.shape, size, *line, not slot.optional))
     if not found:
         raise DeclarationError(
-            f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"
+            f"{declaration.name}: no copied slot determines the size of {axis}: declare one with a dim of {axis}"
         )
     return tuple(sorted(found, key=lambda one: (not one.required, one.base + one.slope, one.slot, one.dim)))
 
 
 _PLAIN: Final = (int, float)
-_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # not numbers; the fill rejects them
+_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # not numbers: the fill rejects them with a better error
 
 
 @attrs.frozen
@@ -365,7 +365,7 @@ def limits_of(declaration: Declaration, sizes: Sizes) -> list[Limit]:
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
-    """Return the largest of plain numbers. Return infinity if there are other objects, so that each is checked."""
+    """Return the largest of plain numbers, or infinity if there are other objects, to check each of them."""
     try:
         return max(numbers) if type(numbers[0]) in _PLAIN else math.inf
     except _NO_NUMBERS:
@@ -373,7 +373,7 @@ def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
 
 
 def _array_of(value: Any) -> "npt.NDArray[Any]":
-    """Convert host data to an array, and objects in it to the integers that they stand for."""
+    """Convert host data to an array, and objects with `__index__` to integers."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().double() if value.is_floating_point() else value
         return plain.resolve_neg().numpy()

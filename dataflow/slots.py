@@ -106,7 +106,7 @@ BY_PRODUCER: Final[frozenset[Writer]] = frozenset({"producer"})
 
 @attrs.frozen(kw_only=True)
 class Slot:
-    """One input of a captured step. Subclass it for a new kind, and override what differs.
+    """One input of a captured step. Subclass it for a new kind, and override the methods that differ.
 
     Attributes:
         shape: Sizes over axes.
@@ -144,13 +144,13 @@ class Slot:
     limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
     def initial(self) -> Value:
-        """Return the value of the whole buffer after allocation: the declared one, else the tail's, else zero."""
+        """Return the value that the buffer is initialized with: the declared one, else the tail's, else zero."""
         if self.starts is not None:
             return self.starts
         return self.pad.value if isinstance(self.pad, Pad | Once) else 0
 
     def reads(self, name: str) -> Source | None:
-        """Return where a fill finds the value to copy for the slot of this name, or None if nothing is copied."""
+        """Return the source that a fill copies to the slot of this name, or None if nothing is copied."""
         del name
         return None
 
@@ -168,7 +168,7 @@ class Slot:
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """Who writes it, not counting what `rewritten` and `restored` add. Empty for a constant.
+        """Who writes it, apart from `rewritten` and `restored`. Empty for a constant.
 
         A kind that neither copies nor computes overrides this; by default any producer or step may write it.
         """
@@ -190,7 +190,7 @@ class Slot:
         return (*(self.dtype.accepts if isinstance(self.dtype, Role) else ()), *self.converts)
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the slot by itself, each with a way to fix it."""
+        """Yield each fault of the slot by itself, with a way to fix it."""
         dtype, limit = resolve_dtype(self.dtype, Capabilities()), self.limit
         for value in self.declared_values():
             yield from value_faults(value, dtype)
@@ -218,7 +218,7 @@ class Slot:
         return frozenset(axis for size in (*self.shape, *sizes) for axis in size.axes)
 
     def declared_values(self) -> Iterator[Value]:
-        """Yield what the slot holds before any step writes it, the initial value first, and what its tail may hold."""
+        """Yield the initial value, and then the values that the tail may hold."""
         initial, rule = self.initial(), self.rule()
         yield initial
         yield from self.poison if isinstance(self.poison, tuple) else ()
@@ -357,7 +357,7 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
 
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
-    """Make the field of a slot. If a parameter is invalid, make that of a stand-in which carries the faults."""
+    """Make the field of a slot. If a parameter is invalid, the field has a stand-in slot that reports the faults."""
     suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
@@ -509,5 +509,5 @@ def output(
 
 
 def _brief(value: Any, text: Callable[[Any], str] = reprlib.repr) -> str:
-    """Show a value in few words. A tensor is shown as dtype and shape, which needs no transfer from the device."""
+    """Show a value briefly. Show only dtype and shape of a tensor, since its values may be on the device."""
     return f"{dtype_text(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else text(value)

@@ -1,4 +1,4 @@
-"""Where slots' values come from: places in a batch, which are read all at once, and functions of other slots."""
+"""Where slots' values come from: sources in a batch, which are read together, and functions of other slots."""
 
 import abc
 import inspect
@@ -33,9 +33,9 @@ def look_up(holder: object, name: str) -> Any:
 
 
 def keys_of(batch: Any) -> set[str]:
-    """Return the names that a batch has: its keys or its attributes.
+    """Return a batch's keys, or the names of its attributes.
 
-    Tensors, lists and other library types have none.
+    Return none for tensors, lists and other library types.
     """
     if isinstance(batch, Mapping):
         return {*map(str, batch)}
@@ -53,24 +53,24 @@ class Source(abc.ABC):
 
 
 class Answering:
-    """A batch that stands in for one of another class.
+    """A stand-in for a batch, which answers what each source would read.
 
     It is no ABC, since instance checks would take three times as long.
     """
 
     @abc.abstractmethod
     def answer(self, source: Source) -> Any:
-        """Return what the source finds, or None if it is absent."""
+        """Return the source's value, or None if it is absent."""
 
 
 @final
 @attrs.frozen
 class Path(Source):
-    """A dotted path of names on objects or in mappings, which starts at the batch or at the keyword arguments.
+    """A dotted path of attributes and keys that starts at the batch or at the side arguments.
 
     Attributes:
         parts: The names.
-        beside: Whether the path starts at the keyword arguments.
+        beside: Whether the path starts at the side arguments.
     """
 
     parts: tuple[str, ...]
@@ -134,7 +134,7 @@ class Field:
             said: Any = convert  # attrs declares no attributes on its type
             make = said.converter
             convert = (lambda value: make(value, attribute)) if said.takes_field else make
-            convert = None if said.takes_self else convert  # the class is refused for it
+            convert = None if said.takes_self else convert  # `Inputs` rejects such a class
         return cls(attribute.name, owner, attribute, convert, attribute.default)
 
     def read(self, batch: Any) -> Any:
@@ -158,17 +158,17 @@ class Field:
             raise BatchError(self.refusal(error)) from error
 
     def refusal(self, error: Exception) -> str:
-        """Describe what the converter or the validator raised. Errors of attrs have the sentence as first argument."""
+        """Describe an error of a converter or validator. Errors of attrs have the message as first argument."""
         return f"field {self.name!r}: {error.args[0] if error.args else type(error).__name__}"
 
 
 def is_factory(default: Any) -> bool:
-    """Return whether a field's default is made anew for each batch."""
+    """Return whether a factory makes a new default for each batch."""
     return isinstance(default, attrs.Factory)  # type: ignore[arg-type] # a class
 
 
 def plain_name(source: Source | None) -> str | None:
-    """Return the name of a source that is a single look-up in the batch, or None for any other source."""
+    """Return the name of a source that is one key or attribute of the batch, or None for any other source."""
     return source.parts[0] if isinstance(source, Path) and len(source.parts) == 1 and not source.beside else None
 
 
@@ -228,7 +228,7 @@ class Gather:
 
     def _getter(self, kind: type) -> Callable[[Any], Sources]:
         names = self._names
-        if hasattr(kind, "__missing__"):  # which indexing would call
+        if hasattr(kind, "__missing__"):  # `__missing__` would be called by indexing
 
             def getter(batch: Any) -> Sources:
                 return tuple([look_up(batch, name) for name in names])
@@ -269,7 +269,7 @@ def compute_of(function: Callable[..., Any]) -> Compute:
         raise TypeError(f"a computed slot needs a function, got {function!r}")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:  # a function in C, or an object that only looks like a function
+    except (TypeError, ValueError) as error:  # a function in C, or an object that imitates a function
         raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -280,7 +280,7 @@ def compute_of(function: Callable[..., Any]) -> Compute:
 
 @attrs.frozen
 class _Term:
-    """A slot's placeholder while a rule is tried. It can only add or subtract an integer."""
+    """Stands for a slot while `linear` tries a rule. Only an integer can be added or subtracted."""
 
     slot: str
     add: int = 0
@@ -318,5 +318,5 @@ def one_argument(function: Callable[..., Any], expected: str) -> Callable[..., A
 
 def _no_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise TypeError("a function that returns its value is called here, no coroutine and no generator")
+        raise TypeError("expected a function that returns its value, not a coroutine or a generator")
     return function
