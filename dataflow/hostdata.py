@@ -93,9 +93,7 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """Make a tensor through NumPy, for dtypes without a letter and numbers of another kind."""
     _refuse_masks(numbers)
     if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
-        raise TypeError(
-            f"a list of tensors: pass one tensor, for example from torch.stack; if ragged, {_PAD_THEM}"
-        )
+        raise TypeError(f"a list of tensors: pass one tensor, for example from torch.stack; if ragged, {_PAD_THEM}")
     try:
         array = np.asarray(numbers)
     except ValueError as error:

@@ -18,10 +18,10 @@ FITS: Final = "fits"
 
 
 class Collector:
-    """Gives the statistics of some runners to a registry of prometheus-client, whenever it asks.
+    """Provides the statistics of some runners to a registry of prometheus-client.
 
-    Each runner has a label, its keyword's name, and is referred to weakly: once it is gone, so are its metrics. Nothing
-    is spent between scrapes.
+    Each runner has its keyword's name as a label. The collector does not keep runners alive: the metrics of a freed
+    runner end. It works only during scrapes.
     """
 
     def __init__(self, **runners: Runner[Any]) -> None:
@@ -38,10 +38,10 @@ class Collector:
         checked("label", "a text", label, str)
         checked(f"what label {label!r} names", "a runner", runner, Runner)
         if self._runners.setdefault(label, runner) is not runner:
-            raise ConfigError(f"label {label!r} is that of another runner: give each its own")
+            raise ConfigError(f"label {label!r} belongs to another runner: give each a different one")
 
     def describe(self) -> "Iterable[Metric]":
-        """Return the metrics without a value, for a registry that wants to know their names."""
+        """Return the metrics without values, from which a registry reads the names."""
         return _metrics({})
 
     def collect(self) -> "Iterable[Metric]":

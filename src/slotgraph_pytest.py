@@ -86,11 +86,11 @@ def slotgraph_backend(request: pytest.FixtureRequest) -> "Backend":
 
 
 class _NoBenchmark:
-    """The fixture of pytest-benchmark, where that is not installed."""
+    """Stands for the fixture of pytest-benchmark if that is not installed."""
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> None:
-        """Fail, and say what to install."""
+        """Fail the test with the package to install."""
         asked = " and ".join(sorted({"benchmark_fill", "benchmark_ways"} & {*request.fixturenames})) or "benchmark"
         pytest.fail(f"{asked} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'")
 

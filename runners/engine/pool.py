@@ -38,7 +38,7 @@ class Phase:
     member: str = ""
 
     def keeping(self, *slots: str) -> "Phase":
-        """Return the phase for a runner that never shares these slots: their producer writes only what changed."""
+        """Return the phase for a runner that never shares these slots: their producer writes only changed rows."""
         return attrs.evolve(self, kept=self.kept.union(checked_names("keeping", slots)))
 
     @property
@@ -49,7 +49,7 @@ class Phase:
 
 @final
 class InputPool(Unique):
-    """Memory that runners share for their inputs, as far as their phases prove that they may.
+    """Input memory that runners share where their phases prove that it is safe.
 
     A phase begins with the first write to an input of one of its runners, by a fill or a producer. It ends when the
     step is done and its outputs have been read. Runners of one phase share nothing with one another. A runner joins by
@@ -59,13 +59,13 @@ class InputPool(Unique):
     Args:
         order: Phases that come one after the other, then from the first again.
         overlaps: Pairs of phases of which one may begin before the other has ended.
-        anytime: Phases that keep to no order.
+        anytime: Phases that may come at any time.
 
     Attributes:
         layout: Where each slot lies, and `layout.why(runner, slot)`. None before the first runner needs its memory.
 
     Raises:
-        ConfigError: The phases make no schedule.
+        ConfigError: The phases are no valid schedule.
     """
 
     def __init__(self, *order: str, overlaps: Iterable[tuple[str, str]] = (), anytime: Iterable[str] = ()) -> None:

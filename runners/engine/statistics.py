@@ -114,7 +114,7 @@ class Tally:
         buckets: Steps by bucket.
         reasons: Eager steps by reason.
         ahead: Steps of `steps()`: those ahead of the host, and the others by the reason why not.
-        turns: For each fill that begins, whether to time it.
+        turns: An iterator that says of each fill whether to time it.
     """
 
     def __init__(self, path: PathName) -> None:
@@ -126,7 +126,7 @@ class Tally:
         self._warned: set[tuple[Why, int | None]] = set()
 
     def filled(self, counts: Counts, decision: Decision | None, start: int, runner: str) -> None:
-        """Note that a fill is done.
+        """Count a fill.
 
         The first one without a graph for a reason, and for a rank that forces it, logs one event.
 
@@ -184,7 +184,7 @@ class MemoryAccount:
         inputs: Bytes of buffers.
         graphs: Bytes of graphs, without the buffers.
         outputs: Bytes of other outputs.
-        uploads: Bytes of what feeds the fused kernel.
+        uploads: Bytes of the packet, its host memory, and the fused kernel's tables.
         shared: Bytes of its slots in a pool's memory, which is not the runner's own.
     """
 
@@ -209,7 +209,8 @@ class CaptureReport:
         failed: The reason for each bucket that failed.
         seconds: How long it took.
         memory: The runner's bytes.
-        driver: Bytes of the device that torch's allocator did not take: the driver's for graphs, and of all else there.
+        driver: Bytes that the device lost during the capture outside torch's allocator, such as the driver's for
+            graphs.
     """
 
     captured: tuple[int, ...] = ()
@@ -258,8 +259,8 @@ class RanksData(TypedDict):
         rank: Which rank this is.
         size: How many ranks there are.
         quiet: Whether nothing is exchanged before a step.
-        over: What carries exchanges, or None for one rank.
-        exchanges: How many there were.
+        over: How messages are exchanged, such as over gloo, or None for one rank.
+        exchanges: The number of exchanges.
         forced: Steps by the rank that forced them and the reason.
     """
 
@@ -279,7 +280,7 @@ class CaptureData(TypedDict):
         failed: Reasons by bucket.
         graphs: How many graphs there are.
         seconds: How long captures took.
-        driver: Bytes that they took outside torch's allocator.
+        driver: Bytes of the device that captures took outside torch's allocator.
     """
 
     buckets: list[int]

@@ -1,4 +1,4 @@
-"""Comparison of fills with the oracle, on random steps that Hypothesis draws: its strategies, and the assertion."""
+"""Compares fills with the oracle, on random steps from Hypothesis: the strategies and the assertion."""
 
 import functools
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ def assert_fill_equals_oracle(
 
     Random steps follow one another over buffers full of random bytes: live and padded sizes, batches, absent slots,
     tensors and lists. Hypothesis draws them, under its own settings. Slots that no computed slot reads get any numbers.
-    For the others see `values` of `slotgraph.testing.batches`.
+    For others, see `values` of `slotgraph.testing.batches`.
 
     Args:
         inputs: The declaration.
@@ -182,7 +182,7 @@ def assert_fill_equals_oracle(
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers over a small range, with zeros as rare as any other, and none below zero for an unsigned dtype."""
+    """Draw numbers from a small range, all equally likely, and none below zero for an unsigned dtype."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, device="cpu", generator=generator).bool()
     low = -_SPREAD if dtype.is_signed else 0

@@ -31,7 +31,7 @@ Slots = Mapping[str, torch.Tensor | None]
 
 def no_step(view: Any) -> NoReturn:
     """Raise RuntimeError: the declaration is only filled."""
-    raise RuntimeError(f"nothing runs on a {type(view).__name__} here")
+    raise RuntimeError(f"a {type(view).__name__} is only filled, and no step runs on it")
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +60,9 @@ class Ground:
         known = _leads(declaration, relations) | set(declaration.axes)
         for axis in max_sizes:
             if axis not in known or axis in relations:
-                raise ConfigError(f"max_sizes names {axis!r}, which no slot has, or relations= tells: leave it out")
+                raise ConfigError(
+                    f"max_sizes names {axis!r}, which no slot has, or relations= determines: leave it out"
+                )
         most = {axis: 3 if axis.fixed else 8 for axis in known} | dict(max_sizes)
         fixed = {axis: size for axis, size in most.items() if axis.fixed}
         stage = Stage.of(inputs, no_step, backend, fixed, settings, relations)
@@ -113,7 +115,7 @@ def lowered(ground: Ground, lowering: LoweringName, seed: int = 0) -> Layer[Any]
 
 
 def spoilt(ground: Ground, seed: int) -> Buffers:
-    """Allocate buffers with random bytes wherever no rule promises others."""
+    """Allocate buffers with random bytes wherever no rule prescribes the contents."""
     buffers = ground.stage.allocate(ground.most)
     spoil(buffers, ground.most, seed)
     buffers.distrust()
@@ -133,7 +135,7 @@ def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) 
 
 
 def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:
-    """Do what a step may do to slots that it writes: put random bytes in every padded row."""
+    """Put random bytes in every padded row that a step may write."""
     for buffer in buffers:
         if buffer.slot.rewritten or buffer.slot.writers == BY_STEP:
             view = buffer.view(padded)
