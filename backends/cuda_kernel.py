@@ -114,7 +114,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     rows = packet + tl.load(packet + 2)
     lane = packet + (places & _PLACE)
     lanes = places >> 32
-    said = tl.load(lane)
+    lane_code = tl.load(lane)
     pace = tl.load(lane + lanes)
     source = tl.load(lane + 2 * lanes)
     outer = tl.load(row + 2)
@@ -124,12 +124,12 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     base = tl.load(row) + outer * tl.load(row + 5) * size
     part = tl.program_id(1).to(tl.int64)
     if (tl.load(row + 3) == 0) & (tl.load(packet) != 0):
-        code = tl.where(said < 0, 0, said)
+        code = tl.where(lane_code < 0, 0, lane_code)
         width = _width(code, size)
         pace = tl.where(pace == 0, (counts >> 32) * each, pace)
         since = source + outer * pace * width
         if each == 0:
-            count = tl.where((said < 0) | (part != 0), 0, tl.load(row + 4)).to(tl.int32)
+            count = tl.where((lane_code < 0) | (part != 0), 0, tl.load(row + 4)).to(tl.int32)
             _elements(since, base, 0, count, count, 0, 0, code, width, flags, BLOCK)
         else:
             count = each.to(tl.int32)
@@ -141,7 +141,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
                 _elements(base + (pair & _PLACE) * each * size, to, 0, count, count, 0, 0, part * 0, size, flags, BLOCK)
                 at += PARTS
             at = part
-            writes = tl.where(said < 0, 0, counts >> 32)
+            writes = tl.where(lane_code < 0, 0, counts >> 32)
             while at < writes:
                 request = tl.load(rows + moves + at)
                 if request >= 0:  # other programs returned above

@@ -380,14 +380,14 @@ class DeviceCapture:
         """End the graph and replay it, so that `run` sees its effects; call `run`; begin the next graph."""
         if self._open is None:  # inside a break, where nothing is being recorded
             return run(None)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self._stop()
         for place, answer in self._answers:
             place.copy_(answer)
         self._answers = []
         is_empty, empty = False, self._backend.warns_of_empty
-        for warning in said:
+        for warning in caught:
             if empty and empty in str(warning.message):
                 is_empty = True
             else:

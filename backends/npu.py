@@ -198,14 +198,14 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
         value = given.get(name)
         if value is None:
             continue
-        held, there, is_apart = parameter.tolist(), list(value) if isinstance(value, tuple) else value, False
+        current, captured, is_apart = parameter.tolist(), list(value) if isinstance(value, tuple) else value, False
         if isinstance(value, torch.Tensor):
-            there, is_apart = value.tolist(), not value.is_cpu or value.dtype != parameter.dtype
-        if is_apart or there != held:
+            captured, is_apart = value.tolist(), not value.is_cpu or value.dtype != parameter.dtype
+        if is_apart or captured != current:
             raise CaptureError(
-                f"operator {operator} was given {there!s:.60} for {name}, and the host parameter holds {held!s:.60} "
-                f"({parameter.dtype}): each replay hands over what the slot holds, all of it, as it is. Derive what "
-                "the operator takes in a slot of its own: computed(..., placement='host', argument=...)"
+                f"operator {operator} was given {captured!s:.60} for {name}, and the host parameter holds "
+                f"{current!s:.60} ({parameter.dtype}): each replay passes the whole slot unchanged. Declare a slot of "
+                "its own for what the operator takes: computed(..., placement='host', argument=...)"
             )
         update[name] = _Tensor.clone if isinstance(value, torch.Tensor) else _Tensor.tolist
     if not update and any(given.get(name) is not None for _, _, name in specs):

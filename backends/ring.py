@@ -69,7 +69,7 @@ class Ring(Upload):
             return
         index = self._next
         if index % SEGMENT == 0:
-            self._turn(index // SEGMENT)
+            self._enter(index // SEGMENT)
         self._kept[index] = kept
         if inline is not None:
             inline(data, size)
@@ -84,10 +84,10 @@ class Ring(Upload):
     def move(self, source: torch.Tensor) -> torch.Tensor:
         """Copy through new pinned memory. A ring entry would not do: all 32 of them would stay that large."""
         with outside_inference(), torch.no_grad():
-            held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
-            return held.copy_(source).to(self.packet.device, non_blocking=True)
+            pinned = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
+            return pinned.copy_(source).to(self.packet.device, non_blocking=True)
 
-    def _turn(self, entered: int) -> None:
+    def _enter(self, entered: int) -> None:
         """Leave a segment and enter the next once the device is done with it. Release what the device has read."""
         self._marks[entered - 1] = self._mark(self._marks[entered - 1])
         mark = self._marks[entered]

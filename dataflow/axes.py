@@ -187,7 +187,7 @@ class Step:
             axis = error.args[0]
         if axis.fixed:
             raise DeclarationError(f"no slot has {axis}: declare one with a dim of {axis}, so that its size is known")
-        told = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
+        known = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
         raise DeclarationError(
-            f"this step does not know the size of {axis} (it knows {told}): declare a copied slot with a dim of {axis}"
+            f"this step does not know the size of {axis} (it knows {known}): declare a copied slot with a dim of {axis}"
         )

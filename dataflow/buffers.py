@@ -27,7 +27,7 @@ ALIGNMENT: Final = 256
 
 
 @attrs.define(eq=False)
-class BufferTurn:
+class BufferUse:
     """What is known of the use of one set of buffers, whose memory other sets may share.
 
     Attributes:
@@ -43,8 +43,8 @@ class BufferTurn:
     eager_runs: int = 0
     stream: int | None = None
     reading: Any = None
-    neighbours: tuple["BufferTurn", ...] = ()
-    overwriters: Mapping[str, tuple["BufferTurn", ...]] = attrs.field(factory=dict)
+    neighbours: tuple["BufferUse", ...] = ()
+    overwriters: Mapping[str, tuple["BufferUse", ...]] = attrs.field(factory=dict)
 
     def follows(self, stream: int | None) -> bool:
         """Return whether no neighbour's memory was last used on a stream other than this one."""
@@ -70,12 +70,12 @@ class SharedMemory:
     Attributes:
         tensors: Memory for some of its slots.
         clean: The record of clean tails, which all sets in this memory share.
-        turn: The record of the set's use of the memory.
+        use: The record of the set's use of the memory.
     """
 
     tensors: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     clean: CleanTails = attrs.field(factory=CleanTails)
-    turn: BufferTurn = attrs.field(factory=BufferTurn)
+    use: BufferUse = attrs.field(factory=BufferUse)
 
 
 @final
@@ -168,7 +168,7 @@ class Buffers:
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
         self._buffers, self.capacity = dict(buffers), dict(capacity)
-        self.clean, self.turn = shared.clean, shared.turn
+        self.clean, self.use = shared.clean, shared.use
         self._following: dict[str, Buffer] = {}
 
     def __getitem__(self, name: str) -> Buffer:

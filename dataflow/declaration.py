@@ -187,8 +187,8 @@ class Declaration:
     def related(self, relations: Mapping[Axis, Dim]) -> "Declaration":
         """Add axes that follow by relations such as `{TOKENS: BATCH * 4}`. A slot over either axis determines both."""
         leads = {axis: size.reveals() for axis, size in relations.items() if not axis.fixed}
-        told = {leads.get(axis, axis) for axis in self.varying} - {None}
-        known = {axis for axis in {*leads, *told} if axis is not None and leads.get(axis, axis) in told}
+        determined = {leads.get(axis, axis) for axis in self.varying} - {None}
+        known = {axis for axis in {*leads, *determined} if axis is not None and leads.get(axis, axis) in determined}
         return attrs.evolve(self, following=tuple(sorted(known.difference(self.axes))))
 
     def under(self, settings: object, ranks: Any = None) -> "Declaration":

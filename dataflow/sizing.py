@@ -95,8 +95,8 @@ class Gauge:
             return MissingSourceError.of(Fault(self.slot, f"slot {self.slot!r}: {self.source} is missing; {what}"))
         if fault := self.misfit(value):
             return BatchError.of(fault)
-        is_told = isinstance(value, torch.Tensor) and not unreadable(value)
-        got = f"shape {list(value.shape)}" if is_told else unreadable(value) or type(value).__name__
+        is_readable = isinstance(value, torch.Tensor) and not unreadable(value)
+        got = f"shape {list(value.shape)}" if is_readable else unreadable(value) or type(value).__name__
         text = f"slot {self.slot!r}: expected a size of {self.written} on dim {self.dim} ({what}), got {got}"
         return BatchError.of(Fault(self.slot, text))
 
@@ -129,14 +129,14 @@ class Sizer:
         if lead is not None:
             wanted.append(lead)
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
-        self._leads = leads = sorted({_told(size) for size in sizes})
-        self._tellers = [_tellers(declaration, axis, relations, fixed) for axis in leads]
-        self.gauges = tuple(found[:1] if found[0].required else found for found in self._tellers)
+        self._leads = leads = sorted({_lead_of(size) for size in sizes})
+        self._gauges = [_gauges(declaration, axis, relations, fixed) for axis in leads]
+        self.gauges = tuple(found[:1] if found[0].required else found for found in self._gauges)
         self._check_side = declaration.check_side
         self._factor = factor
         paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.beside]
         self._names = dict.fromkeys(path.parts[0] for path in paths).keys()
-        self.lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
+        self.lines = tuple((leads.index(_lead_of(size)), *_line(size, _lead_of(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
         """Replace an error about one slot by what is wrong with the batch as a whole.
@@ -202,9 +202,9 @@ class Sizer:
     def _compare(self, batch: Any, side: Side) -> "_Comparison":
         """Read all sources that determine a size, and compare them."""
         found = _Comparison()
-        for axis, tellers in zip(self._leads, self._tellers, strict=True):
+        for axis, gauges in zip(self._leads, self._gauges, strict=True):
             sizes, count = list[tuple[Gauge, int]](), len(found.misfits)
-            for one in tellers:
+            for one in gauges:
                 value = one.source.read(batch, side)
                 if fault := one.misfit(value):
                     found.misfits[one.slot] = fault
@@ -215,7 +215,7 @@ class Sizer:
             if differ:
                 found.texts.append(self._differing(axis, sizes))
             if differ or len(found.misfits) > count:
-                found.places.update((one.slot, one.dim) for one in tellers)
+                found.places.update((one.slot, one.dim) for one in gauges)
         return found
 
     def _differing(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> str:
@@ -278,7 +278,7 @@ def _shape_of(value: Any) -> list[int] | None:
     return None if is_open else shape
 
 
-def _told(size: Dim) -> Axis:
+def _lead_of(size: Dim) -> Axis:
     """Return the one varying axis that a size depends on. Raise DeclarationError if there is no such axis."""
     lead = size.reveals()
     if lead is None:
@@ -292,7 +292,7 @@ def _line(size: Dim, axis: Axis, fixed: Sizes) -> tuple[int, int]:
     return base, size.at({**fixed, axis: 1}) - base
 
 
-def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
+def _gauges(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
     """Return the gauges of an axis: required sources first, then the simplest size, then by name."""
     found = list[Gauge]()
     for name, source in declaration.sources.items():
@@ -330,9 +330,9 @@ class Limit:
         """Raise BatchError if host data of the batch exceeds the limit. Writes nothing."""
         found = self._over(self.source.read(batch, side))
         if found is not None:
-            said = self.most if self.slot.limit == Dim.of(self.most) else f"{self.slot.limit} = {self.most}"
+            limit = self.most if self.slot.limit == Dim.of(self.most) else f"{self.slot.limit} = {self.most}"
             raise BatchError(
-                f"slot {self.name!r}: row {found[0]} is {found[1]}, over the limit of {said}: split or refuse what is "
+                f"slot {self.name!r}: row {found[0]} is {found[1]}, over the limit of {limit}: split or refuse what is "
                 "that long before it is batched"
             )
 

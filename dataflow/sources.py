@@ -131,10 +131,10 @@ class Field:
         """Make the field of an attribute that attrs made."""
         convert = attribute.converter
         if isinstance(convert, attrs.Converter):
-            said: Any = convert  # attrs declares no attributes on its type
-            make = said.converter
-            convert = (lambda value: make(value, attribute)) if said.takes_field else make
-            convert = None if said.takes_self else convert  # `Inputs` rejects such a class
+            wrapped: Any = convert  # attrs declares no attributes on its type
+            make = wrapped.converter
+            convert = (lambda value: make(value, attribute)) if wrapped.takes_field else make
+            convert = None if wrapped.takes_self else convert  # `Inputs` rejects such a class
         return cls(attribute.name, owner, attribute, convert, attribute.default)
 
     def read(self, batch: Any) -> Any:

@@ -128,9 +128,9 @@ class AddressProver(Prover):
         """Return a finding for each tensor that has moved, with the operators that read it."""
         view = self.trial.view
         changes = self._changes(view)
-        told = readers(self.trial, changes)
-        self._unread.update(self._key(one, view) for one in changes if one[0].name not in told)
-        return told.values()
+        findings = readers(self.trial, changes)
+        self._unread.update(self._key(one, view) for one in changes if one[0].name not in findings)
+        return findings.values()
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
         """Yield faults of tails in memory that only the runner may write."""
@@ -176,11 +176,11 @@ class KeyWatcher(Watcher):
             self.seen.add(key)
             if key.startswith("_") or callable(inspect.getattr_static(batch, key, None)):
                 continue
-            said = f"the batch has {key!r}, which no slot reads"
+            reason = f"the batch has {key!r}, which no slot reads"
             if near := did_you_mean(key, self.whole.slots):
-                log.warning("misspelt_key", runner=self.name, reason=said + near)
+                log.warning("misspelt_key", runner=self.name, reason=reason + near)
             else:
-                log.info("unread_key", runner=self.name, reason=said)
+                log.info("unread_key", runner=self.name, reason=reason)
 
 
 WATCHERS[KEYS] = KeyWatcher

@@ -62,8 +62,8 @@ def _client() -> Any:
     try:
         import prometheus_client.core  # noqa: PLC0415 - optional
     except ModuleNotFoundError as error:
-        said = "metrics need prometheus-client: pip install 'slotgraph[metrics]'"
-        raise ModuleNotFoundError(said, name=error.name) from error
+        reason = "metrics need prometheus-client: pip install 'slotgraph[metrics]'"
+        raise ModuleNotFoundError(reason, name=error.name) from error
     return prometheus_client
 
 
@@ -86,9 +86,9 @@ _TABLE: Final[Mapping[str, tuple[str, str, Sequence[str]]]] = {
 """The kind of each metric, its meaning, and its labels besides the runner's."""
 
 
-def _metrics(books: Mapping[str, Statistics]) -> "Iterable[Metric]":
+def _metrics(statistics: Mapping[str, Statistics]) -> "Iterable[Metric]":
     """Yield all metrics, each with the samples of every runner under its label."""
-    samples = [(runner, *sample) for runner, stats in books.items() for sample in _samples(stats)]
+    samples = [(runner, *sample) for runner, stats in statistics.items() for sample in _samples(stats)]
     for name, (kind, what, labels) in _TABLE.items():
         family = getattr(_client().core, f"{kind}MetricFamily")(f"slotgraph_{name}", what, labels=["runner", *labels])
         for runner, of, values, *numbers in samples:

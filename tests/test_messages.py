@@ -277,7 +277,7 @@ def test_live_rows_that_no_source_tells_may_be_given() -> None:
     view = made.fill(batch, live={PAGES: 3})
     assert view.held[:9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
     assert (view.ids[:4].tolist(), view.pages[:5].tolist()) == ([4, 5, 6, 0], [0, 1, 2, 3, 0])
-    with pytest.raises(SlotGraphError, match=r"no copied slot tells the size of PAGES: .*, or give live="):
+    with pytest.raises(SlotGraphError, match=r"no copied slot determines the size of PAGES: .*, or give live="):
         made.fill(batch)
     said = said_by(lambda one: made.fill(one, live={PAGES: 3, ROWS: 2, BATCH: 3}), torch.arange(3))
     assert "got Tensor: pass {'ids': ..., ...}" in said

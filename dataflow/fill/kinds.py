@@ -40,7 +40,7 @@ class SizesAlike:
 
 
 @attrs.frozen
-class Teller:
+class AxisDim:
     """The dim of a source that determines the rows of an axis: its size is `base + slope * rows`.
 
     Attributes:
@@ -61,11 +61,11 @@ class Sizing:
     """How live sizes are read.
 
     Attributes:
-        tellers: The dim that determines each independent axis, or None if no source does, and there are no rows.
-        lines: By axis of the live sizes, the index of its teller, and the base and slope of its size.
+        axis_dims: The dim that determines each independent axis, or None if no source does, and there are no rows.
+        lines: By axis of the live sizes, the index of its `AxisDim`, and the base and slope of its size.
     """
 
-    tellers: Sequence[Teller | None]
+    axis_dims: Sequence[AxisDim | None]
     lines: Sequence[tuple[int, int, int]]
 
 
@@ -206,18 +206,18 @@ class SourceKinds:
         sizing = self._sizing
         if sizing is None:
             return None
-        for teller in sizing.tellers:
-            if teller is None:
+        for axis_dim in sizing.axis_dims:
+            if axis_dim is None:
                 rows.append(0)
                 continue
-            shape = shapes[teller.source]
-            if len(shape) <= teller.dim:  # the lists are nested less deep than those of this kind
+            shape = shapes[axis_dim.source]
+            if len(shape) <= axis_dim.dim:  # the lists are nested less deep than those of this kind
                 return None
-            count, rest = divmod(shape[teller.dim] - teller.base, teller.slope)
+            count, rest = divmod(shape[axis_dim.dim] - axis_dim.base, axis_dim.slope)
             if rest or count < 0:
                 return None
             rows.append(count)
-        return tuple([base + slope * rows[teller] for teller, base, slope in sizing.lines])
+        return tuple([base + slope * rows[index] for index, base, slope in sizing.lines])
 
     def _agree(self, shapes: Sequence[Sequence[int]], live: Live) -> bool:
         """Return whether each dim has the size that follows from live sizes."""
@@ -286,8 +286,8 @@ class KindTable:
         if self._sizer is None:
             return None
         at = {self.names[place]: number for number, place in enumerate(present)}
-        tellers = list[Teller | None]()
+        axis_dims = list[AxisDim | None]()
         for gauges in self._sizer.gauges:
             one = next((gauge for gauge in gauges if gauge.slot in at), None)
-            tellers.append(None if one is None else Teller(at[one.slot], one.dim, one.base, one.slope))
-        return Sizing(tellers, self._sizer.lines)
+            axis_dims.append(None if one is None else AxisDim(at[one.slot], one.dim, one.base, one.slope))
+        return Sizing(axis_dims, self._sizer.lines)

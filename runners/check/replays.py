@@ -156,7 +156,7 @@ def _poison_in(trial: Trial, name: str) -> PoisonPair | None:
     return poison_pair(trial.slots[name], trial.filled[name], trial.step, trial.backend.capabilities)
 
 
-def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str | None]) -> Tensors:
+def other_tails(trial: Trial, choice: int, generator: torch.Generator, spared: Collection[str | None]) -> Tensors:
     """Make copies of slots with poison in their tails, or in all of an output, where that changes anything."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
@@ -165,7 +165,7 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
         if poison is None:
             continue
         wide = torch.complex128 if tensor.is_complex() else torch.float64
-        values = torch.tensor(poison[turn], dtype=None if _is_whole(tensor.dtype) else wide, device="cpu").to(
+        values = torch.tensor(poison[choice], dtype=None if _is_whole(tensor.dtype) else wide, device="cpu").to(
             tensor.dtype
         )
         for part in [tensor] if slot.writers == BY_STEP else tails_of(slot, tensor, trial.step):
@@ -202,7 +202,7 @@ def poison_faults(trial: Trial, seed: int = 0, spared: Collection[str | None] = 
 def _rounds(trial: Trial, seed: int, spared: Collection[str | None]) -> list[Tensors]:
     """Return the slots to poison in each round: none, all, all again, and indices alone, which may stop a device."""
     generator = torch.Generator().manual_seed(seed)
-    first, second = (other_tails(trial, turn, generator, spared) for turn in (0, 1))
+    first, second = (other_tails(trial, choice, generator, spared) for choice in (0, 1))
     apart = [name for name in trial.slots if trial.any(name in second and _may_index(trial, name))]
     together = {name: tensor for name, tensor in second.items() if name not in apart}
     return [NOTHING, first, together, *(_of(second, [name]) for name in apart)]
@@ -415,8 +415,8 @@ def parity_fault(trial: Trial) -> Finding | None:
     if again is None:
         return _raised(trial)
     besides = [again[1]]
-    for turn in (0, 1) if trial.any(is_left) else ():
-        other = trial.run(look, _bearable_tails(trial, turn), by=trial.eagerly)
+    for choice in (0, 1) if trial.any(is_left) else ():
+        other = trial.run(look, _bearable_tails(trial, choice), by=trial.eagerly)
         besides += [] if other is None else [other[1]]
     differs = any(mismatches(expected, again[0], step=trial.step))  # a graph need not be more exact than its step
     every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
@@ -436,14 +436,14 @@ def parity_fault(trial: Trial) -> Finding | None:
     return None if changed is None else Finding(PARITY, None, message)
 
 
-def _bearable_tails(trial: Trial, turn: int) -> Tensors:
+def _bearable_tails(trial: Trial, choice: int) -> Tensors:
     """Make copies of slots with other values in their tails that the rules allow.
 
     Padded rows may all write one reserved row, and any of them may be the last.
     """
     others = (name for name, slot in trial.slots.items() if slot.rewritten or slot.writers == BY_STEP)
     indices = (name for name in trial.filled if _may_index(trial, name))  # an eager step would check their values
-    return other_tails(trial, turn, torch.Generator().manual_seed(turn), {*others, *indices})
+    return other_tails(trial, choice, torch.Generator().manual_seed(choice), {*others, *indices})
 
 
 def _raised(trial: Trial) -> Finding | None:

@@ -140,16 +140,16 @@ class Filling:
             whole: Whether the step's graph is replayed next, so that the kernel at its start can do the device's part.
         """
         filler, bucket = self.filler, self.bucket
-        turn, stream = filler.buffers.turn, filler.stream()
-        if not stream == turn.stream == filler.clock.stream or (turn.neighbours and not turn.follows(stream)):
+        use, stream = filler.buffers.use, filler.stream()
+        if not stream == use.stream == filler.clock.stream or (use.neighbours and not use.follows(stream)):
             filler.order()  # wait before reading sources, because they may be slots
         if filler.lowering.is_reference:
             self._fill_slot_by_slot(call)
             return
         found = None if FUNCTION_MODES() or call.kinds is None else bucket.take(call.kinds, call.sources, call.live)
         plan, taken = found or bucket.admit(call.sources, call.live)
-        turn.fills += 1  # forget before the first write, because a write may raise
-        if turn.reading is not None:
+        use.fills += 1  # forget before the first write, because a write may raise
+        if use.reading is not None:
             filler.hosts.wait()
         if GRADIENTS():
             without_gradients(plan.write, taken, call.live, call.batch)
@@ -168,7 +168,7 @@ class Filling:
         filler = self.filler
         filler.hosts.wait()
         given = self.bucket.tensors(call.batch, call.live, call.side)
-        filler.buffers.turn.fills += 1
+        filler.buffers.use.fills += 1
         self.bucket.fill_slot_by_slot(call.batch, call.live, call.side, given)
         filler.lowered["slot_by_slot"] += 1
 
@@ -219,8 +219,8 @@ class Filler(Generic[V]):
         backend = self.stage.backend
         self.lowering = LOWERINGS[chosen_lowering(backend.capabilities, self.wanted)]
         self.stream = backend.stream_key()
-        if self.buffers.turn.stream is None:
-            self.buffers.turn.stream = self.stream()
+        if self.buffers.use.stream is None:
+            self.buffers.use.stream = self.stream()
         self.hosts = HostReads(backend, self.buffers)
         self._fusion = backend.fusion() if self.lowering.has_kernel else None
         if self.lowering.has_kernel and self._fusion is None:
@@ -315,11 +315,11 @@ class Filler(Generic[V]):
 
         The step also waits for graphs of the same pool, and for buffers that share memory.
         """
-        turn, clock, stream = self.buffers.turn, self.clock, self.stream()
-        for last in {turn.stream, clock.stream, *(other.stream for other in turn.neighbours)}:
+        use, clock, stream = self.buffers.use, self.clock, self.stream()
+        for last in {use.stream, clock.stream, *(other.stream for other in use.neighbours)}:
             if last is not None and last != stream:
                 self.stage.backend.order(last, stream)
-        turn.stream = clock.stream = stream
+        use.stream = clock.stream = stream
 
 
 @attrs.define(eq=False)
@@ -615,7 +615,7 @@ class GraphSet(Generic[V]):
         inside = next((b for b in self.buffers if b.nbytes and overlaps(tensor, [span(b.tensor)])), None)
         if inside is None or not tensor.numel():
             return Stamped.stamp(tensor, lambda: self.clock.replays)
-        name, turn = inside.name, self.buffers.turn
+        name, use = inside.name, self.buffers.use
         if inside.slot.writers == BY_STEP:
-            return Stamped.stamp(tensor, lambda: self.clock.replays + turn.eager_runs + turn.overwritten(name))
-        return Stamped.stamp(tensor, lambda: turn.fills + turn.overwritten(name))
+            return Stamped.stamp(tensor, lambda: self.clock.replays + use.eager_runs + use.overwritten(name))
+        return Stamped.stamp(tensor, lambda: use.fills + use.overwritten(name))

@@ -11,7 +11,7 @@ import torch
 from ...backends.base import Backend
 from ...dataflow import log
 from ...dataflow.axes import Sizes
-from ...dataflow.buffers import Bound, Buffers, BufferTurn, SharedMemory, carve, check_bindings
+from ...dataflow.buffers import Bound, Buffers, BufferUse, SharedMemory, carve, check_bindings
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.tails import CleanTails
 from ...dataflow.guard import outside_inference
@@ -149,16 +149,16 @@ class InputPool(Unique):
             for place in layout.places:
                 block = blocks[place.block]
                 tensors[place.member][place.slot] = carve(block, place.offset, place.shape, place.dtype)
-        clean, turns = CleanTails(), {member: BufferTurn() for member in self._allocations}
+        clean, uses = CleanTails(), {member: BufferUse() for member in self._allocations}
         for member, allocate in self._allocations.items():
-            turn = turns[member]
-            turn.overwriters = {
-                mine.slot: tuple(dict.fromkeys(turns[other.member] for other in layout.shared_with(member, mine.slot)))
+            use = uses[member]
+            use.overwriters = {
+                mine.slot: tuple(dict.fromkeys(uses[other.member] for other in layout.shared_with(member, mine.slot)))
                 for mine in layout.places
                 if mine.member == member
             }
-            turn.neighbours = tuple(dict.fromkeys(itertools.chain(*turn.overwriters.values())))
-            self._buffers[member] = allocate(SharedMemory(tensors[member], clean, turn))
-        log.info("sealed", runners=[*turns], nbytes=layout.nbytes, saved=layout.saved)
+            use.neighbours = tuple(dict.fromkeys(itertools.chain(*use.overwriters.values())))
+            self._buffers[member] = allocate(SharedMemory(tensors[member], clean, use))
+        log.info("sealed", runners=[*uses], nbytes=layout.nbytes, saved=layout.saved)
         self.layout, self._slots, self._backends, self._allocations = layout, [], {}, {}
         return layout

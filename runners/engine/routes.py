@@ -104,7 +104,7 @@ class EagerRoute(Route[V]):
         filler, stage = self.filler, self.filler.stage
         hosts = filler.hosts
         step = stage.run if stage.restored else stage.step
-        filler.buffers.turn.eager_runs += 1
+        filler.buffers.use.eager_runs += 1
         if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first such step
             outputs = hosts.look(lambda: _run(step, view), self.filling.bucket.absent)
         else:
@@ -249,7 +249,7 @@ class HandOver(Filling):
         filler = self.filler
         filler.hosts.wait()
         self.handed = hand_over(self.bucket, call.batch, call.live, call.side)
-        filler.buffers.turn.fills += 1
+        filler.buffers.use.fills += 1
         self.handed.compute_on_device(call.batch)
 
     def shown(self, _: Live) -> Views:

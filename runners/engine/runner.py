@@ -228,8 +228,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         with self.step_lock.open():
             call, route = self._fill(batch, side, whole=False)
             view = route.viewer(batch, call.live)
-            turn = route.filler.buffers.turn
-            self._others = turn.others
+            use = route.filler.buffers.use
+            self._others = use.others
             self._filled = Filled(view, route, call.live)
             return view
 
@@ -239,7 +239,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             if filled is None or filled.view is not view:
                 raise ReplayError(self._why_no_view(view) or _NOT_LAST)
             filler = filled.route.filler
-            if filler.buffers.turn.others != self._others:
+            if filler.buffers.use.others != self._others:
                 raise ReplayError(
                     "another runner of the same pool was filled since, in memory that both use: replay a view before "
                     "the next phase begins, or declare that the phases overlap"
@@ -255,7 +255,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def graph_of(self, view: Any) -> Captured | None:
         """Return the graph that replays a view, or None if the step runs eagerly or `replay` refuses the view."""
         filled = self._filled
-        if filled is None or filled.view is not view or filled.route.filler.buffers.turn.others != self._others:
+        if filled is None or filled.view is not view or filled.route.filler.buffers.use.others != self._others:
             return None
         return filled.route.captured
 
@@ -272,12 +272,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> tuple[ReadBatch, Route[V]]:
         """Fill from a batch by its route. whole: Whether the step runs next, and needs no view."""
         before, self._filled = self._filled, None
-        start = time.perf_counter_ns() if next(self.tally.turns) else 0
+        start = time.perf_counter_ns() if next(self.tally.is_timed) else 0
         coordinator = self.coordinator
         if not self._is_alone:
             coordinator.begin()
         eager = self.eager
-        held = eager.filler
+        earlier = eager.filler
         try:
             call = self._reader.read(batch, side)
             if self._is_checked:
@@ -290,7 +290,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 self.size.explain(error, batch, side)
                 self._filled = before  # nothing was written: the last view is still valid
             coordinator.refuse(error)
-            eager.restore(held)  # return to the memory before it grew for this batch
+            eager.restore(earlier)  # return to the memory before it grew for this batch
             raise
         if start or route.decision is not None:
             late = route.filler.late

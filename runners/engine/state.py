@@ -455,6 +455,6 @@ def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     else:
         slots = copyreg._slotnames(type(one))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
         names, is_module = list[str](slots), isinstance(one, nn.Module)
-        for name, held in getattr(one, "__dict__", {}).items():
-            names += held if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
+        for name, value in getattr(one, "__dict__", {}).items():
+            names += value if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
         yield from ((f".{name}", attrgetter(name)) for name in names)

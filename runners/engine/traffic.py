@@ -92,7 +92,7 @@ class HostReads:
     """
 
     def __init__(self, backend: Backend, buffers: Buffers) -> None:
-        self.turn = buffers.turn
+        self.use = buffers.use
         self.slots: dict[str, str] = {}
         self._backend = backend
         handed = backend.capabilities.host_parameters  # the host passes host parameters at each replay
@@ -133,11 +133,11 @@ class HostReads:
 
     def wait(self) -> None:
         """Wait, before a fill writes host slots, until the device has read them. No other runner shares them."""
-        event = self.turn.reading
+        event = self.use.reading
         if event is not None:
             event.synchronize()
-            self.turn.reading = None
+            self.use.reading = None
 
     def note(self) -> None:
         """Record an event after a step that may read host slots: see `notes`."""
-        self.turn.reading = self._backend.event()
+        self.use.reading = self._backend.event()

@@ -214,22 +214,22 @@ def mermaid(explanation: Explanation) -> str:
         return f"slot_{name}" if name in names else f"given_{name}"
 
     for slot in explanation.slots:
-        here = node(slot.name)
+        node_id = node(slot.name)
         kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
-        lines.append(f"{here}[{_quoted(slot.name, str(slot.row()['type']), kind)}]")
+        lines.append(f"{node_id}[{_quoted(slot.name, str(slot.row()['type']), kind)}]")
         if slot.source is not None:
             label = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
-            lines.append(f"batch {'-.->' if 'optional' in slot.notes else '-->'}{label} {here}")
-        lines += [f"{node(need)} --> {here}" for need in slot.needs]
+            lines.append(f"batch {'-.->' if 'optional' in slot.notes else '-->'}{label} {node_id}")
+        lines += [f"{node(need)} --> {node_id}" for need in slot.needs]
         if slot.then is not None:
             label = _quoted(f"then {slot.then.value}")
-            lines += [f"{node(need)} -.->|{label}| {here}" for need in slot.then.needs]
+            lines += [f"{node(need)} -.->|{label}| {node_id}" for need in slot.then.needs]
         if slot.kind == "output":
-            lines.append(f"captured --> {here}")
+            lines.append(f"captured --> {node_id}")
         else:
-            view.append(here)
+            view.append(node_id)
         if slot.kind == "staged":
-            lines.append(f"producer --> {here}")
+            lines.append(f"producer --> {node_id}")
     return "\n    ".join([*lines, *view, "end", "view --> captured"]) + "\n"
 
 

@@ -288,8 +288,8 @@ class PipelineStage(Unique):
         ranks.timeout = max(ranks.timeout, own_timeout + _HEADSTART)
         members = dist.get_process_group_ranks(group)
         me = members[self.rank]
-        for turn in range(2):
-            place = self.rank + (1 if self.rank % 2 == turn else -1)
+        for parity in range(2):
+            place = self.rank + (1 if self.rank % 2 == parity else -1)
             other = members[place] if 0 <= place < self.size else me
             try:
                 host: Any = dist.new_group(

@@ -257,11 +257,11 @@ class Rehearsal:
             if id(tensor) in self._slots and name not in _FIXED:
                 raise CaptureError(_reads(name, self._slots[id(tensor)]))
             if tensor in self._anew and name not in _SIZES:
-                held = list(_at([tensor], self._arguments))
-                if not held:
+                hits = list(_at([tensor], self._arguments))
+                if not hits:
                     raise CaptureError(_made_anew(f"{name} reads", tensor))
                 raise CaptureError(
-                    f"argument {held[0]} of the stack, of type {type(self._objects[held[0]]).__name__}, holds a tensor "
+                    f"argument {hits[0]} of the stack, of type {type(self._objects[hits[0]]).__name__}, holds a tensor "
                     f"that each step makes anew, {text_of(tensor)}, and {name} reads it outside of a break: pass the "
                     f"tensor as an argument of the stack, or read it in a break"
                 )

@@ -53,7 +53,7 @@ class Chain(Generic[V]):
         self._runner = runner
         self._buckets = buckets
         self._graphs = graphs
-        self._turn = graphs.buffers.turn
+        self._use = graphs.buffers.use
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
         self._loop = loop
@@ -189,8 +189,8 @@ class Chain(Generic[V]):
         Returns:
             The step's requests in the order of their rows, or None if no rank has any, so that no step is run.
         """
-        turn, clock, filler = self._turn, self._graphs.clock, self._graphs.filler
-        if turn.fills != self._fills:
+        use, clock, filler = self._use, self._graphs.clock, self._graphs.filler
+        if use.fills != self._fills:
             raise ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
         if self._forks != FORKS.count:
             raise ReplayError(
@@ -204,7 +204,7 @@ class Chain(Generic[V]):
                 return None
             self._number += 1
             stream = filler.stream()
-            if not stream == turn.stream == clock.stream or (turn.neighbours and not turn.follows(stream)):
+            if not stream == use.stream == clock.stream or (use.neighbours and not use.follows(stream)):
                 filler.order()
             if self._leaving or self._writes or moved or self._prepares:
                 self._prepare(moved=moved)
@@ -282,7 +282,7 @@ class Chain(Generic[V]):
         if captured is None or rows is None:
             raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
         self._graphs.verify(captured)
-        self._captured, self._replay, self._fills = captured, captured.graph.replay, self._turn.fills
+        self._captured, self._replay, self._fills = captured, captured.graph.replay, self._use.fills
         self._counts = self._runner.tally.buckets[rows]
         work = self._works.get((rows, requests))
         if work is None:

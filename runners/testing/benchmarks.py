@@ -66,21 +66,21 @@ class Drawn(Sample):
     Attributes:
         sizes: Its live rows on each axis.
         rows: The same on each varying axis, as a fill takes them.
-        untold: Sizes of axes that no source of it has.
+        given: Sizes of axes that none of its sources determines.
     """
 
     sizes: Sizes
     rows: Live
-    untold: Sizes = NO_SIZES
+    given: Sizes = NO_SIZES
 
 
 def draw(ground: Ground, live: Sizes, seed: int, values: Values = NO_VALUES, absent: Collection[str] = ()) -> Drawn:
     """Draw a batch of some sizes, see `Ground.part`."""
     slots, sizes = ground.declaration, ground.part(live)
     sample = ground.sample(sizes, seed, absent, values)
-    told = [slots.slots[name].axes for name in slots.sources if name not in absent]
-    untold = {axis: sizes[axis] for axis in set(slots.varying).difference(*told)} or NO_SIZES
-    return Drawn(sample.batch, sample.side, sizes, ground.live(sizes), untold)
+    read = [slots.slots[name].axes for name in slots.sources if name not in absent]
+    given = {axis: sizes[axis] for axis in set(slots.varying).difference(*read)} or NO_SIZES
+    return Drawn(sample.batch, sample.side, sizes, ground.live(sizes), given)
 
 
 def verify(
@@ -150,7 +150,7 @@ def ways_to_fill(
     def by(lowering: LoweringName) -> Contestant:
         layer = lowered(ground, lowering)
         fill = BucketBuffers(layer, ground.live(padded)).fill
-        return Contestant(lambda one: fill(one.batch, live=one.untold, **one.side), layer.buffers)
+        return Contestant(lambda one: fill(one.batch, live=one.given, **one.side), layer.buffers)
 
     ways = {hands[0]: by_hand(hands[0])}
     ways |= {name: by(name) for name in lowerings or [one for one in had if one not in _UNTIMED] or had}

@@ -60,9 +60,7 @@ class Ground:
         known = _leads(declaration, relations) | set(declaration.axes)
         for axis in max_sizes:
             if axis not in known or axis in relations:
-                raise ConfigError(
-                    f"max_sizes names {axis!r}, which no slot has, or relations= determines: leave it out"
-                )
+                raise ConfigError(f"max_sizes names {axis!r}, which no slot has, or relations= gives: leave it out")
         most = {axis: 3 if axis.fixed else 8 for axis in known} | dict(max_sizes)
         fixed = {axis: size for axis, size in most.items() if axis.fixed}
         stage = Stage.of(inputs, no_step, backend, fixed, settings, relations)

@@ -50,7 +50,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "strided": (lambda t: torch.stack([t, t + 1], 1)[:, 0], "pass `.contiguous()`, or declare strided=True"),
     "list of bools": (lambda tensor: (tensor > 1).tolist(), "convert it, or declare converts="),
     "list of words": (texts, "got list: "),
-    "ragged list": (lambda t: [*t[:-1].tolist(), [[1], [2, 3]]], "stand beside numbers: pad them to one length"),
+    "ragged list": (lambda t: [*t[:-1].tolist(), [[1], [2, 3]]], "mixed with numbers: pad them to one length"),
     "short list": (lambda tensor: tensor[:-1].tolist(), "bring the same number of rows"),
     "deep list": (lambda tensor: tensor[..., None].tolist(), "expected"),
     "array of another dtype": (lambda tensor: other_dtype(tensor).numpy(), "convert it, or declare converts="),
@@ -88,7 +88,7 @@ def test_every_fault_of_a_batch_is_told_at_once(runner: DecodeRunner[PlainInputs
         assert re.search(r"slot 'ids': expected int64 of shape \[6\].*got float32; round it you", str(refused.value))
         assert "slot 'weights': expected float32 of shape [6] on cpu, got float64" in str(refused.value)
     good = random_batch(6, seed=3)
-    with pytest.raises(BatchError, match=r"slot 'pairs': .*a list of tensors: bring one tensor, such as torch"):
+    with pytest.raises(BatchError, match=r"slot 'pairs': .*a list of tensors: pass one tensor, for example from torch"):
         runner({**good, "pairs": [*good["pairs"]]})
     with pytest.raises(MissingSourceError, match=r"'weights'.* is missing; .*has 'weight': did you mean 'weights'?"):
         runner({name.replace("weights", "weight"): one for name, one in good.items()})
