@@ -67,7 +67,7 @@ def load(name: str) -> type[Backend]:
         )
     try:
         found = points[name].load()
-    except Exception as error:  # the package may raise anything
+    except Exception as error:  # an import may raise any error
         raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailableError(f"backend {name!r}: {found!r} is not a subclass of slotgraph.backends.Backend")

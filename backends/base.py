@@ -230,7 +230,7 @@ class Backend(abc.ABC):
 
     def stream_key(self) -> Callable[[], int]:
         """Return a call that gives the current stream's number, which is constant if the device has no streams."""
-        return int  # int() is 0
+        return int  # the function `int` returns 0
 
     def order(self, first: int, then: int) -> None:  # noqa: B027 - without streams there is nothing to wait for
         """Make stream number `then` wait for the work submitted so far to stream number `first`."""

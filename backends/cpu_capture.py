@@ -120,7 +120,7 @@ class Storages:
     def __init__(self) -> None:
         self._found: dict[int, OlderStorage] = {}
         self._owned: dict[int, torch.Tensor] = {}
-        self._known: dict[int, torch.Tensor] = {}  # by id; kept alive, so that no id is reused
+        self._known: dict[int, torch.Tensor] = {}  # by id; the tensors stay alive, so that no id is reused
         self.constants: set[int] = set()
 
     def read(self, tensor: torch.Tensor, operator: str) -> None:

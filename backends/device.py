@@ -288,7 +288,7 @@ class StreamBackend(Backend):
             getattr(self._native, f"_{kind}_endAllocateToPool")(index, handle)
         except RuntimeError:  # "not currently recording": the capture ended normally
             return False
-        getattr(self._native, f"_{kind}_releasePool")(index, handle)  # what `reset` does for a capture that ended
+        getattr(self._native, f"_{kind}_releasePool")(index, handle)  # as `reset` does if the capture has ended
         return True
 
     def _check(self) -> None:
@@ -335,7 +335,7 @@ class DeviceCapture:
         self._ranges: list[tuple[int, int]] | None = None  # of the pool, read before it allocates
 
     def attempt(self, step: Capturable) -> tuple[Any, Exception | None, tuple[int, int]]:
-        """Return the step's outputs, the first error of the step or of torch, and the allocator's bytes before."""
+        """Run and record the step. Return its outputs, the first error, and the bytes that were allocated before."""
         outputs, raised, before, empty = None, None, (0, 0), self._backend.warns_of_empty
         try:
             with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:

@@ -126,7 +126,7 @@ class Computation:
             if compute.writes_out:
                 given[OUT] = target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
-        read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # others have no counter
+        read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
         function = functools.partial(compute.function, **given)
@@ -171,7 +171,7 @@ class Computation:
     def _refuse_writes(self, now: list[int]) -> NoReturn:
         """Raise ComputeError because the function wrote a slot that it reads, or changed its shape."""
         for slot, alias in self.read.values():
-            alias.data = slot  # restores its shape
+            alias.data = slot  # restore the slot's shape
         written = [name for name, before, after in zip(self.read, self.versions, now, strict=True) if before != after]
         self.versions[:] = now
         raise ComputeError(
@@ -182,7 +182,7 @@ class Computation:
     def store(self, value: Any) -> None:
         """Write the function's result. Raise ComputeError if the slot cannot hold it."""
         kind, least, most = self.numbers
-        if type(value) is kind and least <= value <= most:  # an NPU would raise for others, but later
+        if type(value) is kind and least <= value <= most:  # for other tensors an NPU would raise later
             self.target.fill_(value)
         elif not self.compute.writes_out:
             write(self.target, value, f"slot {self.slot!r}: its function's result")
@@ -225,7 +225,7 @@ class PackedValue:
             try:
                 return self.pack(value)
             except (struct.error, OverflowError):
-                computation.store(value)  # raises ComputeError
+                computation.store(value)  # this raises the ComputeError
         with torch.no_grad():
             computation.store(value)
         return ctypes.string_at(computation.target.data_ptr(), self.nbytes)

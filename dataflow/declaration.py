@@ -225,8 +225,8 @@ def declare(
     if faults:
         raise refused(name, faults)
     read = made.sources.values()
-    beside = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.beside)
-    return attrs.evolve(made, arguments=beside if all(isinstance(one, Path | Call) for one in read) else None)
+    side = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.from_side)
+    return attrs.evolve(made, arguments=side if all(isinstance(one, Path | Call) for one in read) else None)
 
 
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:

@@ -187,5 +187,5 @@ def without_gradients(function: Callable[..., T], *args: Any) -> T:
             return function(*args)
         finally:
             _SET(True)  # noqa: FBT003 - as above
-    finally:  # an interrupt may come before the line above has run
+    finally:  # an interrupt may come inside the inner `finally`
         _SET(True)  # noqa: FBT003 - as above

@@ -76,7 +76,7 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
         if len(shape) > dims:
             raise ValueError(f"lists nested {len(shape) + 1} deep or deeper, for {dims} dims")
         lengths = {len(row) if isinstance(row, list | tuple) else None for row in value}
-        if len(lengths) > 1:  # NumPy reports these
+        if len(lengths) > 1:  # leave such lists to NumPy, which reports the error
             break
         shape.append(len(value[0]))
         value = list(itertools.chain.from_iterable(value))
@@ -90,7 +90,7 @@ def _refuse_masks(values: Iterable[Any]) -> None:
 
 
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor through NumPy, for dtypes without a letter and numbers of another kind."""
+    """Make a tensor through NumPy, for dtypes that `struct` has no format for, and numbers of another kind."""
     _refuse_masks(numbers)
     if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
         raise TypeError(f"a list of tensors: pass one tensor, for example from torch.stack; if ragged, {_PAD_THEM}")

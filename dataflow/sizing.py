@@ -134,7 +134,7 @@ class Sizer:
         self.gauges = tuple(found[:1] if found[0].required else found for found in self._gauges)
         self._check_side = declaration.check_side
         self._factor = factor
-        paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.beside]
+        paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.from_side]
         self._names = dict.fromkeys(path.parts[0] for path in paths).keys()
         self.lines = tuple((leads.index(_lead_of(size)), *_line(size, _lead_of(size), fixed)) for size in sizes)
 
@@ -341,7 +341,7 @@ class Limit:
         try:
             if isinstance(value, list | tuple):
                 numbers, _ = unnested(value, len(self.slot.shape))
-                if not numbers or _most_of(numbers) <= self.most:  # avoids making an array
+                if not numbers or _most_of(numbers) <= self.most:  # a fast path without an array
                     return None
             elif isinstance(value, torch.Tensor):
                 if not (self.slot.placement == HOST and value.is_cpu and has_memory(value)):

@@ -168,7 +168,7 @@ class Slot:
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """Who writes it, apart from `rewritten` and `restored`. Empty for a constant.
+        """The writers of the slot, apart from those that `rewritten` and `restored` add. Empty for a constant.
 
         A kind that neither copies nor computes overrides this; by default any producer or step may write it.
         """
@@ -282,7 +282,7 @@ class Constant(Slot):
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """The empty set."""
+        """No writer."""
         return frozenset()
 
     def initial(self) -> Value:
@@ -299,7 +299,7 @@ class Staged(Slot):
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """A producer."""
+        """The writer: a producer."""
         return BY_PRODUCER
 
 
@@ -309,7 +309,7 @@ class Output(Slot):
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """The step."""
+        """The writer: the step."""
         return BY_STEP
 
 

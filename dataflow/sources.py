@@ -70,15 +70,15 @@ class Path(Source):
 
     Attributes:
         parts: The names.
-        beside: Whether the path starts at the side arguments.
+        from_side: Whether the path starts at the side arguments.
     """
 
     parts: tuple[str, ...]
-    beside: bool = False
+    from_side: bool = False
 
     def read(self, batch: Any, side: Side) -> Any:
         """Return the value at the path."""
-        found = side if self.beside else batch
+        found = side if self.from_side else batch
         for name in self.parts:
             if found is None:
                 return None
@@ -87,7 +87,7 @@ class Path(Source):
 
     def __str__(self) -> str:
         """Return the path as a user writes it."""
-        return ("argument " if self.beside else "batch.") + ".".join(self.parts)
+        return ("argument " if self.from_side else "batch.") + ".".join(self.parts)
 
 
 @final
@@ -169,7 +169,7 @@ def is_factory(default: Any) -> bool:
 
 def plain_name(source: Source | None) -> str | None:
     """Return the name of a source that is one key or attribute of the batch, or None for any other source."""
-    return source.parts[0] if isinstance(source, Path) and len(source.parts) == 1 and not source.beside else None
+    return source.parts[0] if isinstance(source, Path) and len(source.parts) == 1 and not source.from_side else None
 
 
 def _parts(path: str) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ def _parts(path: str) -> tuple[str, ...]:
 
 def side(path: str) -> Path:
     """Make a source among the side arguments: `side("pp_proxy.hidden_states")` reads `runner(batch, pp_proxy=...)`."""
-    return Path(_parts(path), beside=True)
+    return Path(_parts(path), from_side=True)
 
 
 def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:

@@ -37,7 +37,7 @@ class Aliases:
     """Aliases of some tensors, by name. They stay the same until one is changed in place (`unsqueeze_`, `.data =`)."""
 
     def __init__(self, tensors: Views, anew: Callable[[], Views] | None = None) -> None:
-        """Keep the tensors.
+        """Store the tensors.
 
         If `anew` is given, the first call returns `tensors` themselves, and a later one calls `anew`.
         """

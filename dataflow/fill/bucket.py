@@ -384,7 +384,7 @@ class Bucket:
         lane = Lane.of(name, self.buffers[name].view(self.sizes), slot.varying, pad)
         source, add = self.transitions[DEVICE].sources.get(name, (None, 0))
         lane = attrs.evolve(lane, source=None if source is None else source.view(self.sizes), add=add)
-        if name in self.declaration.functions:  # the host computes all rows
+        if name in self.declaration.functions:  # the host computes every row, padded ones included
             return attrs.evolve(lane, inner=lane.row)
         if not slot.varying:
             return lane
@@ -422,7 +422,7 @@ class Bucket:
     def _bind(self, sources: Sources, live: Live) -> BoundPlan:
         """Admit sources, and bind a plan for their kinds. Raise BatchError if one does not fit. Writes nothing."""
         self.check_room(live)
-        self.at(live)  # binds and tries functions before anything is written
+        self.at(live)  # so that errors of functions come before any write
         ways = self._ways(sources, live)
         plan = self._planned(self._pattern(ways))
         return BoundPlan(plan, self, self.buffers, ways, self._writers(plan, ways))

@@ -146,7 +146,7 @@ class SourceKinds:
         if again is not None:  # the sources may have the same kinds and sizes as the last ones
             present = self._present(sources)
             try:
-                if True not in map(_IS_NESTED, present) and again(*present):  # a nested tensor would crash
+                if True not in map(_IS_NESTED, present) and again(*present):  # nested tensors crash
                     return last_live
             except AttributeError:  # a source that is not a tensor
                 return None

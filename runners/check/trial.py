@@ -155,7 +155,7 @@ class Trial:
         if first is not None:
             raise RankError(f"{what} raised on rank {first[0]}: {first[1]}")
 
-    # The step.
+    # Filling and running the step.
 
     def fill(self, one: Sample) -> None:
         """Fill from a batch, to run that step."""
@@ -264,7 +264,7 @@ class Trial:
         every = [*self.buffers, *(self.runner.eager.buffers or ())]
         return [span(one.tensor) for one in every if one.nbytes]
 
-    # Batches.
+    # Facts about batches.
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """Return a batch's values for slots."""

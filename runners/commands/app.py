@@ -238,8 +238,8 @@ def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
     A request has one token by default.
     """
     extents: dict[Axis, tuple[int, int]] = {}
-    beside = [BATCH] if TOKENS in declaration.axes else []  # TOKENS may depend on it
-    axes = {axis.name.lower(): axis for axis in (*declaration.axes, *beside)}
+    extra = [BATCH] if TOKENS in declaration.axes else []  # TOKENS may depend on it
+    axes = {axis.name.lower(): axis for axis in (*declaration.axes, *extra)}
     for text in texts:
         match = _SIZE.fullmatch(text)
         if match is None:

@@ -434,7 +434,7 @@ class GraphSet(Generic[V]):
             message = f"{len(failed)} of {len(sizes)} buckets were not captured and run eagerly: "
             error = CaptureError(message + "; ".join(report.reasons))
             error.__context__ = failed[0]
-            raise error.with_traceback(user_traceback(origin_of(failed[0]))) from None  # user frames only
+            raise error.with_traceback(user_traceback(origin_of(failed[0]))) from None  # user frames
         return report
 
     def _capture_buckets(
@@ -576,7 +576,7 @@ class GraphSet(Generic[V]):
         try:
             captured.graph.replay()
         except BaseException:
-            self.buffers.distrust()  # the step was to restore some slots
+            self.buffers.distrust()  # the failed step has not restored its slots
             raise
         self.clock.replays += 1
         if self.filler.hosts.notes:

@@ -81,10 +81,10 @@ class GraphRoute(Route[V]):
         self.counts.live += live[-1]
         rows = None if self._rows_each is None else live[-1] * self._rows_each
         outputs = self._captured.graph.outputs
-        if type(outputs) is not torch.Tensor or self._graphs.stamps:  # the caller may change a container
+        if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a new container, since the caller may change it
             return self._graphs.stamped(self._captured.live(rows))
         if rows is None:
-            return outputs.detach()  # never the graph's own tensor, which the caller might change
+            return outputs.detach()  # an alias, since the caller may reshape it
         if outputs is self._last_outputs and rows == self._last_rows:
             if self._last_cut is None:
                 with outside_inference():

@@ -162,7 +162,7 @@ def is_location(slot: Slot) -> bool:
 
 def put(sample: Sample, path: Path, value: Any) -> bool:
     """Put a value at its source's path, in nested mappings. Return False if another source is in the way."""
-    holder: Any = sample.side if path.beside else sample.batch
+    holder: Any = sample.side if path.from_side else sample.batch
     *outer, last = path.parts
     for part in outer:
         holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None

@@ -93,7 +93,7 @@ class Stage(Generic[V]):
             single = isinstance(state, torch.Tensor) or not isinstance(state, Iterable)
             given, state = state, (None,) if single else tuple(state)
             if not all(isinstance(one, torch.Tensor) for one in state):
-                refuse("state", "a list of the tensors that the step changes beside its slots", given)
+                refuse("state", "a list of the tensors that the step changes besides its slots", given)
         return cls(inputs, shown_class(inputs), declaration, choose(backend), step, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:

@@ -132,7 +132,7 @@ class HostReads:
                         self.slots.setdefault(name, operator)
 
     def wait(self) -> None:
-        """Wait, before a fill writes host slots, until the device has read them. No other runner shares them."""
+        """Wait until the device has read host slots, before a fill writes them. Pools do not share such slots."""
         event = self.use.reading
         if event is not None:
             event.synchronize()

@@ -363,7 +363,7 @@ class Ranks(Unique):
             self._end_stopped(site.name, timeout)
             step, why = self._stop_at(self.exchanges + 1)
             if why and step < self.quiet_steps:
-                self.begin(Message(0), site, timeout)()  # this raises
+                self.begin(Message(0), site, timeout)()  # raises RankError
 
     def begin_loop(self) -> int:
         """Open a loop of steps, as all ranks do now, and return its bit."""

@@ -187,7 +187,7 @@ class PipelineStage(Unique):
         found: Any = None if alone else checked_group(group)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(found), dist.get_world_size(found))
         paths = [slot.reads(name) for name, slot in runner.stage.declaration.slots.items()]
-        read = [path.parts for path in paths if isinstance(path, Path) and path.beside]
+        read = [path.parts for path in paths if isinstance(path, Path) and path.from_side]
         self._keys = {parts[1] for parts in read if parts[0] == proxies and parts[1:]}
         self._argument = proxies
         self._coordinator = runner.coordinator

@@ -46,11 +46,11 @@ class RecordedValue:
     """
 
     name: str
-    kind: Literal["tensor", "array", "plain", "other"]  # "other" cannot be kept
+    kind: Literal["tensor", "array", "plain", "other"]  # values of kind "other" are not recorded
     dtype: str = ""
     shape: tuple[int, ...] = ()
     where: Literal["device", "host"] = "host"  # where a tensor was
-    data: str = ""  # the JSON of plain data
+    data: str = ""  # plain data as JSON
     why: str = ""  # if the file lacks the value, the reason
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
     arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set when the copy is done

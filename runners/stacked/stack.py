@@ -153,7 +153,7 @@ class StackCall:
     def __call__(self) -> Any:
         """Run the function, at capture, and at each replay of a backend without graphs."""
         step, (args, kwargs) = current_step(), self.arguments()
-        if step is not None and step.sources is self._live:  # a replay
+        if step is not None and step.sources is self._live:  # at a replay
             outputs = self.run(*args, **kwargs)
             return self.named(outputs) if self.hands_out else outputs
         with torch.no_grad():
@@ -383,7 +383,7 @@ class StackRoute(Route[V]):
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
-        for place, kept in call.written:  # write back to the step's own tensors
+        for place, kept in call.written:  # copy written arguments back to the step's own tensors
             leaf = step.arguments[place]
             if leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)

@@ -78,7 +78,7 @@ class Chain(Generic[V]):
         sizes = runner.sizes[buckets.largest]
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
-        self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots to join with
+        self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots of a join
         read = {
             need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
         }
@@ -129,7 +129,7 @@ class Chain(Generic[V]):
             raise BatchError(f"all requests of steps() have the same optional slots, and these differ in {names}")
         self._check_room(self._requests + requests)
         runner.check_limits(batch)
-        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # before edits of them
+        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # edits come after it
         self._joining.update(dict.fromkeys(keys))
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:

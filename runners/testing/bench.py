@@ -154,7 +154,7 @@ def cases(
         over = f"{len(declaration.slots)} slots", declaration, ground.backend, oracle
         every = [(one.sizes, one) for one in (*timed, *others)]
         filling = {name: way for name, way in ways.items() if name not in (BARE, COMPILED)}
-        verify(*over, filling, every, outputs=runner.cuts and runner.stage.step is smallest_step)  # it may draw
+        verify(*over, filling, every, outputs=runner.cuts and runner.stage.step is smallest_step)  # may be random
         why = ""
         try:
             verify(*over, {COMPILED: ways[COMPILED]} if COMPILED in ways else {}, every, outputs=False)

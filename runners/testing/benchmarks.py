@@ -286,5 +286,5 @@ class Timer:
             row.extra_info = {**row.extra_info, KEY: {"way": name, **attrs.asdict(figures)}}
             with torch.no_grad():
                 row.pedantic(ways[name], (batch,))
-            if row.stats is not None:  # it is not disabled
+            if row.stats is not None:  # None if disabled
                 row.stats.stats.data = [microseconds / 1e6 for microseconds in times[name]]

@@ -156,7 +156,7 @@ def assert_fill_equals_oracle(
     Raises:
         WrongBytesError: An AssertionError, which names lowering, step, slot and row.
     """
-    __tracebackhide__ = True  # pytest then shows the user's line
+    __tracebackhide__ = True  # so that pytest shows the user's line
     ground, own = Ground.of(inputs, backend, max_sizes, settings, relations), hypothesis.settings()
     declaration = ground.declaration
     read = {need for one in declaration.functions.values() for need in one.needs}
@@ -167,7 +167,7 @@ def assert_fill_equals_oracle(
         own,
         deadline=None,
         max_examples=max_examples or own.max_examples,
-        phases=[phase for phase in own.phases if phase is not hypothesis.Phase.explain],  # the message explains it
+        phases=[phase for phase in own.phases if phase is not hypothesis.Phase.explain],  # needs no explanation
         suppress_health_check={*own.suppress_health_check, hypothesis.HealthCheck.too_slow},  # first calls are slow
     )
     @hypothesis.given(schedule=drawn, seed=st.integers(0, 1 << 30))
