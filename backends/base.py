@@ -44,7 +44,7 @@ NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}
 Capturable = Callable[[], Any]
 """A step without arguments, as a device records it."""
 Interruption = Callable[[Sequence[Any] | None], Any]
-"""Called between two graphs: without places it returns its answer, with places it writes its answer to them."""
+"""Called between two graphs: given None it returns its result, given tensors it writes its result to them."""
 
 
 @attrs.frozen

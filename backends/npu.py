@@ -265,8 +265,8 @@ class NpuBackend(StreamBackend):
         """Record the step on the capture stream without running it. `pool` comes from `pool()` or from torch_npu.
 
         Each replay passes the values of `parameters`, host tensors, to the operators that take these arguments. Also
-        raises CaptureError if a parameter reaches no operator, or if an operator takes host arguments and none of
-        these.
+        raises CaptureError for a parameter that no operator takes, and for an operator with host arguments that takes
+        no parameter.
         """
         if not parameters:
             return super().capture(step, pool=pool, error_mode=error_mode)

@@ -286,7 +286,7 @@ def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
         elif other.placement != slot.placement:
             yield f"its then= needs {need!r}, which is on the {other.placement}: a rule reads slots on its own side"
         elif other.optional and need != name:
-            yield f"its then= needs {need!r}, which may be absent: name slots that each batch brings"
+            yield f"its then= needs {need!r}, which may be absent: name slots that each batch has"
     found = None if rule is None else linear(rule)
     add = 0 if found is None else found[1]
     dtype = resolve_dtype(slot.dtype, Capabilities())

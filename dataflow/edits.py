@@ -22,7 +22,7 @@ from .sources import NO_SIDE, Sources
 from .transition import rows_of_requests, words
 
 Moves = Sequence[tuple[int, int]]
-"""Rows that move, and where they move to."""
+"""Pairs of a row that moves and its new index."""
 Keys = tuple[Hashable, ...]
 NOWHERE: Final = -1
 """The row of a request that left before its rows were written."""

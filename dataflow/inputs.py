@@ -151,7 +151,7 @@ class Inputs(metaclass=_Declaring):
                 )
             elif name in declaration.slots and self._slotgraph_view is None:
                 message = (
-                    f"slot {name!r} is not brought by a batch, and this object is a batch (attrs.evolve makes one of a "
+                    f"slot {name!r} is not in a batch, and this object is a batch (attrs.evolve makes one of a "
                     "view): read the slot in the view that a fill hands out"
                 )
             elif name in declaration.slots:

@@ -90,7 +90,7 @@ class Gauge:
         return None if came is None or len(came) == len(self.shape) else wrong_rank(self.slot, self.shape, came)
 
     def _unreadable(self, value: Any) -> BatchError:
-        what = f"it tells how many rows the batch has on {self.axis}"
+        what = f"it determines how many rows the batch has on {self.axis}"
         if value is None:
             return MissingSourceError.of(Fault(self.slot, f"slot {self.slot!r}: {self.source} is missing; {what}"))
         if fault := self.misfit(value):
@@ -233,7 +233,7 @@ class Sizer:
             before = dim
         text = "; ".join(parts)
         if not factor:
-            return f"{text}: bring the same number of rows for all of them"
+            return f"{text}: pass the same number of rows for all of them"
         return f"{text}; {TOKENS} is {factor} x {axis}: did you mean {self._factor}={factor}?"
 
     def _factor_of(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> int:

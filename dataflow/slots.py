@@ -195,7 +195,7 @@ class Slot:
         for value in self.declared_values():
             yield from value_faults(value, dtype)
         if self.rewritten and self.restored:
-            yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
+            yield "it is both rewritten and restored, and a restored slot is as the fill left it; use one of them"
         if isinstance(self.pad, Once) and self.starts is not None:
             yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
         if self.needs_rule and self.varying and self.pad is None:
@@ -371,7 +371,7 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     else:
         made = kind(**suited, optional=default is None)
     if given.get("init", False) is not False:
-        faults.append(f"init={_brief(given['init'])}: no batch brings this slot, so leave init= out")
+        faults.append(f"init={_brief(given['init'])}: no batch has this slot, so leave init= out")
     return _field(made, faults, init="init" not in given, default=default)
 
 

@@ -81,7 +81,7 @@ def _wrapped(add: int, dtype: torch.dtype) -> int:
 
 
 Mask = Sequence[tuple[torch.Tensor, int]]
-"""For each varying dim, the places along it and the index of the live count that tells how many are live."""
+"""For each varying dim, the positions along it and the index of its live count."""
 
 
 def _below(mask: Mask, counts: Sequence[Any], *others: torch.Tensor) -> torch.Tensor:

@@ -179,7 +179,7 @@ def test_the_source_that_is_shorter_comes_first(entry: str, as_what: str) -> Non
             assert f"; {other!r} says BATCH * {factor} = {rows + 1}" in said
             assert "'lens', 'topk_index' and 'topk_p' say BATCH=3" in said
         assert said.startswith(expected)
-        assert said.endswith(": bring the same number of rows for all of them")
+        assert said.endswith(": pass the same number of rows for all of them")
         assert all(said.count(repr(one)) <= 1 for one in batch)
     take(batch)
 
@@ -301,7 +301,7 @@ def test_each_axis_on_which_sources_differ_has_its_sentence() -> None:
         said = said_by(take, wrong)
         assert re.search(r"'table' says (BATCH=)?2", said)
         assert re.search(r"'owners' says PAGES=5; 'table' says 4: bring", said)
-        assert said.count(": bring the same number of rows for all of them") == 2
+        assert said.count(": pass the same number of rows for all of them") == 2
         assert "expected" not in said
         take(batch)
 

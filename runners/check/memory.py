@@ -184,7 +184,7 @@ def check_races(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
         )
         if output is None:
             continue
-        name, why = None, "no slot tells why: it came through an upload, an output, or other memory"
+        name, why = None, "no slot explains it: it came through an upload, an output, or other memory"
         if slot is not None:
             name = slot.slot
             why = f"{slot}: the fill read its source, or what carries it to the device, after that was overwritten"

@@ -60,7 +60,7 @@ def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
         for name, filled in trial.filled.items():
             slot = trial.slots[name]
             if slot.rule() is not None and _poison_in(trial, name) is None and [*tails_of(slot, filled, trial.step)]:
-                why = "it says poison=()" if slot.poison == () else "it says where the step writes"
+                why = "it says poison=()" if slot.poison == () else "it decides where the step writes"
                 trial.notes[f"slot {name!r} was checked against its {slot.rule()}: {why}"] = None
         if is_over:
             return
@@ -248,13 +248,13 @@ def _blamed(trial: Trial, poison: Tensors, change: str, is_own: bool) -> list[Fi
     if not names:
         message = (
             f"the step gives other outputs for the same inputs ({change.rstrip(',')}): its kernels are not "
-            "deterministic, or it has state that no operator's schema tells; pass that as state=[...]"
+            "deterministic, or it has state that no operator's schema shows; pass that as state=[...]"
         )
         return [Finding(POISON, None, message)] if is_own else []
     if trial.any(trial.lost):
         only = next(iter(poison)) if len(poison) == 1 else None
         tails = f"tails of slots {', '.join(map(repr, poison))}" if only is None else f"tail of slot {only!r}"
-        lost = "nothing could be replayed after that, on which slots are told apart"
+        lost = "nothing could be replayed after that to find which slot it is"
         return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
     for name in names:
         effect = _effect(trial, _of(poison, [name]))
@@ -431,7 +431,7 @@ def parity_fault(trial: Trial) -> Finding | None:
     changed = next(iter(state.labels(graph[1], besides)), None)
     message = (
         f"a replay leaves other bytes than the step in {changed}, though all slots and outputs agree: the step reads "
-        "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
+        "something that is not a slot, such as a host value at capture, to decide what it writes there or where"
     )
     return None if changed is None else Finding(PARITY, None, message)
 

@@ -57,7 +57,7 @@ def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
                 return
             right = cloned(trial.buffers)
             rows = advance_slot_by_slot(declaration, right, record, step)
-            when = "in a step without news"
+            when = "in a step without an edit"
             if last.number == 1:
                 when = "in a step with an edit"
                 rows, step = _edited(trial, last, rows, step)
@@ -138,7 +138,7 @@ def _bucket_faults(trial: Trial) -> Iterator[Finding]:
             for tail in tails_of(slot, extreme[name].view(step.padded_sizes), step) if is_free else ():
                 is_float = tail.is_floating_point() or tail.is_complex()
                 tail.fill_(math.nan if is_float else tail.dtype == torch.bool or torch.iinfo(tail.dtype).max)
-    pairs = [("where padded rows that no rule tells hold other values", advanced(on_host), advanced(extreme))]
+    pairs = [("if padded rows that no rule defines hold other values", advanced(on_host), advanced(extreme))]
     for buffers in (negative, held):
         usual = advanced(buffers)
         pairs[:0] = [

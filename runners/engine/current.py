@@ -84,7 +84,7 @@ CURRENT: Final[contextvars.ContextVar["weakref.ref[CurrentStep] | None"]] = cont
 )
 RunPhase = Literal["capture", "replay", "eager"]
 OwnValue = Callable[["CurrentStep"], Any]
-"""Returns what a step has in place of an object that the capture was given."""
+"""Returns the running step's object in place of an argument object of the capture."""
 NO_SOURCES: Final[Mapping[int, OwnValue]] = {}
 
 

@@ -352,11 +352,11 @@ class Captured:
 
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
-"""Runs a whole step for the first time, and returns its state: what it changes besides its slots, which is put back."""
+"""Runs a whole step for the first time, and returns the state that it changes besides its slots, restored."""
 Around = Callable[[Callable[[], Any]], Any]
 """Calls a function in the place of the captured part of a step, with the step's own code before and after."""
 Recipe = Callable[[Filling, Look], tuple[Callable[[], Any], Around, State]]
-"""Makes the call that is captured of a bucket, and looks at its step's state before it runs the step in another way."""
+"""Makes the call to capture for a bucket. Finds the step's state before it runs the step in another way."""
 
 
 @attrs.define(eq=False, slots=False)

@@ -13,7 +13,7 @@ from ...dataflow import log
 EVERY: Final = 61
 """One fill of so many is timed. It is a prime, so that buckets which alternate are all timed sooner or later."""
 FIRST: Final = 2
-"""Which fill of those is timed. It is not a runner's first, which creates what the next ones find."""
+"""Which fill of those is timed. It is not a runner's first, which sets up memory for the next ones."""
 
 
 _NUMBER: Final = re.compile(r"\d+")

@@ -32,7 +32,7 @@ _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
 _STOPPED: Final = "stopped before exchange"
 _PATIENCE: Final = 0.2
-"""Seconds after which a rank that waits writes so to the store, and looks there for a rank that broke off."""
+"""Seconds after which a waiting rank writes that to the store, and looks there for an aborted rank."""
 GRACE: Final = 2.0
 """Seconds that other ranks have to write to the store, once one rank knows that something is wrong."""
 _POLL: Final = 0.02
@@ -227,9 +227,9 @@ class Ranks(Unique):
     open_loops = 0
     """The loops of steps that no rank has left, as bits."""
     last_stop = "it has ended"
-    """Which ranks broke off last, and why."""
+    """The ranks that aborted last, and why."""
     quiet_steps = 0
-    """Steps of equal ranks since one broke off last."""
+    """Steps of equal ranks since the last abort."""
     _loops = 0
     _next_check = math.inf
 
@@ -578,7 +578,7 @@ class Ranks(Unique):
                 for rank in missing
             )
         except RuntimeError:  # the errors of all kinds of stores
-            lost = "ranks were lost, and so was the store that could tell which: see its host"
+            lost = "ranks were lost, and so was the store that could say which: see its host"
         self.broken = f"{site}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
         self._announce_stop(self.exchanges + 1, f"lost others: {self.broken}")
         return RankError(self.broken)

@@ -170,7 +170,8 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
             recorded.others = step.messages
             if not (recorded.quiet or step.messages):
                 lines.append(
-                    "what the other ranks told is not in the file: they are taken to bring what this one brings"
+                    "the other ranks' messages are not in the file: they are assumed to have the same batches as this "
+                    "one"
                 )
         apart = _apart(step, runner, lines)
         outcome = "different" if apart else "equal"

@@ -17,9 +17,9 @@ from ..engine.bits import text_of
 from ..engine.current import CurrentStep, OwnValue, current_step
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
-"""Types that a graph keeps as values. Any other object is passed to breaks, each step's own."""
+"""Types that a graph keeps as values. Any other object is passed to breaks anew in each step."""
 EAGER: Final[Sequence[Any]] = []
-"""The places for the answer of a break that runs outside of graphs: only its caller gets the answer."""
+"""Passed as `places` to a break outside of graphs, where only the caller gets the result."""
 _COPIED: Final = object()
 """Marks a result that is a tensor with memory of its own."""
 FACTS: Final = operator.attrgetter("shape", "dtype")

@@ -32,9 +32,9 @@ _DEPTH: Final = 5
 _CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
 """Types whose objects are not searched: they have the same tensors in each step."""
 _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda", "is_cpu", "requires_grad"})
-"""What a graph may ask of a slot over requests, since it is the same in each step."""
+"""Attributes that a graph may read of a slot over requests, since they are the same in each step."""
 _SIZES: Final = _FIXED | {"shape", "size", "numel"}
-"""What a graph may ask of a tensor that each step makes anew, since the bucket decides it."""
+"""Attributes that a graph may read of a tensor that each step makes anew, since the bucket determines them."""
 
 
 @attrs.define(eq=False, slots=False)

@@ -28,7 +28,7 @@ OutputCopies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
 """Outputs in host memory, the tensors to copy to and from, and whether they are copied together."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []
-"""Memory of ended loops that the device may still write. Without this list torch would take it for free."""
+"""Memory of ended loops that the device may still write. This list keeps torch from reusing it."""
 
 
 class LaunchedStep:

@@ -54,7 +54,7 @@ FULL: Final = (50, 20, 9)
 QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
 ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device you serve on."
-_WAITS: Final = "- stands where the host cannot get ahead of the device, and so its time cannot be measured alone."
+_WAITS: Final = "- means that the host cannot get ahead of the device, so that its time cannot be measured alone."
 Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 

@@ -157,9 +157,9 @@ def fill_faults(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
 
 
 def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
-    """Yield a sentence for each slot with rows written that a fill must not write.
+    """Yield a sentence for each slot in which a fill has written rows that it must not write.
 
-    These are rows of kept tails, of constants, and of other buckets.
+    These are rows of kept tails and constants, and rows beyond the bucket.
     """
     for buffer in mine:
         if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
@@ -184,5 +184,5 @@ def _leads(declaration: Declaration, relations: Relations) -> set[Axis]:
 
 
 def _followed(sizes: Sizes, relations: Relations) -> Sizes:
-    """Return sizes with those of the axes that follow from others."""
+    """Add the sizes of axes that follow from others."""
     return {**sizes, **{axis: size.at(sizes) for axis, size in relations.items()}}
