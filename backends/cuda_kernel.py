@@ -6,8 +6,7 @@ eight bytes at a time, else it goes element by element. Addresses come from memo
 each is a multiple of its own dtype's size, which the packer guarantees.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - see above; a kernel takes its arguments one by
-# one, and sizes are numbers
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - see above; many arguments, and numbers for sizes
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import Final
@@ -90,8 +89,7 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
         width = _width(code, size)
         since = source + (outer * pace + start) * width
         to = target + (outer * stride + start) * size
-        # From here on, positions are relative to the block's start. The kernel writes from `first` up to `stop`,
-        # exclusive.
+        # From here on, positions count from the block's start. The kernel writes from `first` up to before `stop`.
         span = BLOCK * 8 // size
         live = _within(tl.minimum(length, padded) - start, span)
         first = tl.where(source == 0, live, 0)
@@ -144,7 +142,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
             writes = tl.where(lane_code < 0, 0, counts >> 32)
             while at < writes:
                 request = tl.load(rows + moves + at)
-                if request >= 0:  # other programs returned above
+                if request >= 0:  # a request that has left has row -1
                     to = base + request * each * size
                     _elements(since + at * each * width, to, 0, count, count, 0, 0, code, width, flags, BLOCK)
                 at += PARTS

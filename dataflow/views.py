@@ -233,7 +233,7 @@ def _cut(
             continue
         same = all(need in made and made[need] is values[need] for need in brought)
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
-            del made[name]  # the host computed it for all rows, which is wrong for some
+            del made[name]  # its value for all rows is wrong for a part
     return made
 
 

@@ -160,8 +160,7 @@ class KeyWatcher(Watcher):
     """Logs each key of batches that no slot or field reads, once: as a warning if it resembles a name, else as info.
 
     Such a key is not refused, because a batch may have values for other code. If some source is a function, which may
-    read any key,
-    nothing is logged.
+    read any key, nothing is logged.
     """
 
     def __init__(self, runner: Runner[Any], *_: object) -> None:

@@ -232,7 +232,7 @@ def test_other_faults_stay_beside_sizes() -> None:
     wrong = {**batch, "places": batch["places"][:-1], "lens": batch["lens"].float()}
     for take in (runner_of("DecodeRunner"), runner_of("DecodeRunner").fill):
         said = said_by(take, wrong)
-        assert said.startswith("'places' says BATCH=2; 'lens' and 'tokens' say 3: bring")
+        assert said.startswith("'places' says BATCH=2; 'lens' and 'tokens' say 3: pass")
         assert "slot 'lens': expected int64 of shape [3] on cpu, got float32; round it yourself" in said
     said = said_by(runner_of("DecodeRunner"), wrong, ValueError)
     assert said.count("places") == 1
@@ -300,7 +300,7 @@ def test_each_axis_on_which_sources_differ_has_its_sentence() -> None:
     for take in (made.fill, runner, runner.fill, runner.decide, eager, eager.fill, eager.decide):
         said = said_by(take, wrong)
         assert re.search(r"'table' says (BATCH=)?2", said)
-        assert re.search(r"'owners' says PAGES=5; 'table' says 4: bring", said)
+        assert re.search(r"'owners' says PAGES=5; 'table' says 4: pass", said)
         assert said.count(": pass the same number of rows for all of them") == 2
         assert "expected" not in said
         take(batch)

@@ -371,7 +371,7 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
 
 
 def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
-    """Run the step without its graph, on a batch without padding. Return the error that it raises."""
+    """Run the step without its graph, on a batch without padding. Return its results or its error."""
     runner = trial.runner
     if trial.declaration.ranks is not None:
         trial.fill(one)  # computed slots may need the sizes of all ranks, which a fill exchanges

@@ -272,7 +272,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> tuple[ReadBatch, Route[V]]:
         """Fill from a batch by its route. whole: Whether the step runs next, and needs no view."""
         before, self._filled = self._filled, None
-        start = time.perf_counter_ns() if next(self.tally.is_timed) else 0
+        start = time.perf_counter_ns() if next(self.tally.sampled) else 0
         coordinator = self.coordinator
         if not self._is_alone:
             coordinator.begin()

@@ -1,7 +1,7 @@
 """State: memory outside of slots that a step changes, such as a KV cache, and tensors that it uses, such as weights.
 
-Warm-ups, captures, checks and debug modes run a step without a request of the user, and restore its state. The state
-is found by running the step once and recording what its operators write. Python objects are not found, nor is what a
+Warm-ups, captures, checks and debug modes run a step without a request of the user, and restore its state. The state is
+found by running the step once and recording what its operators write. Python objects are not found, nor is what a
 kernel writes that is launched outside torch's dispatcher: give `state=` for those.
 """
 

@@ -114,7 +114,7 @@ class Tally:
         buckets: Steps by bucket.
         reasons: Eager steps by reason.
         ahead: Steps of `steps()`: those ahead of the host, and the others by the reason why not.
-        is_timed: An iterator that says of each fill whether to time it.
+        sampled: An iterator that says of each fill whether to time it.
     """
 
     def __init__(self, path: PathName) -> None:
@@ -122,7 +122,7 @@ class Tally:
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
         self.ahead = collections.Counter[str]()
-        self.is_timed = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
+        self.sampled = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
         self._warned: set[tuple[Why, int | None]] = set()
 
     def filled(self, counts: Counts, decision: Decision | None, start: int, runner: str) -> None:
