@@ -67,7 +67,7 @@ def load(name: str) -> type[Backend]:
         )
     try:
         found = points[name].load()
-    except Exception as error:  # the package may raise anything
+    except Exception as error:  # an import may raise any error
         raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailableError(f"backend {name!r}: {found!r} is not a subclass of slotgraph.backends.Backend")
@@ -75,7 +75,7 @@ def load(name: str) -> type[Backend]:
 
 
 def _points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return entry points by name, this package's first. No other package can take over its names."""
+    """Return entry points by name. Those of this package win over others of the same name."""
     own = [importlib.metadata.EntryPoint(name, f"{__package__}.{value}", GROUP) for name, value in _OWN.items()]
     others = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
     return {point.name: point for point in (*own, *(other for other in others if other.name not in _OWN))}
@@ -113,7 +113,7 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
 def _checked(backend: Backend) -> Backend:
     """Return the backend.
 
-    Raise ConfigError if its record is not one, or promises a method that the class does not define.
+    Raise ConfigError if its `capabilities` are no `Capabilities`, or promise a method that the class does not define.
     """
     record, kind = backend.capabilities, type(backend)
     if not isinstance(record, Capabilities):

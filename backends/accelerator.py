@@ -2,8 +2,7 @@
 
 Torch 2.13 has graphs, streams, events and memory under one set of names for every device whose package registers them.
 Nothing else is assumed: there is no fused fill and no foreach from host memory, and host data goes in one packed
-upload. Memory that an interrupted capture passes on is kept as long as the graph. The first graph brings the pool for
-later ones.
+upload. A tensor that a break returns keeps its memory as long as the graph. Later graphs share the first graph's pool.
 """
 
 import contextlib
@@ -46,12 +45,12 @@ class AcceleratorBackend(StreamBackend):
         if reason:
             raise BackendUnavailableError(reason)
         device, accelerator = torch.device(_kind(), torch.accelerator.current_device_index()), vars(torch.accelerator)
-        own = {  # by the names that devices' own modules have
+        own = {  # torch.accelerator's calls, under the names that torch.cuda uses
             "Stream": torch.Stream,
             "Event": torch.Event,
             "stream": lambda stream: stream,  # a stream is a context itself
             "is_current_stream_capturing": lambda: accelerator["current_stream"]().is_capturing(),
-            "graph_pool_handle": lambda: None,  # only a graph has a pool
+            "graph_pool_handle": lambda: None,  # torch gives a pool only through a graph
             "mem_get_info": accelerator["get_memory_info"],
         }
         super().__init__(device, SimpleNamespace(**accelerator | own))
@@ -73,7 +72,7 @@ class AcceleratorBackend(StreamBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach between device tensors, host data in one upload, nothing fused."""
+        """The record: foreach copies between device tensors, one upload of host data, and no fused kernel."""
         return _CAPABILITIES
 
     def begin(self, handle: Handle, **options: Any) -> Opened:

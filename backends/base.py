@@ -44,7 +44,7 @@ NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}
 Capturable = Callable[[], Any]
 """A step without arguments, as a device records it."""
 Interruption = Callable[[Sequence[Any] | None], Any]
-"""Called between two graphs: without places it returns its answer, with places it writes its answer to them."""
+"""Called between two graphs: given None it returns its result, given tensors it writes its result to them."""
 
 
 @attrs.frozen
@@ -105,14 +105,14 @@ class Event(Protocol):
 
 @attrs.frozen
 class Fusion:
-    """A device's own way to fill a bucket in one upload and one launch; see `dataflow.packet` for the data.
+    """The kernels of a device that fill a bucket with one upload and one launch. `dataflow.packet` documents the data.
 
     Attributes:
         block: Words that one row of a table covers.
         kernel: Takes a table, a packet, and the buffers that are written. Returns a call that launches the kernel over
             the table on the current stream, which may be captured.
-        edit: Takes the same. Returns a call that advances all lanes, and then moves and writes rows of requests as an
-            edit's packet says. None if the device has no such kernel; rows are then edited slot by slot.
+        edit: Takes the same. Returns a call that advances all lanes, then moves and writes the rows that the packet of
+            an edit lists. None if the device has no such kernel; rows are then edited slot by slot.
     """
 
     block: int
@@ -150,12 +150,12 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def is_available(cls) -> Availability:
-        """Return whether this backend can run on this machine. If not, give the reason and the command that helps."""
+        """Return whether this backend can run on this machine. If not, the result has the reason and the remedy."""
 
     @property
     @abc.abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this device can do."""
+        """The record of what this device can do."""
 
     @property
     @abc.abstractmethod
@@ -193,16 +193,16 @@ class Backend(abc.ABC):
     def interrupt(self, run: Interruption) -> Any:
         """End the graph that is being captured, call `run` outside of it, and continue with another graph.
 
-        What the graph so far does has been done when `run` is called, and a replay calls it again at the same point.
-        Returns what the captured step gets: the answer of `run(None)`, with its tensors in places in the graph's own
-        memory. A replay calls `run(places)`, with one place for each leaf of the answer, which it must write. Outside
-        of a capture, `run(None)` is called once. Raises CaptureError if the device cannot do that.
+        The graph captured so far has run when `run` is called, and each replay calls `run` at the same point. Returns
+        the result of `run(None)` to the captured step, with its tensors copied into the graph's own memory. A replay
+        calls `run(places)`: `places` has one tensor in that memory for each leaf of the result, and `run` must write
+        all of them. Outside of a capture, `run(None)` is called once. Raises CaptureError if the device cannot do that.
         """
         del run
         raise CaptureError(f"backend {self.name!r} cannot interrupt a capture, which a break in a step needs")
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In `run` of an interruption, return an alias of a tensor that lets the graph's later parts reuse the memory.
+        """Return an alias of a tensor, so that later parts of the graph may reuse its memory. Call it inside `run`.
 
         The alias is valid for as long as the graph lives. Without it, each break would need memory of its own. Returns
         the tensor itself if it is not in that graph's memory.
@@ -218,19 +218,19 @@ class Backend(abc.ABC):
         return None
 
     def fusion(self) -> Fusion | None:
-        """Return the device's way to fill in one upload and one launch, or None if it has none."""
+        """Return the kernels that fill a bucket with one upload and one launch, or None if the device has none."""
         return None
 
     def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return host memory from `empty` as a tensor that kernels of the device can write, or itself if none can.
 
-        For a small copy, a kernel takes the device less time than its copy engine does.
+        A kernel makes a small copy faster than the device's copy engine.
         """
         return tensor
 
     def stream_key(self) -> Callable[[], int]:
         """Return a call that gives the current stream's number, which is constant if the device has no streams."""
-        return int  # int() is 0
+        return int  # the function `int` returns 0
 
     def order(self, first: int, then: int) -> None:  # noqa: B027 - without streams there is nothing to wait for
         """Make stream number `then` wait for the work submitted so far to stream number `first`."""
@@ -240,7 +240,8 @@ class Backend(abc.ABC):
         """Return an event recorded now on the current stream.
 
         Args:
-            again: An event of this backend that nobody needs any more, to record it anew if that takes less time.
+            again: An event of this backend that is no longer needed. It is recorded anew if that is faster than a new
+                event.
         """
 
     @abc.abstractmethod

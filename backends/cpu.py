@@ -1,4 +1,4 @@
-"""The CPU: host memory, no streams, the host's clock; and the CPU without graphs, whose replays run the step again.
+"""The CPU: host memory, no streams, the host's clock; and the backend `cpu`, whose replays run the step's code again.
 
 The fused fill does what the kernel does, in plain code over the same table and packet, and must leave the same bytes.
 It is a torch operator, so that a capture on the CPU records it like any other.
@@ -75,7 +75,7 @@ _LIBRARY.define("edit_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -
 
 @torch.library.impl(_LIBRARY, "fill_lanes", "CPU")
 def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Fill every lane of a table from a packet that is new and meant for it, else advance it; `targets` are buffers."""
+    """Fill every lane of a table if the packet is new and for this table, else advance it. `targets`: the buffers."""
     del targets
     rows, words = table.view(-1, COLUMNS), _words(table, packet)
     armed, number = words[:2]
@@ -101,7 +101,7 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
     moves = [(pair & _PLACE, pair >> 32) for pair in words[rows : rows + (counts & _PLACE)]]
     writes = words[rows + len(moves) : rows + len(moves) + (counts >> 32)]
     blocks = table.view(-1, COLUMNS).tolist()
-    for row in blocks:  # all before the edit, since one lane may advance to what another holds
+    for row in blocks:  # all lanes advance before the edit, since a lane may advance from another lane's values
         _advance(row, _live(row, words, before=True), moves=True, tail=False)
     for row in blocks:
         target, place, outer, _, padded, stride, _, flags, _, _, each, *_ = row
@@ -135,7 +135,7 @@ def _live(row: list[int], words: list[int], *, before: bool = False) -> int:
 
 
 def _fill(row: list[int], words: list[int], code: int, pace: int, source: int) -> None:
-    """Fill one outer row of one lane, from a table row's first element on. Rows of other blocks may repeat that."""
+    """Fill one outer row of one lane, from a table row's first element on. Later table rows may write the same."""
     target, _, outer, start, _, stride, _, flags, *_, count, inner, _, _, _ = row
     if code < 0:
         return
@@ -198,7 +198,7 @@ class HostBackend(Backend):
 
     @classmethod
     def is_available(cls) -> Availability:
-        """Return that it is available, which it is everywhere."""
+        """Return that the CPU is available, which it always is."""
         return Availability(available=True)
 
     @property
@@ -236,7 +236,7 @@ class HostBackend(Backend):
         """Return at once, since there is nothing to wait for."""
 
     def memory(self) -> Memory:
-        """Return the machine's memory. What is allocated is this process's largest resident size so far."""
+        """Return the machine's memory. `allocated` is the largest resident size of this process so far."""
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(
             total=os.sysconf("SC_PHYS_PAGES") * page,
@@ -281,7 +281,7 @@ class CpuBackend(HostBackend):
     ) -> Graph:
         """Run the step once and keep it.
 
-        A replay runs its code again, which reads host parameters from their memory.
+        A replay runs its code again, which reads host parameters as ordinary tensors.
         """
         del pool, error_mode, parameters
         try:

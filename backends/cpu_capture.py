@@ -64,13 +64,13 @@ _CAPABILITIES: Final = attrs.evolve(HOST_CAPABILITIES, capture_error_modes=("glo
 
 
 def active_recorder() -> "Recorder | None":
-    """Return what records this thread's operators, or None if it is not capturing a step."""
+    """Return the recorder of this thread's operators, or None if the thread is not capturing a step."""
     recorder: Recorder | None = getattr(_ACTIVE, "recorder", None)
     return recorder
 
 
 def plainly(call: Callable[..., T], *args: Any) -> T:
-    """Call something that makes ordinary tensors, without gradients or version counters, whatever modes are on."""
+    """Call a function that makes ordinary tensors, without gradients or version counters, whatever modes are on."""
     with _C._InferenceMode(False), _C._AutoDispatchBelowADInplaceOrView():  # noqa: FBT003, SLF001
         return without_gradients(call, *args)
 
@@ -120,7 +120,7 @@ class Storages:
     def __init__(self) -> None:
         self._found: dict[int, OlderStorage] = {}
         self._owned: dict[int, torch.Tensor] = {}
-        self._known: dict[int, torch.Tensor] = {}  # by id; kept alive, so that no id is reused
+        self._known: dict[int, torch.Tensor] = {}  # by id; the tensors stay alive, so that no id is reused
         self.constants: set[int] = set()
 
     def read(self, tensor: torch.Tensor, operator: str) -> None:
@@ -133,7 +133,7 @@ class Storages:
             found.tensors.append((TensorWeakRef(tensor), tensor.data_ptr()))
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Keep a found storage's bytes before its first write: all of them, whatever the size of the view."""
+        """Save the bytes of an older storage before its first write. Even for a small view, save the whole storage."""
         key = fixed_key(tensor)
         if key in self.constants:
             refuse_operator("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
@@ -193,7 +193,7 @@ class _Functions(TorchFunctionMode):
         if active_recorder() is self._recorder:
             self._recorder.refusing(check_function, func, args, named, self._recorder.parameters)
             if copies_to_host(func, args, named):
-                named["copy"] = True  # as on a device; on the CPU it would be the same tensor
+                named["copy"] = True  # a device would copy; on the CPU torch returns the same tensor
         return func(*args, **named)
 
 
@@ -201,7 +201,7 @@ class Recorder(OperatorWatch):
     """Runs a step's operators and records them, with aliases of their tensors.
 
     Attributes:
-        parts: Calls that are replayed below autograd, each list with what is called after it in the ordinary way.
+        parts: Lists of calls to replay below autograd, each with a call that follows it in the caller's own mode.
         refused: The first refusal, which fails the capture even if the step catches the error.
     """
 
@@ -232,7 +232,7 @@ class Recorder(OperatorWatch):
         return run_and_undo(lambda: run_uncompiled(watched, _unrecorded), undo)
 
     def interrupt(self, run: Interruption) -> Any:
-        """Call something without recording its operators, and record that a replay calls it too."""
+        """Call a function without recording its operators, and record the call itself, which each replay repeats."""
         answer = _unrecorded(run, None)
         places = pytree.tree_map_only(torch.Tensor, torch.empty_like, answer)
         calls, _ = self.parts.pop()
@@ -242,7 +242,7 @@ class Recorder(OperatorWatch):
         return places
 
     def refusing(self, call: Callable[..., T], *args: Any) -> T:
-        """Call something, and remember its refusal."""
+        """Call a function, and remember the CaptureError that it raises."""
         try:
             return call(*args)
         except CaptureError as error:
@@ -263,7 +263,7 @@ class Recorder(OperatorWatch):
         if is_composite(operator):
             return self.take_apart(operator, args, kwargs)
         if torch.Tag.inplace_view in operator.tags:
-            return operator(*args, **kwargs)  # changes only shape and strides, and the aliases have fixed ones
+            return operator(*args, **kwargs)  # changes only shape and strides, which the aliases already have
         for tensor in tensors_in((args, kwargs)):
             self.storages.read(tensor, operator.name())
         changed = list(written(operator, args, kwargs))
@@ -285,7 +285,7 @@ class Recorder(OperatorWatch):
 
 
 def _unrecorded(call: Callable[..., Any], *args: Any) -> Any:
-    """Call something with recording off. The user's own modes see its operators, as in a replay."""
+    """Call a function with recording off. The user's own modes still see its operators, as they do in a replay."""
     recorder = active_recorder()
     try:
         _ACTIVE.recorder = None
@@ -296,7 +296,7 @@ def _unrecorded(call: Callable[..., Any], *args: Any) -> Any:
 
 @final
 class CapturedGraph(Graph):
-    """The operators of one step, replayed into the storages of its capture, which hold NaN, -1 or true until then."""
+    """The operators of one step, replayed into the storages of its capture. Until then these hold NaN, -1 or true."""
 
     def __init__(self, recorder: Recorder, outputs: Any) -> None:
         storages = recorder.storages

@@ -107,12 +107,12 @@ class CudaBackend(StreamBackend):
         if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has no public name for it
             return "this process was forked after CUDA was used: start it with multiprocessing's 'spawn' method"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # _no_device reports what it warns of
+            warnings.simplefilter("ignore")  # `_no_device` reports the same as a reason
             return "" if torch.cuda.is_available() else _no_device()
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach copies of one dtype a call. The fused lowerings come first if triton can compile."""
+        """The record: one foreach call for each dtype, and the fused lowerings first if triton can compile."""
         return _CAPABILITIES if self.fusion() is None else _WITH_FUSION
 
     def upload(self, nbytes: int) -> Upload | None:
@@ -135,7 +135,7 @@ class CudaBackend(StreamBackend):
         _C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make a tensor over the same memory that does not keep it alive, as torch's own graph trees do in a pool."""
+        """Make a tensor that shares the memory but does not keep it alive, as torch's graph trees do in a pool."""
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         with outside_inference():
@@ -195,7 +195,7 @@ def _no_device() -> str:
 
 
 def _driver_says() -> str:
-    """Return torch's message when it is made to initialize CUDA."""
+    """Initialize CUDA through torch, and return torch's error message, if any."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -209,7 +209,7 @@ def _current_stream_on(device: torch.device) -> Callable[[], int]:
 
 
 def _copies(copy: DriverCopy, packet: torch.Tensor) -> tuple[Start, Inline, int]:
-    """Return what starts copies to a packet by the driver, in two thirds of the time that torch takes.
+    """Return functions that start copies to a packet through the driver, in two thirds of torch's time.
 
     From memory that is not pinned, a driver reads what it copies before the call returns (CUDA's "API synchronization
     behavior"). Torch would wait for the device there.
@@ -255,9 +255,9 @@ def fusion_on(device: torch.device) -> Fusion | None:
         from . import cuda_kernel  # noqa: PLC0415 - triton is installed only with the device
 
         fusion = Fusion(cuda_kernel.BLOCK, *(functools.partial(one, cuda_kernel) for one in (_kernel, _editing)))
-        with outside_inference(), torch.cuda.device(device):  # fails now rather than in a capture
+        with outside_inference(), torch.cuda.device(device):  # compile now, not inside a capture
             table = torch.zeros(1, COLUMNS, dtype=torch.int64, device=device)
-            words = torch.zeros(2 * HEAD, dtype=torch.int64, device=device)  # for no table
+            words = torch.zeros(2 * HEAD, dtype=torch.int64, device=device)  # an empty packet, which addresses no table
             fusion.kernel(table, words, ())()
             torch.cuda.synchronize(device)
     except Exception as error:  # noqa: BLE001 - triton may raise anything: no compiler, no driver, an unknown chip

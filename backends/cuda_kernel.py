@@ -6,7 +6,7 @@ eight bytes at a time, else it goes element by element. Addresses come from memo
 each is a multiple of its own dtype's size, which the packer guarantees.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - as said above; no bundles of arguments, and sizes as numbers
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - see above; many arguments, and numbers for sizes
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import Final
@@ -89,7 +89,7 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
         width = _width(code, size)
         since = source + (outer * pace + start) * width
         to = target + (outer * stride + start) * size
-        # From here on, places count from the block's start. What is written begins at `first` and ends before `stop`.
+        # From here on, positions count from the block's start. The kernel writes from `first` up to before `stop`.
         span = BLOCK * 8 // size
         live = _within(tl.minimum(length, padded) - start, span)
         first = tl.where(source == 0, live, 0)
@@ -105,14 +105,14 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["table", "packet"])
 def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Move rows of one lane's requests, then write the edit's rows. Each program does one of `PARTS` of both."""
+    """Move rows of one lane's requests, then write the edit's rows. `PARTS` programs share the work."""
     row = table + tl.program_id(0) * _COLUMNS
     places = tl.load(row + 1)
     counts = tl.load(packet + 3)
     rows = packet + tl.load(packet + 2)
     lane = packet + (places & _PLACE)
     lanes = places >> 32
-    said = tl.load(lane)
+    lane_code = tl.load(lane)
     pace = tl.load(lane + lanes)
     source = tl.load(lane + 2 * lanes)
     outer = tl.load(row + 2)
@@ -122,12 +122,12 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     base = tl.load(row) + outer * tl.load(row + 5) * size
     part = tl.program_id(1).to(tl.int64)
     if (tl.load(row + 3) == 0) & (tl.load(packet) != 0):
-        code = tl.where(said < 0, 0, said)
+        code = tl.where(lane_code < 0, 0, lane_code)
         width = _width(code, size)
         pace = tl.where(pace == 0, (counts >> 32) * each, pace)
         since = source + outer * pace * width
         if each == 0:
-            count = tl.where((said < 0) | (part != 0), 0, tl.load(row + 4)).to(tl.int32)
+            count = tl.where((lane_code < 0) | (part != 0), 0, tl.load(row + 4)).to(tl.int32)
             _elements(since, base, 0, count, count, 0, 0, code, width, flags, BLOCK)
         else:
             count = each.to(tl.int32)
@@ -139,10 +139,10 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
                 _elements(base + (pair & _PLACE) * each * size, to, 0, count, count, 0, 0, part * 0, size, flags, BLOCK)
                 at += PARTS
             at = part
-            writes = tl.where(said < 0, 0, counts >> 32)
+            writes = tl.where(lane_code < 0, 0, counts >> 32)
             while at < writes:
                 request = tl.load(rows + moves + at)
-                if request >= 0:  # else it left before
+                if request >= 0:  # a request that has left has row -1
                     to = base + request * each * size
                     _elements(since + at * each * width, to, 0, count, count, 0, 0, code, width, flags, BLOCK)
                 at += PARTS
@@ -159,16 +159,16 @@ def _width(code, size):
 
 @triton.jit
 def _within(place, span):
-    """Clamp a place to the block."""
+    """Clamp a position to the block."""
     return tl.minimum(tl.maximum(place, 0), span).to(tl.int32)
 
 
 @triton.jit
 def _words(since, to, first, live, stop, pad, BLOCK: tl.constexpr):
-    """Move live words and write the tail. Words that are read for other places are never written.
+    """Move live words and write the tail. Words that are loaded outside the live range are never stored.
 
-    Two words at a time were tried on an H200 and gained nothing, from 64 KiB (a step took 4.4 us of the device against
-    4.6) to 16 MiB (12.6 against 12.5).
+    Moving two words at a time gains nothing on an H200: a step takes 4.4 instead of 4.6 us at 64 KiB, and 12.6 instead
+    of 12.5 us at 16 MiB.
     """
     at = tl.arange(0, BLOCK)
     is_live = at < live

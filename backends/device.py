@@ -1,4 +1,4 @@
-"""What all devices with streams have in common: captures, events, memory and uploads, through torch's own calls."""
+"""The common base of devices with streams: captures, events, memory and uploads, through torch's own calls."""
 
 import abc
 import contextlib
@@ -40,14 +40,14 @@ from .ring import ring_on
 
 @attrs.define(eq=False)
 class CaptureState:
-    """What all captures on one device share."""
+    """State that all captures on one device share."""
 
-    stream: Any  # the stream that they run on
+    stream: Any  # the stream that captures run on
     pool: GraphPool
-    one: torch.Tensor  # used to make the device compute something
+    one: torch.Tensor  # the operand of a small computation that tests whether the device works
     lock: Any = attrs.field(factory=threading.RLock)  # one thread at a time warms up or captures
     recording: "DeviceCapture | None" = None
-    broken: list[Recorded] = attrs.field(factory=list)  # torch may still ask whether an allocation is theirs
+    broken: list[Recorded] = attrs.field(factory=list)  # torch may still ask which allocations are theirs
     checks: int = 0
 
 
@@ -60,14 +60,14 @@ class StreamBackend(Backend):
 
     Attributes:
         error_modes: The capture modes, the default first.
-        advice: Texts of the device's errors for what a step does, and the ways out.
-        conditions: Texts of the device's errors for conditions outside the step, and the ways out.
+        advice: Error texts for faults of the step, each with what to do.
+        conditions: Error texts for conditions outside the step, each with what to do.
         warns_of_empty: The text of the warning about an empty graph.
 
     Args:
         device: The device.
         module: Has torch's calls by the names of `torch.cuda`.
-        native: Torch's side of the allocator.
+        native: Torch's bindings of the allocator.
         options: Torch's own options for each capture.
     """
 
@@ -106,7 +106,7 @@ class StreamBackend(Backend):
         """Make a new graph, and the context that records into it on the capture stream. `options` are torch's own."""
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make a tensor over the same memory that does not keep it alive. Return the tensor if the device cannot."""
+        """Make a tensor that shares the memory but does not keep it alive, or return the tensor itself."""
         return tensor
 
     def held_and_used(self) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class StreamBackend(Backend):
             except Exception as error:
                 if isinstance(error, CaptureError) or not ran_out_of_memory(error):
                     raise
-                traceback.clear_frames(error.__traceback__)  # the tensors that the error would keep alive
+                traceback.clear_frames(error.__traceback__)  # the error would keep the frames' tensors alive
                 self._module.empty_cache()
                 raise out_of_memory(error, "before this bucket was captured") from error
             finally:
@@ -225,17 +225,17 @@ class StreamBackend(Backend):
             around, state.recording = state.recording, recording
             try:
                 outputs, error, before = recording.attempt(step)
-            except BaseException:  # an interrupt, since any other error is returned
+            except BaseException:  # only an interrupt comes here, since `attempt` returns all other errors
                 self._discard(recording, used)
                 raise
             finally:
                 state.recording = around
-            del alive  # kept so that the handle stayed valid until here
+            del alive  # kept alive until here, so that the handle stays valid
             if error is not None:
                 raise self._cleaned_up(recording, used, error) from error
             used.add(recording.graphs, recording.handle)
             after = self.held_and_used()
-            grown = (after[0] - before[0]) - (after[1] - before[1])  # without what is still in use, the outputs
+            grown = (after[0] - before[0]) - (after[1] - before[1])  # without the outputs, which are still in use
             return DeviceGraph(recording.parts, ordinary(outputs), max(0, grown))
 
     def _pool_of(self, pool: object | None) -> GraphPool:
@@ -253,7 +253,7 @@ class StreamBackend(Backend):
     def _cleaned_up(self, recording: "DeviceCapture", pool: GraphPool, error: Exception) -> CaptureError:
         """Discard a capture and return the error to raise, which says so if the device cannot go on."""
         if ran_out_of_memory(error):
-            traceback.clear_frames(error.__traceback__)  # the step's tensors, which the error would keep alive
+            traceback.clear_frames(error.__traceback__)  # the error would keep the step's tensors alive
         left = ""
         try:
             self._discard(recording, pool)
@@ -288,18 +288,18 @@ class StreamBackend(Backend):
             getattr(self._native, f"_{kind}_endAllocateToPool")(index, handle)
         except RuntimeError:  # "not currently recording": the capture ended normally
             return False
-        getattr(self._native, f"_{kind}_releasePool")(index, handle)  # as an ended capture's reset does
+        getattr(self._native, f"_{kind}_releasePool")(index, handle)  # as `reset` does if the capture has ended
         return True
 
     def _check(self) -> None:
-        """Make the device compute something, since some failed devices accept work and never do it."""
+        """Run a small computation, since some failed devices accept work and never do it."""
         state = self.state
         state.checks += 1
         if int(state.one.fill_(state.checks).item()) != state.checks:
-            raise RuntimeError("it takes on work and does not do it")
+            raise RuntimeError("it accepts work and never does it")
 
     def _mend(self, pool: GraphPool) -> None:
-        """Run one good capture, which repairs the generator, with another handle if this one cannot be repaired."""
+        """Run one capture that succeeds, which repairs the generator. If the handle stays broken, draw another."""
         try:
             self._capture_nothing(pool.handle())
         except RuntimeError:
@@ -319,7 +319,7 @@ class StreamBackend(Backend):
 
 
 class DeviceCapture:
-    """A capture in progress: the graphs so far, what runs between them, and the graph that `begin` made for a handle.
+    """A capture in progress: the graphs so far, the calls between them, and the graph that is being recorded.
 
     Libraries release their workspaces when a graph begins and before it ends, so that those of its operators lie in its
     own pool: clearing one of a warm-up would free memory that replays read (pytorch issues 192061 and 193402).
@@ -332,10 +332,10 @@ class DeviceCapture:
         self.handle, self._backend, self._begin = handle, backend, begin
         self._open: AbstractContextManager[object] | None = None
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._ranges: list[tuple[int, int]] | None = None  # those of the pool, while nothing is allocated in it
+        self._ranges: list[tuple[int, int]] | None = None  # of the pool, read before it allocates
 
     def attempt(self, step: Capturable) -> tuple[Any, Exception | None, tuple[int, int]]:
-        """Return the step's outputs, the first error of the step or of torch, and the allocator's bytes before."""
+        """Run and record the step. Return its outputs, the first error, and the bytes that were allocated before."""
         outputs, raised, before, empty = None, None, (0, 0), self._backend.warns_of_empty
         try:
             with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
@@ -347,7 +347,7 @@ class DeviceCapture:
                 except Exception as error:  # noqa: BLE001 - raised again, once the capture is ended
                     raised = error
                     quietly.enter_context(warnings.catch_warnings())
-                    warnings.simplefilter("ignore")  # hides that the graph is empty, since it is discarded
+                    warnings.simplefilter("ignore")  # an empty graph is no fault: it is discarded
                 if self.parts and empty:  # after a break there may be nothing left to record
                     quietly.enter_context(warnings.catch_warnings())
                     warnings.filterwarnings("ignore", message=f".*{empty}")
@@ -373,27 +373,27 @@ class DeviceCapture:
                 opened.__exit__(None, None, None)
             self.parts.append((self.graph.replay, self.graph))
             self.graphs.append(self.graph)
-            if self.handle is None:  # only a graph has one
+            if self.handle is None:  # torch gives the handle only through a graph
                 self.handle = self.graph.pool()
 
     def interrupt(self, run: Interruption) -> Any:
         """End the graph and replay it, so that `run` sees its effects; call `run`; begin the next graph."""
         if self._open is None:  # inside a break, where nothing is being recorded
             return run(None)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self._stop()
         for place, answer in self._answers:
             place.copy_(answer)
         self._answers = []
         is_empty, empty = False, self._backend.warns_of_empty
-        for warning in said:
+        for warning in caught:
             if empty and empty in str(warning.message):
                 is_empty = True
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         replay, _ = self.parts[-1]
-        if is_empty:  # nothing between two breaks except memory, which lives as long as a graph
+        if is_empty:  # an empty graph between two breaks is kept, because memory lives as long as its graph
             self.parts.pop()
         else:
             replay()

@@ -26,7 +26,7 @@ _ASKED: Final = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
 class Recorded(Protocol):
-    """A graph as torch has it."""
+    """The methods of torch's graph objects that this package uses."""
 
     def replay(self) -> None:
         """Launch it on the current stream."""
@@ -46,7 +46,7 @@ Part: TypeAlias = tuple[Callable[[], object], Recorded | None]
 
 @final
 class GraphPool:
-    """The graph memory of one device. Later graphs reuse what earlier ones need only within their steps.
+    """The graph memory of one device. Later graphs reuse memory that earlier graphs need only during their own steps.
 
     Torch rejects a handle whose graphs are all gone, and may reject one whose capture failed. `draw` makes a new one.
     """
@@ -124,30 +124,30 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(error: BaseException, while_: str) -> CaptureError:
     """Make the error for a bucket that the device has no memory for."""
     asked = _ASKED.search(str(error))
-    said = f"tried to allocate {asked[1]}" if asked else first_line(error)
-    return CaptureError(f"the device's memory ran out {while_} ({said}): {_LOWER}")
+    reason = f"tried to allocate {asked[1]}" if asked else first_line(error)
+    return CaptureError(f"the device's memory ran out {while_} ({reason}): {_LOWER}")
 
 
 def not_captured(error: BaseException, advice: Advice = (), conditions: Advice = ()) -> CaptureError:
     """Make the error for a step that raised or was refused. `conditions` has advice for faults outside the step."""
     if ran_out_of_memory(error):
         return out_of_memory(error, "while this bucket was captured")
-    said, text = first_line(error), str(error).lower()
-    place = "" if isinstance(error, ComputeError) else place_of(error)  # a ComputeError has the place already
+    reason, text = first_line(error), str(error).lower()
+    place = "" if isinstance(error, ComputeError) else place_of(error)  # a ComputeError already names the line
     refusals = [("nothing can be captured as things are", one) for one in conditions]
     refusals += [(f"a captured step cannot do what it does{place}", one) for one in advice]
     for refused, (sign, way_out) in refusals:
         if sign in text:
-            return CaptureError(f"{refused} ({said}): {way_out}")
+            return CaptureError(f"{refused} ({reason}): {way_out}")
     if isinstance(error, ComputeError):
-        return CaptureError(said)
+        return CaptureError(reason)
     if isinstance(error, Warning):
         what = f"the step warned{place} while it was captured, and this process turns such warnings into errors"
-        return CaptureError(f"{what}: {type(error).__name__}: {said}")
-    return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {said}")
+        return CaptureError(f"{what}: {type(error).__name__}: {reason}")
+    return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {reason}")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without a leading place in C++."""
+    """Return the first line of an error's text, without a leading C++ file and line."""
     lines = _IN_CPP.sub("", str(error).strip()).splitlines()
     return lines[0] if lines else type(error).__name__

@@ -37,12 +37,12 @@ _CAPABILITIES: Final = Capabilities(
     roles={"cache_loc": torch.int32},
     fills={"seq_len_fill": 0},
     pools_inputs=False,
-    foreach_chunk=48,  # the most that one call takes
+    foreach_chunk=48,  # the most tensors in one foreach call
     packed_uploads=True,
     arenas=False,
     host_parameters=True,
     capture_error_modes=StreamBackend.error_modes,
-    graphs_hint=1800,  # of 2,048 streams, of which each graph takes one or more: vLLM-Ascend's limit
+    graphs_hint=1800,  # vLLM-Ascend's limit on graphs: a device has 2,048 streams, and each graph takes at least one
 )
 _STREAMS_GONE: Final = (
     "the device has no streams left for another graph (2,048 in all; each graph takes at least one, and one more for "
@@ -68,7 +68,7 @@ _CONDITIONS: Final[Advice] = (
         "the process exits for this inner error",
         (
             "an operator or a copy, as one from memory that is not pinned, was refused where torch_npu's queue ran it; "
-            "stderr has its message, and with ASCEND_LAUNCH_BLOCKING=1 the line is told"
+            "stderr has its message, and ASCEND_LAUNCH_BLOCKING=1 makes it name the line"
         ),
     ),
 )
@@ -93,7 +93,7 @@ def npu() -> Any:
 
 
 def npu_c() -> Any:
-    """Return torch_npu's own side of the allocator and of streams, which has no public name."""
+    """Return torch_npu's bindings of the allocator and of streams, which have no public name."""
     return importlib.import_module("torch_npu._C")
 
 
@@ -120,7 +120,7 @@ def _modes() -> list[Any]:
 
 @final
 class UpdatedGraph:
-    """An NPUGraph, `native`, whose operators take host parameters: tensors, by operator argument."""
+    """An NPUGraph (`native`) whose operators take host parameters, given as tensors by operator argument."""
 
     def __init__(self, device: torch.device, parameters: Mapping[str, torch.Tensor]) -> None:
         self.native = npu().NPUGraph()
@@ -134,7 +134,7 @@ class UpdatedGraph:
 
     @contextlib.contextmanager
     def recorded(self, opened: AbstractContextManager[object]) -> Iterator[None]:
-        """Wrap the context that records the graph.
+        """Record the graph in a context, and collect the operators that take host arguments.
 
         Raise CaptureError if an operator has host arguments that no replay updates.
         """
@@ -145,16 +145,16 @@ class UpdatedGraph:
 
     @property
     def taken(self) -> frozenset[str]:
-        """Arguments that some operator takes."""
+        """The host arguments that operators of the graph take."""
         return frozenset(name for update in self._updates for name in update)
 
     def replay(self) -> None:
-        """Update once the previous launch has ended, then launch. Raise ReplayError if an earlier update broke off."""
+        """Wait for the previous launch, update, and launch. Raise ReplayError if an earlier update was interrupted."""
         if not self._updates:
             self.native.replay()
             return
         if self._broken:
-            raise ReplayError(f"an update of this graph's host parameters broke off ({self._broken}): capture it anew")
+            raise ReplayError(f"updating this graph's host parameters was interrupted ({self._broken}): capture again")
         if self._passed is None:
             self._passed = npu().Event()
         else:  # the previous launch's operators have then read their values
@@ -183,7 +183,7 @@ def _update_stream(device: torch.device) -> Any:
 
 
 def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
-    """Return how to update an operator. A spec of torch_npu has "arg" or "kwarg", the position there, and the name."""
+    """Return how to update an operator. A spec of torch_npu has "arg" or "kwarg", the position or key, and the name."""
     operator = str(record.op_cache_entry.__name__)
     handlers: Any = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
     handler = handlers._NPU_GRAPH_OP_HANDLERS[operator]  # noqa: SLF001 - no public name
@@ -198,14 +198,14 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
         value = given.get(name)
         if value is None:
             continue
-        held, there, is_apart = parameter.tolist(), list(value) if isinstance(value, tuple) else value, False
+        current, captured, is_apart = parameter.tolist(), list(value) if isinstance(value, tuple) else value, False
         if isinstance(value, torch.Tensor):
-            there, is_apart = value.tolist(), not value.is_cpu or value.dtype != parameter.dtype
-        if is_apart or there != held:
+            captured, is_apart = value.tolist(), not value.is_cpu or value.dtype != parameter.dtype
+        if is_apart or captured != current:
             raise CaptureError(
-                f"operator {operator} was given {there!s:.60} for {name}, and the host parameter holds {held!s:.60} "
-                f"({parameter.dtype}): each replay hands over what the slot holds, all of it, as it is. Derive what "
-                "the operator takes in a slot of its own: computed(..., placement='host', argument=...)"
+                f"operator {operator} was given {captured!s:.60} for {name}, and the host parameter holds "
+                f"{current!s:.60} ({parameter.dtype}): each replay passes the whole slot unchanged. Declare a slot of "
+                "its own for what the operator takes: computed(..., placement='host', argument=...)"
             )
         update[name] = _Tensor.clone if isinstance(value, torch.Tensor) else _Tensor.tolist
     if not update and any(given.get(name) is not None for _, _, name in specs):
@@ -251,7 +251,7 @@ class NpuBackend(StreamBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The record of what the head of this module says."""
+        """The record of this device, for the reasons in the module's docstring."""
         return _CAPABILITIES
 
     def capture(
@@ -265,8 +265,8 @@ class NpuBackend(StreamBackend):
         """Record the step on the capture stream without running it. `pool` comes from `pool()` or from torch_npu.
 
         Each replay passes the values of `parameters`, host tensors, to the operators that take these arguments. Also
-        raises CaptureError if a parameter reaches no operator, or if an operator takes host arguments and none of
-        these.
+        raises CaptureError for a parameter that no operator takes, and for an operator with host arguments that takes
+        no parameter.
         """
         if not parameters:
             return super().capture(step, pool=pool, error_mode=error_mode)
@@ -279,7 +279,7 @@ class NpuBackend(StreamBackend):
 
         graph = self.record(step, pool, begin)
         missing = sorted(parameters.keys() - made[0].taken)
-        if missing and len(made) == 1:  # with several graphs, what runs between them may take it
+        if missing and len(made) == 1:  # with several graphs, a call between them may take it
             raise CaptureError(
                 f"no operator of the captured step takes the host parameter {missing[0]!r} (what is taken: "
                 f"{', '.join(sorted(map(repr, made[0].taken))) or 'nothing'}): hand the slot to one under that name, "
@@ -311,13 +311,13 @@ class NpuBackend(StreamBackend):
         try:
             if known:
                 super().order(first, then)
-        except RuntimeError:  # a stream of another library, on which torch_npu takes no events
+        except RuntimeError:  # a stream of another library, on which torch_npu records no events
             known = False
         if not known:
             self.synchronize()
 
 
-@functools.cache  # a second try after a failure would meet a half imported package, and fail differently
+@functools.cache  # cached: after a failure the package is half imported, and a second import would fail differently
 def _import() -> str:
     """Import torch_npu, and return what went wrong and the way out, or ""."""
     if getattr(torch, "npu", None) is not None:
@@ -336,4 +336,4 @@ def _no_device() -> str:
     visible = os.environ.get(_VISIBLE)
     if visible is not None:
         return f"no NPU is visible with {_VISIBLE}={visible!r}: unset it, or name a device; `npu-smi info` lists them"
-    return "torch_npu and CANN are here, but no NPU: `npu-smi info` shows what the driver sees"
+    return "torch_npu and CANN are installed, but there is no NPU: `npu-smi info` shows what the driver sees"

@@ -1,4 +1,4 @@
-"""Torch's operators: interception, decomposition, what each writes, and which of them no graph can hold."""
+"""Torch's operators: interception, decomposition, which memory each writes, and which of them no graph can hold."""
 
 import abc
 import functools
@@ -34,7 +34,7 @@ _NORMS: Final = ("native_batch_norm", "batch_norm", "cudnn_batch_norm", "miopen_
 
 
 def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]) -> T:
-    """Call something under a mode, which is off afterwards wherever an interrupt comes.
+    """Call a function under a mode, and turn the mode off afterwards, even if an interrupt comes.
 
     Torch's own `with mode:` takes several lines of Python to push and pop it.
     """
@@ -53,10 +53,9 @@ def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]
 
 
 def run_uncompiled(run: Callable[[], T], apart: Callable[..., object] = call) -> T:
-    """Call something with compiled functions run as they were written, since the compiler cannot trace a dispatch mode.
+    """Call a function with torch.compile off, since the compiler cannot trace a dispatch mode.
 
-    `apart` calls the import of the compiler, if that happens during the call. The import runs operators in some
-    versions.
+    If the call imports the compiler, `apart` makes that import, so that a watch can skip the operators that it runs.
     """
     finder = _CompilerFinder(apart)
 
@@ -75,21 +74,21 @@ def run_uncompiled(run: Callable[[], T], apart: Callable[..., object] = call) ->
 
 
 class _CompilerFinder:
-    """Makes the compiler run functions as they were written, from its import on if that comes later."""
+    """Turns torch.compile off, from the compiler's import on if it is not imported yet."""
 
     def __init__(self, apart: Callable[..., object]) -> None:
         self._apart = apart
         self._before: list[Any] = []
 
     def find_spec(self, name: str, path: Any, _: object = None) -> Any:
-        """Find the compiler as Python does, and set its stance once it is loaded."""
+        """Find the compiler's module, and set its stance once it is loaded."""
         spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None
         if spec:
             load = spec.loader.exec_module
 
             def load_and_ask(module: Any) -> None:
                 self._apart(load, module)
-                if self in sys.meta_path:  # another thread's import may end after the call
+                if self in sys.meta_path:  # an import in another thread may end after the call
                     self.ask()
 
             spec.loader.exec_module = load_and_ask
@@ -113,13 +112,13 @@ def _compiler() -> Any:
 class OperatorWatch(TorchDispatchMode, abc.ABC):
     """Intercepts each operator that a thread runs. Tensor subclasses decompose themselves first."""
 
-    supports_higher_order_operators = True  # torch would refuse them without a way out
+    supports_higher_order_operators = True  # torch would refuse higher-order operators without saying what to do
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __init_subclass__(cls) -> None:
-        """Do as torch does, which gives it no type."""
+        """Call torch's own hook, which has no type annotation."""
         super().__init_subclass__()  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -132,7 +131,7 @@ class OperatorWatch(TorchDispatchMode, abc.ABC):
     ) -> Any:
         """Pass one operator to `see`."""
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
-            return NotImplemented  # the subclass decomposes itself, and its parts come here
+            return NotImplemented  # let the tensor subclass decompose itself: its inner operators are intercepted next
         return self.see(func, args, dict(kwargs or {}))
 
     @abc.abstractmethod
@@ -146,7 +145,7 @@ class OperatorWatch(TorchDispatchMode, abc.ABC):
 
 
 def kernel_of(operator: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
-    """Return a call of a custom operator's kernel, in which modes see the kernel's operators. None for torch's own."""
+    """Return a call of a custom operator's kernel, whose operators modes then see, or None for torch's own."""
     if operator.namespace == "aten":
         return None
     kinds = {tensor.device.type for tensor in tensors} - {"cpu"}
@@ -206,14 +205,14 @@ def call_again(
     *,
     mutates: bool,
 ) -> Callable[[], object] | None:
-    """Return a call that runs an operator again, with results where they were; None for memory without contents.
+    """Return a call that runs an operator again and writes its results to the same memory, or None for an allocation.
 
     Args:
         operator: The operator.
         args: Aliases of its arguments.
         kwargs: Aliases of its keyword arguments.
         result: What it returned.
-        fixed: The tensors of `result` in memory of their own, by position.
+        fixed: The tensors of `result` that do not share an argument's memory, by position.
         mutates: Whether it writes an argument.
     """
     name = operator._opname if operator.namespace == "aten" else ""  # noqa: SLF001 - OpOverload has no public name
@@ -269,7 +268,7 @@ def _collective(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     unbox(result[-1] if isinstance(result, tuple | list) else result).wait()
 
 
-# What a captured step may not do, and what to do instead: as on CUDA, and what moves a storage.
+# What a captured step may not do, and what to do instead: what CUDA forbids, and what moves a storage.
 
 _ON_DEVICE: Final = "keep the value on the device (torch.where, index_select), or hand it to the step from outside"
 _BY_MASK: Final = "its shape depends on values: use torch.where, or masked_fill_ with a number"
@@ -405,7 +404,7 @@ def check_function(
 ) -> None:
     """Raise CaptureError for reads and copies that torch does without an operator.
 
-    The error says more about host parameters, which `parameters` has by argument.
+    `parameters` has the host parameters by argument, for which the error says more.
     """
     advice = _FUNCTIONS.get(func) or _refused_call(func, args, kwargs)
     if advice is None:

@@ -1,7 +1,7 @@
-"""The ring: host memory that uploads start from. No entry is written while its copy may be in flight.
+"""The ring: host buffers that packets are uploaded from. No entry is overwritten while its copy may be in flight.
 
-A driver copies a small packet into its own command stream, and has read it when the call returns. Only a larger packet
-goes through an entry. Each step still takes one, to keep alive what its packet points to.
+A driver copies a small packet into its own command stream before the call returns. Only a larger packet is copied from
+an entry. Each step still takes an entry, which keeps alive the memory that its packet points to.
 
 An event for each step would cost more than the upload, so one event closes each segment of entries. When the ring
 enters a segment, it records the event of the segment that it leaves, and waits for the event of the one that it enters,
@@ -32,14 +32,14 @@ Inline = Callable[[bytes, int], None]
 @final
 @attrs.define(eq=False, slots=False)
 class Ring(Upload):
-    """An upload through a ring.
+    """The upload of a packet through a ring.
 
     Attributes:
         packet: The packet on the device.
         pinned: Makes host memory that the device copies from.
         start: Copies a number of bytes from an offset in such memory to the packet, on the current stream.
-        mark: Records a point on that stream, anew in the event that it is given, if any.
-        finish: Waits for the device, before the ring's memory can go to others.
+        mark: Records an event on that stream. It reuses the event that it is given, if any.
+        finish: Waits for the device, before the ring's memory is freed.
         inline: Copies like `start`, but from bytes that may change afterwards.
         most_inline: The most bytes that `inline` copies.
     """
@@ -53,7 +53,7 @@ class Ring(Upload):
     _most_inline: int = 0
 
     def __attrs_post_init__(self) -> None:
-        """Register the wait for the device that ends the ring's life."""
+        """Register a finalizer that waits for the device before the ring's memory is freed."""
         self.nbytes = self.packet.nbytes
         self._marks: list[Any] = [None] * SEGMENTS
         self._kept: list[object] = [None] * ENTRIES
@@ -61,7 +61,7 @@ class Ring(Upload):
         weakref.finalize(self, _end, self._finish, self._kept).atexit = False
 
     def send(self, data: bytes, kept: object) -> None:
-        """Write the next entry and start its copy. Data that is read at once and keeps nothing alive takes no entry."""
+        """Write the next entry and start its copy. Small data that points to no memory takes no entry."""
         size = len(data)
         inline = self._inline if size <= self._most_inline else None
         if inline is not None and kept is None:
@@ -69,7 +69,7 @@ class Ring(Upload):
             return
         index = self._next
         if index % SEGMENT == 0:
-            self._turn(index // SEGMENT)
+            self._enter(index // SEGMENT)
         self._kept[index] = kept
         if inline is not None:
             inline(data, size)
@@ -82,12 +82,12 @@ class Ring(Upload):
         self._next = (index + 1) % ENTRIES
 
     def move(self, source: torch.Tensor) -> torch.Tensor:
-        """Copy through pinned memory of its own. In the ring, all 32 entries would have to be that large, for good."""
+        """Copy through new pinned memory. A ring entry would not do: all 32 of them would stay that large."""
         with outside_inference(), torch.no_grad():
-            held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
-            return held.copy_(source).to(self.packet.device, non_blocking=True)
+            pinned = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
+            return pinned.copy_(source).to(self.packet.device, non_blocking=True)
 
-    def _turn(self, entered: int) -> None:
+    def _enter(self, entered: int) -> None:
         """Leave a segment and enter the next once the device is done with it. Release what the device has read."""
         self._marks[entered - 1] = self._mark(self._marks[entered - 1])
         mark = self._marks[entered]
@@ -108,13 +108,13 @@ class Ring(Upload):
 
 
 def _end(finish: Callable[[], None], kept: list[object]) -> None:
-    """Let the device finish reading before the memory goes to others: the entries, and what packets point to."""
+    """Wait until the device has read the entries and what packets point to, before that memory is freed."""
     finish()
     kept.clear()
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Allocate host memory that the device copies from while the host goes on."""
+    """Allocate pinned host memory, from which the device copies asynchronously."""
     with outside_inference():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -130,7 +130,7 @@ def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
 def copy_slice(packet: torch.Tensor, memory: torch.Tensor, at: int, nbytes: int) -> None:
     """Start a copy from a slice of pinned memory, on the current stream.
 
-    The slice keeps its storage, by which torch knows that the memory is pinned. A bare address would not.
+    Torch recognizes pinned memory by its storage, which a slice keeps and a bare address does not.
     """
     packet[:nbytes].copy_(memory[at : at + nbytes], non_blocking=True)
 

@@ -82,7 +82,7 @@ def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> Admitted:
 
 
 def placed(to: Buffer, source: Any, tensor: torch.Tensor, buffers: Buffers, move: Move | None) -> torch.Tensor:
-    """Return an admitted source as a tensor on its slot's device that stays readable while slots are written."""
+    """Return an admitted source as a tensor on its slot's device that no write to a slot changes."""
     if is_hosted(to, source):
         made = dense_of(tensor, to.tensor.dtype, buffers)
         return made.to(to.tensor.device, copy=True) if move is None else move(made)
@@ -117,7 +117,7 @@ def admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
 
 
 def is_in_place(source: Any, to: Buffer) -> bool:
-    """Return whether a source begins where its own slot's buffer does, with the same strides and dtype."""
+    """Return whether a source is its slot's own memory: the same address, strides and dtype."""
     if not isinstance(source, torch.Tensor):
         return False
     mine = to.tensor

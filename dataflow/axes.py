@@ -115,7 +115,7 @@ class Dim(_Arithmetic):
         return total
 
     def reveals(self) -> Axis | None:
-        """Return the only varying axis, whose size follows from this one, or None if there is none or several."""
+        """Return the one varying axis that this size determines, or None if it has no such axis or several."""
         varying = [axis for axes, _ in self.terms for axis in axes if not axis.fixed]
         return varying[0] if len(varying) == 1 else None
 
@@ -126,7 +126,7 @@ class Dim(_Arithmetic):
 
 
 def _collected(terms: Iterable[tuple[tuple[Axis, ...], int]]) -> Dim:
-    """Sum terms, and merge those over the same axes."""
+    """Add up terms, and merge those over the same axes."""
     factors = collections.Counter[tuple[Axis, ...]]()
     for axes, factor in terms:
         factors[axes] += factor
@@ -158,8 +158,8 @@ WIDTH: Final = Axis("WIDTH", fixed=True)
 class Step:
     """The sizes of one step, as a computed slot sees them.
 
-    Fixed axes are in both mappings. An axis whose size the batch does not determine is in neither, and asking for it
-    raises DeclarationError.
+    Fixed axes are in both mappings. An axis whose size the batch does not determine is in neither, and reading it
+    raises a DeclarationError.
 
     Args:
         live_sizes: Rows of the batch, for each axis.
@@ -187,7 +187,7 @@ class Step:
             axis = error.args[0]
         if axis.fixed:
             raise DeclarationError(f"no slot has {axis}: declare one with a dim of {axis}, so that its size is known")
-        told = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
+        known = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
         raise DeclarationError(
-            f"this step does not know the size of {axis} (it knows {told}): declare a copied slot with a dim of {axis}"
+            f"this step does not know the size of {axis} (it knows {known}): declare a copied slot with a dim of {axis}"
         )

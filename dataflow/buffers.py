@@ -27,15 +27,15 @@ ALIGNMENT: Final = 256
 
 
 @attrs.define(eq=False)
-class BufferTurn:
-    """How one set of buffers uses memory that it may share with other sets.
+class BufferUse:
+    """What is known of the use of one set of buffers, whose memory other sets may share.
 
     Attributes:
-        fills: How often it was filled.
-        eager_runs: How often it ran without a graph.
+        fills: The number of fills.
+        eager_runs: The number of steps without a graph.
         stream: The stream of its last fill or step.
         reading: An event after the last step that copies from host slots.
-        neighbours: All sets that share a byte with it.
+        neighbours: All other sets that share a byte with this one.
         overwriters: The same sets, by slot.
     """
 
@@ -43,8 +43,8 @@ class BufferTurn:
     eager_runs: int = 0
     stream: int | None = None
     reading: Any = None
-    neighbours: tuple["BufferTurn", ...] = ()
-    overwriters: Mapping[str, tuple["BufferTurn", ...]] = attrs.field(factory=dict)
+    neighbours: tuple["BufferUse", ...] = ()
+    overwriters: Mapping[str, tuple["BufferUse", ...]] = attrs.field(factory=dict)
 
     def follows(self, stream: int | None) -> bool:
         """Return whether no neighbour's memory was last used on a stream other than this one."""
@@ -56,7 +56,7 @@ class BufferTurn:
     @property
     def others(self) -> int:
         """A number that grows whenever another set's fill may have written some of this memory."""
-        return sum([other.fills for other in self.neighbours]) if self.neighbours else 0  # asked at each fill
+        return sum([other.fills for other in self.neighbours]) if self.neighbours else 0  # each fill reads it
 
     def overwritten(self, slot: str) -> int:
         """Return a number that grows whenever another set's fill may have written a slot's memory."""
@@ -65,17 +65,17 @@ class BufferTurn:
 
 @attrs.frozen(eq=False)
 class SharedMemory:
-    """What a pool gives one set of buffers.
+    """Memory that a pool provides for one set of buffers.
 
     Attributes:
         tensors: Memory for some of its slots.
         clean: The record of clean tails, which all sets in this memory share.
-        turn: How the set uses the memory.
+        use: The record of the set's use of the memory.
     """
 
     tensors: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     clean: CleanTails = attrs.field(factory=CleanTails)
-    turn: BufferTurn = attrs.field(factory=BufferTurn)
+    use: BufferUse = attrs.field(factory=BufferUse)
 
 
 @final
@@ -168,7 +168,7 @@ class Buffers:
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
         self._buffers, self.capacity = dict(buffers), dict(capacity)
-        self.clean, self.turn = shared.clean, shared.turn
+        self.clean, self.use = shared.clean, shared.use
         self._following: dict[str, Buffer] = {}
 
     def __getitem__(self, name: str) -> Buffer:
@@ -180,7 +180,7 @@ class Buffers:
         return iter(self._buffers.values())
 
     def distrust(self) -> None:
-        """Forget which tails are clean, after a write that no plan made or that was interrupted."""
+        """Mark all tails as dirty, after a write by something other than a fill, or after an interrupted fill."""
         self.clean.forget()
 
     @property
@@ -192,7 +192,7 @@ class Buffers:
 
     @functools.cached_property
     def foreign(self) -> frozenset[str]:
-        """Slots whose memory others may write between steps, so that no fill can know their tails to be clean."""
+        """Slots whose memory others may write between steps, so that their tails are reset in each fill."""
         return frozenset(buffer.name for buffer in self if buffer.foreign)
 
     @functools.cached_property
@@ -230,7 +230,7 @@ class Buffers:
         return self.reaches(tensor.data_ptr()) and overlaps(tensor, self.spans)
 
     def following(self, name: str) -> Buffer:
-        """Return memory like a slot's, for its value in the next step until the slot is written."""
+        """Return memory of a slot's size, which holds its next value until the slot itself is written."""
         if name not in self._following:
             with outside_inference():
                 self._following[name] = attrs.evolve(self[name], tensor=torch.zeros_like(self[name].tensor), owner=None)
@@ -238,7 +238,7 @@ class Buffers:
 
     @functools.cached_property
     def addresses(self) -> dict[str, int]:
-        """The address of each buffer when this was first read, which is at capture."""
+        """The address of each buffer at capture, which is when this is first read."""
         return {buffer.name: buffer.tensor.data_ptr() for buffer in self}
 
     def moved(self) -> list[str]:
@@ -252,7 +252,7 @@ class Buffers:
 
 
 def aligned(shape: Extent, dtype: torch.dtype) -> int:
-    """Return the bytes of a slot's memory, rounded up to the alignment. At least one unit, so that addresses differ."""
+    """Return the bytes of a slot's memory, rounded up to the alignment: at least one unit, so that addresses differ."""
     return max(math.ceil(math.prod(shape) * dtype.itemsize / ALIGNMENT), 1) * ALIGNMENT
 
 
@@ -321,7 +321,7 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
 
 @contextlib.contextmanager
 def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
-    """Set all slots to their initial values, on which a step does no harm, and restore their contents on exit."""
+    """Set all slots to their initial values, on which a step can run safely, and restore their contents on exit."""
     with contents_kept(buffers):
         _initialise(buffers, capabilities)
         yield

@@ -39,7 +39,7 @@ def _frozen_mapping(mapping: Any) -> Any:
 
 
 def _must(expected: str, holds: Callable[[Any], bool]) -> _Validator:
-    """Make a validator that raises ConfigError if a value does not hold."""
+    """Make a validator that raises ConfigError unless a condition holds for the value."""
 
     def check(_: object, field: Any, value: Any) -> None:
         if not holds(value):
@@ -81,7 +81,7 @@ def _are_lowerings(value: object) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a device can do: a backend's only answer to "is this an NPU?".
+    """What a device can do. The code outside of backends asks this record, never for the kind of device.
 
     Raises ConfigError for a value of the wrong kind, and for a misspelt role name.
 
@@ -98,7 +98,7 @@ class Capabilities:
         arenas: Whether slots may be carved out of one allocation (peer communication may need `storage_offset() == 0`).
         host_parameters: Whether a graph takes host values at each replay in addition to its buffers.
         capture_error_modes: The modes that capture accepts, the default first.
-        graphs_hint: How many graphs the device can hold, or None if no limit is known.
+        graphs_hint: The number of graphs that the device has room for, or None if no limit is known.
         lowerings: Those of `LADDER` that the device can run, the preferred first.
     """
 

@@ -1,4 +1,4 @@
-"""Computed slots: a function bound to its arguments, and its result, which goes to the slot or to the upload."""
+"""Computed slots: a function bound to its arguments, whose result is written to the slot or to the packet."""
 
 import ctypes
 import functools
@@ -54,10 +54,10 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
     if isinstance(value, bool | int | float):
         if target.numel() != 1 or not holds(target.dtype, value):
             raise _misfit(what, target, f"the number {value!r}")
-        target.fill_(float(value) if target.is_floating_point() else value)  # torch takes no int beyond 64 bits
+        target.fill_(float(value) if target.is_floating_point() else value)  # torch accepts no int of more than 64 bits
         return
     tensor = value
-    if isinstance(value, HOST_KINDS):  # an array keeps its own dtype
+    if isinstance(value, HOST_KINDS):  # a NumPy array keeps its own dtype
         try:
             tensor = tensor_of(value, target.dtype, target.shape)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -83,7 +83,7 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
 class Computation:
     """A function bound to every argument that is known before the batch.
 
-    A function that writes a slot which it only reads would change later steps, so such writes are detected.
+    A function must not write a slot that it reads, since that would change later steps. Such writes are detected.
 
     Attributes:
         slot: The slot that it computes.
@@ -93,8 +93,8 @@ class Computation:
         asks_step: Whether it takes the step's sizes when it is run.
         target: Where its result goes.
         numbers: For a slot of one number, the kind of number, and the smallest and largest that it holds.
-        read: The slots among its arguments and the aliases of them that it receives. Each counts its own versions.
-        aliases: These aliases.
+        read: The slots among its arguments and the aliases of them that it receives. Each has its own version counter.
+        aliases: The aliases alone.
         versions: The versions of the aliases when last checked.
     """
 
@@ -118,7 +118,7 @@ class Computation:
         target: torch.Tensor,
         compute: Compute | None = None,
     ) -> "Computation":
-        """Bind a slot's function, or `compute`, to what is known by name. All else comes with each call."""
+        """Bind a slot's function, or `compute`, to the values that are known. Each call passes the others."""
         compute = declaration.functions[slot] if compute is None else compute
         given = {need: known[need] for need in compute.needs if need in known}
         with outside_inference():
@@ -126,7 +126,7 @@ class Computation:
             if compute.writes_out:
                 given[OUT] = target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
-        read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # others count no versions
+        read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
         function = functools.partial(compute.function, **given)
@@ -171,18 +171,18 @@ class Computation:
     def _refuse_writes(self, now: list[int]) -> NoReturn:
         """Raise ComputeError because the function wrote a slot that it reads, or changed its shape."""
         for slot, alias in self.read.values():
-            alias.data = slot  # restores its shape
+            alias.data = slot  # restore the slot's shape
         written = [name for name, before, after in zip(self.read, self.versions, now, strict=True) if before != after]
         self.versions[:] = now
         raise ComputeError(
-            f"slot {self.slot!r}: its function changes {', '.join(map(repr, written))}, which it is given to read: "
-            "let it make a tensor of its own, or return what it computes"
+            f"slot {self.slot!r}: its function changes {', '.join(map(repr, written))}, which it may only read: write "
+            f"to a new tensor, or return the result"
         )
 
     def store(self, value: Any) -> None:
         """Write the function's result. Raise ComputeError if the slot cannot hold it."""
         kind, least, most = self.numbers
-        if type(value) is kind and least <= value <= most:  # an NPU would raise for others, but later
+        if type(value) is kind and least <= value <= most:  # for other tensors an NPU would raise later
             self.target.fill_(value)
         elif not self.compute.writes_out:
             write(self.target, value, f"slot {self.slot!r}: its function's result")
@@ -225,7 +225,7 @@ class PackedValue:
             try:
                 return self.pack(value)
             except (struct.error, OverflowError):
-                computation.store(value)  # raises ComputeError
+                computation.store(value)  # this raises the ComputeError
         with torch.no_grad():
             computation.store(value)
         return ctypes.string_at(computation.target.data_ptr(), self.nbytes)

@@ -16,7 +16,7 @@ from .slots import BY_STEP, Slot
 from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, linear, look_up
 from .tails import holds
 
-Faults = Iterator[tuple[str, str]]  # names of slots or fields, and what is wrong with each
+Faults = Iterator[tuple[str, str]]  # pairs of a slot's or field's name and its fault
 SlotNames = Literal["", "optional", "copied"]
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
 
@@ -28,12 +28,12 @@ class Declaration:
     Attributes:
         name: The class's name.
         slots: The enabled slots, by name.
-        fields: The fields that are not slots. They are carried from the batch into the view.
+        fields: The fields that are not slots. The view gets their values from the batch.
         disabled: Slots that the settings switch off.
         settings: The runner's settings, which functions may request.
         ranks: The runner's ranks, which functions may request.
         arguments: The side arguments that slots read, disabled slots included. None if a custom source may read any.
-        following: Axes in no slot whose sizes follow from the runner's relations; see `related`.
+        following: Axes that no slot has, and whose sizes follow from the runner's relations; see `related`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Declaration:
 
     @functools.cached_property
     def functions(self) -> Mapping[str, Compute]:
-        """What computes each computed slot, in dependency order.
+        """The function of each computed slot, in dependency order.
 
         Raises graphlib.CycleError with the path of a cycle.
         """
@@ -55,9 +55,9 @@ class Declaration:
 
     @functools.cached_property
     def rules(self) -> Mapping[str, Compute]:
-        """The rule of each slot that has one, after the rules whose new value it reads.
+        """The rule of each slot that has one. A rule comes after those whose new values it reads.
 
-        Raises graphlib.CycleError likewise.
+        Raises graphlib.CycleError with the path of a cycle.
         """
         return self._ordered({name: one for name, slot in self.slots.items() if (one := slot.advances())}, own=False)
 
@@ -81,7 +81,7 @@ class Declaration:
 
     @functools.cached_property
     def counted(self) -> tuple[Dim, ...]:
-        """Sizes whose live count is in each packet: 1, every varying axis, and the expressions over these."""
+        """The sizes whose live values each packet contains: 1, every varying axis, and the expressions over these."""
         sizes = [slot.shape[dim] for slot in self.slots.values() for dim in slot.varying]
         return tuple(dict.fromkeys([Dim.of(1), *map(Dim.of, self.varying), *sizes]))
 
@@ -112,7 +112,7 @@ class Declaration:
         return MappingProxyType({slot.argument: name for name, slot in slots if slot.argument is not None})
 
     def side(self, name: str) -> Placement:
-        """Return where a computed slot's function runs: on the device if it needs a slot there, else on the host."""
+        """Return where a computed slot's function runs: on the device if it needs a slot on it, else on the host."""
         slots = self.slots
         return DEVICE if any(n in slots and slots[n].placement == DEVICE for n in slots[name].needs) else HOST
 
@@ -171,7 +171,7 @@ class Declaration:
                 raise ConfigError(f"{argument} names {name!r}, which is not {what} of {self.name}: {instead}")
 
     def given(self, step: Step) -> dict[str, Any]:
-        """Return what functions of computed slots receive by name in addition to slots and fields."""
+        """Return, by name, what functions of computed slots can take besides slots and fields."""
         return {STEP: step, SETTINGS: self.settings, RANKS: self.ranks}
 
     def step(self, live: Sequence[int], padded: Sizes, *, exact: bool = False) -> Step:
@@ -187,8 +187,8 @@ class Declaration:
     def related(self, relations: Mapping[Axis, Dim]) -> "Declaration":
         """Add axes that follow by relations such as `{TOKENS: BATCH * 4}`. A slot over either axis determines both."""
         leads = {axis: size.reveals() for axis, size in relations.items() if not axis.fixed}
-        told = {leads.get(axis, axis) for axis in self.varying} - {None}
-        known = {axis for axis in {*leads, *told} if axis is not None and leads.get(axis, axis) in told}
+        determined = {leads.get(axis, axis) for axis in self.varying} - {None}
+        known = {axis for axis in {*leads, *determined} if axis is not None and leads.get(axis, axis) in determined}
         return attrs.evolve(self, following=tuple(sorted(known.difference(self.axes))))
 
     def under(self, settings: object, ranks: Any = None) -> "Declaration":
@@ -210,7 +210,7 @@ class Declaration:
 def declare(
     name: str, slots: Mapping[str, Slot], fields: Mapping[str, Field], found: Sequence[DeclarationError] = ()
 ) -> Declaration:
-    """Check slots and make a declaration of them. Raise DeclarationErrors with every fault, after those in `found`."""
+    """Check slots and make a declaration. Raise DeclarationErrors with the faults in `found` and all others."""
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
     faults, seen = [*found], dict[str, Axis]()
     faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(made)]
@@ -225,8 +225,8 @@ def declare(
     if faults:
         raise refused(name, faults)
     read = made.sources.values()
-    beside = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.beside)
-    return attrs.evolve(made, arguments=beside if all(isinstance(one, Path | Call) for one in read) else None)
+    side = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.from_side)
+    return attrs.evolve(made, arguments=side if all(isinstance(one, Path | Call) for one in read) else None)
 
 
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
@@ -235,7 +235,7 @@ def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
 
 
 def _faults(made: Declaration) -> Faults:
-    """Yield what is wrong with each slot by itself, with what it needs of others, and with its operator argument."""
+    """Yield the faults of each slot: its own, those of what it needs, and those of its operator argument."""
     first: dict[str, str] = {}
     for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
@@ -286,7 +286,7 @@ def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:
         elif other.placement != slot.placement:
             yield f"its then= needs {need!r}, which is on the {other.placement}: a rule reads slots on its own side"
         elif other.optional and need != name:
-            yield f"its then= needs {need!r}, which may be absent: name slots that each batch brings"
+            yield f"its then= needs {need!r}, which may be absent: name slots that each batch has"
     found = None if rule is None else linear(rule)
     add = 0 if found is None else found[1]
     dtype = resolve_dtype(slot.dtype, Capabilities())

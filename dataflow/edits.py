@@ -22,7 +22,7 @@ from .sources import NO_SIDE, Sources
 from .transition import rows_of_requests, words
 
 Moves = Sequence[tuple[int, int]]
-"""Rows that move, and where they move to."""
+"""Pairs of a row that moves and its new index."""
 Keys = tuple[Hashable, ...]
 NOWHERE: Final = -1
 """The row of a request that left before its rows were written."""
@@ -73,7 +73,7 @@ def rearrange(
         rows[key] = row
     while free:
         key = order.pop()
-        if free[-1] == len(order):  # this row is free itself
+        if free[-1] == len(order):  # its request leaves, so that this row is free, too
             free.pop()
             continue
         row = free.pop(0)
@@ -84,7 +84,7 @@ def rearrange(
 
 @attrs.define(eq=False)
 class RowWrite:
-    """Rows that are written for some requests, admitted.
+    """Admitted rows to write for some requests.
 
     Attributes:
         keys: The requests, in the order of the rows.
@@ -101,12 +101,12 @@ class RowWrite:
 
 @final
 class RowBucket:
-    """The slots that keep rows of requests from step to step, in one bucket. Edits move and write these rows.
+    """One bucket's slots that keep rows of requests from step to step. Edits move and write these rows.
 
     Attributes:
-        bucket: The bucket. It leaves slots alone that an edit has no source for.
-        rows: By slot, the dim that follows the requests and its rows for each of them.
-        apart: Slots with such rows that no kernel edits.
+        bucket: The bucket, whose fills skip slots without a source.
+        rows: By slot, the dim whose rows belong to requests, and the number of rows for each request.
+        apart: Slots with such rows that no kernel edits, which are edited one by one.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -119,7 +119,7 @@ class RowBucket:
             name: rows_of_requests(one, sizes) for name, one in slots.items() if one.writers & {"batch", "producer"}
         }
         self.rows = {name: rows for name, rows in kept.items() if rows is not None and name not in bucket.absent}
-        # the kernel's edits handle whole rows of requests, and no rows within them
+        # the kernel edits whole rows of requests, and no rows within these
         self.apart = tuple(name for name in self.rows if name not in bucket.fused or len(slots[name].varying) > 1)
         self._words = {name: words(self.buffers[name].tensor) for name in kept}
         self._layouts = {name: (each, self._words[name].device) for name, (_, each) in self.rows.items()}
@@ -157,7 +157,7 @@ class RowBucket:
         """Admit sources for some requests, one for each name. Raises as a fill does, and writes nothing."""
         given = dict(zip(self.bucket.table.names, sources, strict=True))
         check_sources([(self.buffers[name], None, ()) for name in names if given[name] is None])
-        for name, source in given.items():  # an edit cannot use a slot's own memory as a source
+        for name, source in given.items():  # the memory of a slot cannot be the source of an edit
             if isinstance(source, torch.Tensor) and self.buffers.reaches(source.data_ptr()):
                 given[name] = source.clone()
         live = self.live_of(len(keys))
@@ -192,7 +192,7 @@ class RowBucket:
         Args:
             counts: Live counts after the edit, see `Declaration.counts`.
             before: Live counts of the step before, whose rows the kernel advances first; zeros to advance nothing.
-            moves: Rows that move, and where they move to.
+            moves: Pairs of the row to move and its new index.
             write: The rows that are written.
             rows: The row of each request in `write`.
             values: By slot, the bytes that the host has computed for slots without rows.
@@ -213,14 +213,14 @@ class RowBucket:
 
     @functools.cached_property
     def whole(self) -> Mapping[str, int]:
-        """The lane of each computed slot without rows that the kernel writes."""
+        """By slot, the lanes of computed slots without rows of requests, which the kernel writes whole."""
         slots, computed = self.declaration.slots, self.declaration.functions
         lanes = enumerate(lane.slot for lane in self.bucket.lanes)
         return {slot: number for number, slot in lanes if slot in computed and not slots[slot].varying}
 
     @functools.cached_property
     def _left_alone(self) -> bytes:
-        """The bytes of a packet that leaves every lane alone."""
+        """The bytes of a packet that skips every lane."""
         lanes = len(self.bucket.lanes)
         return bytes(self._lanes_at) + _words_of([-1] * lanes + [0] * 2 * lanes)
 
@@ -235,7 +235,7 @@ class RowBucket:
         for write, rows in writes:
             there = [number for number, row in enumerate(rows) if row != NOWHERE]
             to = self._places_of([rows[number] for number in there])
-            chosen = self._places_of(there) if len(there) < len(rows) else None  # indices of requests that stay
+            chosen = self._places_of(there) if len(there) < len(rows) else None  # requests that stay
             for name, values in write.slots.items():
                 if name not in self.rows:
                     self._words[name].copy_(values)

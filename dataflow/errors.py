@@ -12,7 +12,7 @@ import attrs
 import torch
 
 # fmt: off
-__all__ = [  # what `slotgraph.errors` shows
+__all__ = [  # the names that `slotgraph.errors` exports
     "BackendUnavailableError", "BatchError", "BindError", "CaptureError", "CheckError", "ComputeError",
     "ConfigError", "CycleError", "DeclarationError", "DeclarationErrors", "LayoutError",
     "MissingSourceError", "RankError", "RecordingError", "RegressionError", "ReplayError", "SlotGraphError",
@@ -133,7 +133,7 @@ class RankError(SlotGraphError, RuntimeError):
     """Ranks disagree: one refused its batch, is at another step, or is missing. The message names it."""
 
 
-for _name in __all__:  # tracebacks print the name that users import
+for _name in __all__:  # so that tracebacks print the name that users import
     globals()[_name].__module__ = "slotgraph.errors"
 
 _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__)
@@ -187,7 +187,7 @@ def kind_text(value: object) -> str:
 
 
 def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Ask whether the closest known name was meant, or return `otherwise` if none is close."""
+    """Return "did you mean ...?" with the closest known name, or `otherwise` if none is close."""
     names = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), names, n=1)
     return f"did you mean {names[near[0]]!r}?" if near else otherwise

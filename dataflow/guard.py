@@ -1,4 +1,4 @@
-"""Guards over tensors seen before, and calls that run without torch's modes and gradients."""
+"""Guards, which test whether tensors are like those seen before, and calls without torch's modes and gradients."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ _Strides = list[int | None]
 
 
 def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guard:
-    """Make a guard over some tensors. It takes as many, and returns False if one differs or is at another place.
+    """Make a guard: a function that returns whether a list of tensors is like the given ones, in the same order.
 
     Pass it only tensors that have a shape: torch's own guards end the process at a nested one.
 
     Args:
         tensors: The tensors that the guard accepts.
-        free: Dims whose size may be any, by default none. `dense_places` tells what else to check then.
+        free: Dims whose size may be any, by default none. `dense_places` returns what else must be checked then.
     """
     free = [()] * len(tensors) if free is None else free
     make = torch_guard if tensors and _IS_TRUSTED else plain_guard
@@ -46,7 +46,7 @@ def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guar
     places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
     check = make([tensors[place] for place in once], [free[place] for place in once])
 
-    def check_all(*found: Any) -> bool:  # torch's own guard refuses a tensor at several places
+    def check_all(*found: Any) -> bool:  # torch's own guard rejects lists with the same tensor twice
         are_again = all(one is found[place] for one, place in zip(found, places, strict=True))
         return are_again and check(*[found[place] for place in once])
 
@@ -70,7 +70,7 @@ def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Strides:
         return [*strides]
     dense, found, last = 1, list[int | None](), max(free)
     for dim in range(tensor.dim() - 1, -1, -1):
-        if strides[dim] != dense:  # this dim has at most one row: with more rows, this stride would leave gaps
+        if strides[dim] != dense:  # this dim has at most one row, since with more rows this stride would leave gaps
             return [None] * tensor.dim()
         found.append(None if dim < last else dense)
         dense *= tensor.shape[dim] or 1
@@ -78,7 +78,7 @@ def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Strides:
 
 
 def torch_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:
-    """Make torch's own guard, which has no public name. It takes each tensor once."""
+    """Make torch's own guard, which has no public name and takes no tensor twice."""
     sizes = [_sizes_of(one, dims) for one, dims in zip(tensors, free, strict=True)]
     strides = [_strides_of(one, dims) for one, dims in zip(tensors, free, strict=True)]
     guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
@@ -120,7 +120,7 @@ def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: 
             for place, bit, is_set in bits:
                 if bit(found[place]) is not is_set:
                     return False
-        except (AttributeError, RuntimeError, ValueError):  # no tensor, or one without sizes or strides
+        except (AttributeError, RuntimeError, ValueError):  # not a tensor, or one without sizes or strides
             return False
         return True
 
@@ -128,7 +128,7 @@ def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: 
 
 
 def _is_trusted() -> bool:
-    """Return whether torch's own guard, which is undocumented, distinguishes tensors as the plain one does."""
+    """Return whether torch's own guard, which is undocumented, gives the same results as the plain one."""
     with outside_inference(), _C.DisableTorchFunction():
         rows = torch.zeros(4, 6, device="cpu")
         pairs = torch.zeros(4, 6, dtype=torch.complex64, device="cpu")
@@ -160,7 +160,7 @@ _IS_TRUSTED: Final = _is_trusted()
 
 
 def run_and_undo(call: Callable[[], T], undo: Callable[[], object]) -> T:
-    """Call a function and undo what it leaves behind, wherever an interrupt comes.
+    """Call a function and then `undo`, even if an interrupt comes at any point.
 
     `undo` may run twice, the second time to finish what an interrupt broke off.
     """
@@ -187,5 +187,5 @@ def without_gradients(function: Callable[..., T], *args: Any) -> T:
             return function(*args)
         finally:
             _SET(True)  # noqa: FBT003 - as above
-    finally:  # an interrupt may come before the line above has run
+    finally:  # an interrupt may come inside the inner `finally`
         _SET(True)  # noqa: FBT003 - as above

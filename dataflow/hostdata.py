@@ -29,7 +29,7 @@ LETTERS: Final = {
 }
 """The format letters of `struct` for Python's numbers, by dtype."""
 _BOOLS: Final = frozenset({bool, np.bool_})
-_BITS: Final = frozenset({0, 1})  # a list without these has no bools, and need not be searched for them
+_BITS: Final = frozenset({0, 1})  # a list that contains neither 0 nor 1 has no bools, and need not be searched
 _LISTS: Final = frozenset({list, tuple})
 _DIMS: Final = 64  # the most dims that a torch tensor can have
 _PAD_THEM: Final = "pad them to one length"
@@ -76,7 +76,7 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
         if len(shape) > dims:
             raise ValueError(f"lists nested {len(shape) + 1} deep or deeper, for {dims} dims")
         lengths = {len(row) if isinstance(row, list | tuple) else None for row in value}
-        if len(lengths) > 1:  # NumPy reports these
+        if len(lengths) > 1:  # leave such lists to NumPy, which reports the error
             break
         shape.append(len(value[0]))
         value = list(itertools.chain.from_iterable(value))
@@ -86,20 +86,18 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
 def _refuse_masks(values: Iterable[Any]) -> None:
     """Raise TypeError if one of the values is a masked array, since a tensor would drop its mask."""
     if any(isinstance(one, np.ma.MaskedArray) for one in values):
-        raise TypeError("a masked array, whose mask would be lost: say what stands in masked places, array.filled(...)")
+        raise TypeError("a masked array, whose mask would be lost: fill the masked elements first, array.filled(...)")
 
 
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor through NumPy, for dtypes without a letter and numbers of another kind."""
+    """Make a tensor through NumPy, for dtypes that `struct` has no format for, and numbers of another kind."""
     _refuse_masks(numbers)
     if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
-        raise TypeError(
-            f"a list of tensors: bring one tensor, such as torch.stack makes of them; if ragged, {_PAD_THEM}"
-        )
+        raise TypeError(f"a list of tensors: pass one tensor, for example from torch.stack; if ragged, {_PAD_THEM}")
     try:
         array = np.asarray(numbers)
     except ValueError as error:
-        raise ValueError(f"its rows are ragged, or stand beside numbers: {_PAD_THEM}") from error
+        raise ValueError(f"its rows are ragged, or mixed with numbers: {_PAD_THEM}") from error
     made = torch.from_numpy(array)  # raises for text and objects, such as None and integers of more than 64 bits
     if made.dtype == torch.bool:
         return made
@@ -107,7 +105,7 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
         raise TypeError("bools and numbers together")
     if dtype.is_complex or made.is_complex():
         return made.to(dtype) if dtype.is_complex else made
-    if dtype.is_floating_point or made.is_floating_point():  # rounded only once
+    if dtype.is_floating_point or made.is_floating_point():  # convert directly, so that each value is rounded only once
         exact = made.double()
         made = exact.to(dtype if dtype.is_floating_point else torch.float32)
         lost = exact.isfinite() & ~made.double().isfinite()
@@ -132,7 +130,7 @@ def bytes_of_tensor(source: torch.Tensor) -> bytes:
 def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
     """Pack a list of numbers.
 
-    Raise an error of `NOT_CARRIED` for bools among numbers, and for what the dtype cannot hold.
+    Raise one of the errors in `NOT_CARRIED` for bools among numbers, and for numbers that do not fit the dtype.
     """
     pack = _packer(len(source), dtype)
     alike = _bools if dtype == torch.bool else _no_bools
@@ -143,7 +141,7 @@ def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
 def _packer(rows: int, dtype: torch.dtype) -> Callable[..., bytes]:
     """Return a function that packs this many numbers. Raise TypeError if `struct` has no format for the dtype."""
     if dtype not in LETTERS:
-        raise TypeError(f"Python has no bytes of {dtype_text(dtype)}")
+        raise TypeError(f"Python's struct module has no format for {dtype_text(dtype)}")
     return struct.Struct(f"={rows}{LETTERS[dtype]}").pack  # without "=", C's own floats would overflow to infinity
 
 

@@ -43,7 +43,7 @@ def _holds_slots(value: object, depth: int = 4) -> bool:
 
 
 class _Declaring(type):
-    """Rejects what would lose slots of a declared class: redefining it in place, or adding a slot afterwards."""
+    """Rejects changes of a declared class that would lose slots: redefining it, or adding a slot afterwards."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         makes_anew = name == "__attrs_attrs__" or name.startswith("__dataclass_")
@@ -129,9 +129,9 @@ class Inputs(metaclass=_Declaring):
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
-        """Return values, by slot or field, of a stand-in batch that breaks see while a bucket is captured.
+        """Return the values, by slot or field, that breaks see while a bucket is captured.
 
-        Override it to give some. A copied slot without a value holds its pad value.
+        Override it to provide values. A copied slot without a value holds its pad value.
 
         Args:
             step: Its live sizes are those that the values must have: one request, which owns every token of the bucket.
@@ -151,7 +151,7 @@ class Inputs(metaclass=_Declaring):
                 )
             elif name in declaration.slots and self._slotgraph_view is None:
                 message = (
-                    f"slot {name!r} is not brought by a batch, and this object is a batch (attrs.evolve makes one of a "
+                    f"slot {name!r} is not in a batch, and this object is a batch (attrs.evolve makes one of a "
                     "view): read the slot in the view that a fill hands out"
                 )
             elif name in declaration.slots:
@@ -185,7 +185,7 @@ class Inputs(metaclass=_Declaring):
 
     @classmethod
     def _declared(cls) -> type[Self]:
-        """Return the declaration that this is an object of. A runner's views belong to a subclass."""
+        """Return the declaration class of this object. A runner's views are of a subclass."""
         return cls
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -196,7 +196,7 @@ class Inputs(metaclass=_Declaring):
 
 
 def _made_of(cls: type[V], values: Mapping[str, Any]) -> V:
-    """Make an object of a declaration without its constructor, for `copy` and `pickle`."""
+    """Make an instance of a declaration without calling its constructor, for `copy` and `pickle`."""
     made = cls.__new__(cls)
     vars(made).update(values)
     return made
@@ -208,19 +208,19 @@ def _attributes(cls: type) -> Any:
 
 
 def _own(cls: type) -> dict[str, Slot | None]:
-    """Return what the body of a class declares, by name: a slot, or None for a field without a slot."""
+    """Return the names in the body of a class, each with its slot, or None for a field without a slot."""
     return {field.name: slot_in(field) for field in _attributes(cls) if not field.inherited}
 
 
 def _inherited(cls: type) -> _Bases:
-    """Return what a class inherits: each name with the classes that declare it, the nearest first."""
+    """Return each inherited name with the classes that declare it, the nearest first."""
     known = {field.name for base in cls.__bases__ for field in getattr(base, "__attrs_attrs__", ())}
     pairs = [(base, _own(base)) for base in cls.__mro__[1:]]
     return {name: [(base, own[name]) for base, own in pairs if name in own] for name in known}
 
 
 def _define(cls: type[Inputs], bases: _Bases) -> Faults:
-    """Make a declaration an attrs class, without dropped names and without names that attrs would reject or miss."""
+    """Make a declaration an attrs class. Leave out dropped names, and names that attrs would reject or miss."""
     wrong: dict[str, str] = {}
 
     def without_dropped(_: type, fields: list[Any]) -> list[Any]:

@@ -21,8 +21,8 @@ class Lowering:
 
     Attributes:
         name: Its name, in options, plans and capabilities.
-        copies: How slots on the device are copied, unless something rules it out for a slot.
-        has_kernel: Whether a kernel of the device writes lanes, and takes all that changes from a packet.
+        copies: How slots on the device are copied, unless a slot rules it out.
+        has_kernel: Whether a kernel of the device writes the slots, from data in a packet.
         is_in_graph: Whether a step's graph begins with that kernel.
         is_reference: Whether it fills slot by slot in plain code, without a bound plan.
         runs_ahead: Whether a step can be launched before the host has seen the last one.

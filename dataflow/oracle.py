@@ -29,7 +29,7 @@ def fill_slot_by_slot(
     *,
     left: Collection[str] = (),
 ) -> Views:
-    """Fill a bucket of `step`'s padded sizes from a batch of its live sizes, and return what the step sees.
+    """Fill a bucket of `step`'s padded sizes from a batch of its live sizes, and return the slots.
 
     It does no grouping and no checks, and remembers no earlier fills. `given` has values that replace the batch's own,
     and `left` names slots that stay as they are.

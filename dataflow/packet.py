@@ -1,4 +1,4 @@
-"""The packet that one upload takes to the device, the fused kernel's table on the device, and what sends the packet.
+"""The packet that one upload takes to the device, the fused kernel's table on the device, and the sender of packets.
 
 One kernel writes every lane of a bucket, that is every slot that it fills. What is fixed at capture is in the table,
 which has a row for each block of elements. What changes in each step is in the packet. Both consist of 64-bit words.
@@ -111,10 +111,10 @@ class Lane:
         pad: The tail's value, or None if the tail is left alone.
         source: The slot that it advances from, or None if it does not advance.
         add: The number that is added to advance.
-        each: Elements of a row for each request, 0 if its rows do not follow the requests.
+        each: Elements that belong to one request, 0 if the slot's rows do not belong to requests.
         count: The index of the packet's count that is its number of live rows.
-        within: Outer rows of each row along the first of two dims that vary.
-        owns: The index of the packet's count that is the number of live rows along that first dim.
+        within: If two dims vary, the number of outer rows for each row along the first.
+        owns: If two dims vary, the index of the packet's count of live rows along the first.
     """
 
     slot: str
@@ -190,7 +190,7 @@ def rounded(nbytes: int) -> int:
 
 
 def head_bytes(lanes: int, counts: int) -> int:
-    """Return the bytes of a packet before the data that it carries."""
+    """Return the number of bytes of a packet's words, after which its data comes."""
     return WORD * (HEAD + 2 * counts + 3 * lanes)
 
 
@@ -236,7 +236,7 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.
 
 
 class Upload(abc.ABC):
-    """A packet on the device, and the means to send it bytes while the device may still read earlier ones.
+    """A packet on the device, which can be sent while the device may still read the one before.
 
     Attributes:
         packet: Bytes on the device, at a fixed address that is a multiple of at least 64.
@@ -248,7 +248,7 @@ class Upload(abc.ABC):
 
     @abc.abstractmethod
     def send(self, data: bytes, kept: object) -> None:
-        """Start one copy of `data` to the packet on the current stream. `kept` lives until the device is past it.
+        """Start one copy of `data` to the packet on the current stream. `kept` stays alive until it was read.
 
         The packet's bytes after `data` stay as they were.
         """
@@ -263,13 +263,13 @@ class Upload(abc.ABC):
 
 
 class Feed:
-    """One packet of `room` bytes that several buckets fill in turn. It is made on first use.
+    """Sends packets of at most `room` bytes, which several buckets share. Its memory is allocated on first use.
 
     `numbered` gives each packet that is sent its own number, which slots that advance need.
     """
 
     def __init__(self, upload: Callable[[int], Upload | None], room: int, *, numbered: bool = False) -> None:
-        """Keep the backend's function that makes the packet."""
+        """Take the backend's function that makes the packet."""
         self.room, self._make, self._data = room, upload, _AT_REST
         self._numbered = numbered
         self._sent = itertools.count(1)
@@ -281,7 +281,7 @@ class Feed:
         upload = self._make(self.room)
         if upload is None:
             raise ConfigError(
-                "the backend's record says packed_uploads, or names fused lowerings, but upload() gives None"
+                "the backend's record says packed_uploads, or names fused lowerings, but upload() returned None"
             )
         return upload
 
@@ -291,7 +291,7 @@ class Feed:
         return self.upload.nbytes if "upload" in vars(self) else 0
 
     def number(self) -> int:
-        """Return a number for one more table that this packet feeds. A packet arms only the table of its number."""
+        """Return the number of a new table. A packet is for the table whose number it has."""
         return next(self._tables)
 
     def send(self, data: bytes, kept: object) -> None:
@@ -300,7 +300,7 @@ class Feed:
             data = b"".join((data[:WORD], _NUMBER(next(self._sent)), data[2 * WORD :]))
         elif data == self._data:
             return
-        self._data = b""  # in case the next line raises
+        self._data = b""  # the packet is unknown if the next line raises
         self.upload.send(data, kept)
         self._data = data
 
@@ -309,10 +309,10 @@ class Feed:
         return self.upload.move(source)
 
     def disarm(self) -> None:
-        """Make the kernel do nothing, if it was armed."""
+        """Make the next launch of the kernel do nothing."""
         if not self._data.startswith(_AT_REST):
             self.send(_AT_REST, None)
 
     def was_disarmed(self) -> None:
-        """Record that the device has disarmed the packet itself."""
+        """Record that a kernel on the device has made the packet invalid."""
         self._data = _AT_REST

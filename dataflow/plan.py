@@ -21,13 +21,13 @@ from .transition import Advance, rows_of_requests
 
 @attrs.frozen
 class TailReset:
-    """Rows beyond the live size are set to `value`, along each dim that varies.
+    """Sets the rows beyond the live size to `value`, along each dim that varies.
 
     Attributes:
         slot: The slot.
         value: What the rows are set to.
         always: Whether they are reset in each step.
-        fused: Whether the fused kernel does it, which writes every tail in each step.
+        fused: Whether the fused kernel resets it, as it does in each step.
     """
 
     slot: str
@@ -52,7 +52,7 @@ class CopyGroup:
         placement: Where they are.
         how: "fused" with all others into one kernel, "direct" by address in host memory, together in one "foreach"
             call, each by a "single" plain copy, or not at all, because a producer wrote them "in place".
-        why: What ruled out the lowering's own way of copying, or "".
+        why: Why the slots are not copied by the lowering's own method, or "".
     """
 
     slots: tuple[str, ...]
@@ -78,7 +78,7 @@ class ComputeStep:
         function: The function's name.
         needs: What the function needs.
         on: Where it runs.
-        packed: Whether its value travels in the upload; else it is written directly.
+        packed: Whether its value is sent in the packet; else it is written directly.
     """
 
     slot: str
@@ -105,9 +105,9 @@ class FillPlan:
         copies: The groups of copies.
         computed: The computed slots.
         nbytes: Bytes that the copies move when every row is live.
-        mixed: Whether one foreach call takes several groups.
+        mixed: Whether one foreach call copies several groups.
         lowering: How the plan is run.
-        packed: Slots on the device whose values the host has, and which foreach copies read from one packet.
+        packed: Slots on the device whose values the host has, and which foreach calls copy from one packet.
         advances: How slots change in the next step if no batch comes, in the order in which they are written.
     """
 
@@ -125,7 +125,7 @@ class FillPlan:
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """Slots that the fused kernel writes: copies, tails of other slots, and values that travel in the upload."""
+        """Slots that the fused kernel writes: copies, tails of other slots, and computed values from the packet."""
         if not LOWERINGS[self.lowering].has_kernel:
             return ()
         copied = [name for group in self.copies if group.how == "fused" for name in group.slots]
@@ -185,12 +185,12 @@ def _names(names: Iterable[str]) -> frozenset[str]:
 
 @attrs.frozen
 class Pattern:
-    """What distinguishes batches that need different plans.
+    """The properties of a batch that its plan depends on.
 
     Attributes:
         absent: Optional slots that the batch lacks.
         in_place: Slots that a producer has written.
-        hosted: Slots on the device whose host data travels in a packet, from which foreach copies read it.
+        hosted: Slots on the device whose host data is sent in a packet and copied from there by foreach calls.
         source_dtypes: For slots whose source has another dtype than the slot, that dtype.
     """
 
@@ -224,7 +224,7 @@ def plan_fill(
         declaration: The slots.
         sizes: The padded size of every axis.
         capabilities: What the device can do.
-        pattern: What the batch is like.
+        pattern: The properties of the batch.
         lowering: How the plan is to be run.
         foreign: Slots whose memory others may write between steps.
     """
@@ -255,7 +255,7 @@ def packet_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilit
 
 @attrs.frozen
 class _Planning:
-    """A plan in the making."""
+    """Collects the parts of one plan."""
 
     declaration: Declaration
     sizes: Sizes
@@ -296,7 +296,7 @@ class _Planning:
                 yield TailReset(name, value, always, fused=not self._apart(slot))
 
     def _advances(self, slots: Mapping[str, Slot]) -> Iterable[Advance]:
-        """Yield the rules of slots: first those run as operators, in their order, then sums in any order."""
+        """Yield the rules of slots: those that run as operators, in dependency order, and then sums."""
         rules = {name: rule for name, rule in self.declaration.rules.items() if name in slots}
         read, sums = {need for name, rule in rules.items() for need in rule.needs if need != name}, list[Advance]()
         for name, rule in rules.items():
@@ -324,7 +324,7 @@ class _Planning:
         return own == mine and rest == others and (is_whole or not add)
 
     def _packed(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
-        """Return the slots that foreach copies read from a packet: those with host data first, then computed ones."""
+        """Return the slots that foreach calls copy from a packet: those with host data, then computed ones."""
         if self.lowering.copies != "foreach" or not self.capabilities.packed_uploads:
             return ()
         room = self._room.keys() & slots.keys()
@@ -347,7 +347,7 @@ class _Planning:
             yield ComputeStep(name, compute.name, needs, self.declaration.side(name), name in packed or is_fused)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
-        """Yield groups of slots that are copied alike. No foreach group is larger than the device can take."""
+        """Yield groups of slots that are copied in the same way. Foreach groups have at most `foreach_chunk` slots."""
         groups: dict[tuple[torch.dtype, torch.dtype, Placement, How, str], list[str]] = {}
         casts = dict(self.pattern.source_dtypes)
         for name, slot in sorted(slots.items()):
@@ -361,7 +361,7 @@ class _Planning:
                 yield CopyGroup(tuple(names[start : start + most]), *alike)
 
     def _how(self, name: str, slot: Slot) -> tuple[How, str]:
-        """Return how a slot is copied, and why not in the lowering's own way."""
+        """Return how a slot is copied, and why not by the lowering's own method, or ""."""
         if name in self.pattern.in_place:
             return "in place", ""
         if self.lowering.is_reference:

@@ -1,4 +1,4 @@
-"""Sizing: how many rows a batch has on each axis, and whether its host data respects the slots' limits."""
+"""Sizing: how many rows a batch has on each axis, and whether its host data is within the slots' limits."""
 
 import collections
 import contextlib
@@ -90,13 +90,13 @@ class Gauge:
         return None if came is None or len(came) == len(self.shape) else wrong_rank(self.slot, self.shape, came)
 
     def _unreadable(self, value: Any) -> BatchError:
-        what = f"it tells how many rows the batch has on {self.axis}"
+        what = f"it determines how many rows the batch has on {self.axis}"
         if value is None:
             return MissingSourceError.of(Fault(self.slot, f"slot {self.slot!r}: {self.source} is missing; {what}"))
         if fault := self.misfit(value):
             return BatchError.of(fault)
-        is_told = isinstance(value, torch.Tensor) and not unreadable(value)
-        got = f"shape {list(value.shape)}" if is_told else unreadable(value) or type(value).__name__
+        is_readable = isinstance(value, torch.Tensor) and not unreadable(value)
+        got = f"shape {list(value.shape)}" if is_readable else unreadable(value) or type(value).__name__
         text = f"slot {self.slot!r}: expected a size of {self.written} on dim {self.dim} ({what}), got {got}"
         return BatchError.of(Fault(self.slot, text))
 
@@ -111,7 +111,7 @@ class Sizer:
         relations: Axes that follow from others, such as `{TOKENS: BATCH * 4}`.
         fixed: Sizes of the fixed axes.
         lead: An axis whose rows are also read.
-        factor: The option that gives the number of tokens of a request, for errors.
+        factor: The name of the option for tokens per request, for errors.
         known: Axes whose size is not read, since the caller gives it.
     """
 
@@ -129,14 +129,14 @@ class Sizer:
         if lead is not None:
             wanted.append(lead)
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
-        self._leads = leads = sorted({_told(size) for size in sizes})
-        self._tellers = [_tellers(declaration, axis, relations, fixed) for axis in leads]
-        self.gauges = tuple(found[:1] if found[0].required else found for found in self._tellers)
+        self._leads = leads = sorted({_lead_of(size) for size in sizes})
+        self._gauges = [_gauges(declaration, axis, relations, fixed) for axis in leads]
+        self.gauges = tuple(found[:1] if found[0].required else found for found in self._gauges)
         self._check_side = declaration.check_side
         self._factor = factor
-        paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.beside]
+        paths = [source for source in declaration.sources.values() if isinstance(source, Path) and not source.from_side]
         self._names = dict.fromkeys(path.parts[0] for path in paths).keys()
-        self.lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
+        self.lines = tuple((leads.index(_lead_of(size)), *_line(size, _lead_of(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
         """Replace an error about one slot by what is wrong with the batch as a whole.
@@ -169,7 +169,7 @@ class Sizer:
             self._check_side(side)
         rows = list[int]()
         try:
-            for gauges in self.gauges:  # a required one, or the first that is present; without any, 0 rows
+            for gauges in self.gauges:  # the required source, or the first that is present; if there is none, 0 rows
                 found = ((one, one.source.read(batch, side)) for one in gauges)
                 rows.append(next((one.rows(value) for one, value in found if one.required or value is not None), 0))
         except BatchError as error:
@@ -178,7 +178,7 @@ class Sizer:
         return tuple([base + slope * rows[lead] for lead, base, slope in self.lines])
 
     def _no_batch(self, batch: Any) -> list[str]:
-        """Describe what came in place of a batch, if nothing that slots read is in it."""
+        """Describe an argument that is no batch, because no slot's source is in it."""
         names = [*self._names]
         is_tensor = isinstance(batch, torch.Tensor)  # a tensor's own attributes may have the names of slots
         if isinstance(batch, Mapping) or (not is_tensor and any(look_up(batch, one) is not None for one in names)):
@@ -190,7 +190,7 @@ class Sizer:
         return [f"{what}, got {kind_text(batch)}: pass {example}"]
 
     def _nearest(self, batch: Any) -> list[str]:
-        """Suggest, for each unused key of the batch, the missing source that it may be meant for."""
+        """Suggest the missing source that each unused key of the batch may be a misspelling of."""
         keys = keys_of(batch)
         missing, found = self._names - keys, list[str]()
         for key in sorted(keys - self._names):
@@ -202,9 +202,9 @@ class Sizer:
     def _compare(self, batch: Any, side: Side) -> "_Comparison":
         """Read all sources that determine a size, and compare them."""
         found = _Comparison()
-        for axis, tellers in zip(self._leads, self._tellers, strict=True):
+        for axis, gauges in zip(self._leads, self._gauges, strict=True):
             sizes, count = list[tuple[Gauge, int]](), len(found.misfits)
-            for one in tellers:
+            for one in gauges:
                 value = one.source.read(batch, side)
                 if fault := one.misfit(value):
                     found.misfits[one.slot] = fault
@@ -215,11 +215,11 @@ class Sizer:
             if differ:
                 found.texts.append(self._differing(axis, sizes))
             if differ or len(found.misfits) > count:
-                found.places.update((one.slot, one.dim) for one in tellers)
+                found.places.update((one.slot, one.dim) for one in gauges)
         return found
 
     def _differing(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> str:
-        """Describe which slots give which size of an axis, those that differ from most others first."""
+        """Describe which size of an axis each slot has, those that differ from most others first."""
         factor = self._factor_of(axis, sizes)
         agree = collections.Counter(one.exact(size) for one, size in sizes)
         groups, parts, before = dict[tuple[Dim, int], list[str]](), list[str](), None
@@ -233,11 +233,11 @@ class Sizer:
             before = dim
         text = "; ".join(parts)
         if not factor:
-            return f"{text}: bring the same number of rows for all of them"
+            return f"{text}: pass the same number of rows for all of them"
         return f"{text}; {TOKENS} is {factor} x {axis}: did you mean {self._factor}={factor}?"
 
     def _factor_of(self, axis: Axis, sizes: Sequence[tuple[Gauge, int]]) -> int:
-        """Return how many tokens a request has, if only that differs from the runner's option; else 0."""
+        """Return the number of tokens per request if it is the only difference from the runner's options, else 0."""
         tokens = {(one.slope, size) for one, size in sizes if one.declared == Dim.of(TOKENS)}
         requests = {size for one, size in sizes if one.declared == Dim.of(axis)}
         if not self._factor or len(tokens) != 1 or len(requests) != 1:
@@ -254,7 +254,7 @@ class _Comparison:
     Attributes:
         texts: A sentence for each axis on which they differ.
         misfits: Sources with more or fewer dims than their slot, by slot.
-        places: Slots and dims that `texts` and `misfits` fully explain.
+        places: Pairs of slot and dim whose faults `texts` and `misfits` already explain.
     """
 
     texts: list[str] = attrs.field(factory=list)
@@ -262,7 +262,7 @@ class _Comparison:
     places: set[tuple[str, int]] = attrs.field(factory=set)
 
     def covers(self, fault: Fault) -> bool:
-        """Return whether a fault only follows from what this comparison already reports."""
+        """Return whether this comparison already explains a fault."""
         return bool(fault.dims) and all((fault.slot, dim) in self.places for dim in fault.dims)
 
 
@@ -278,11 +278,11 @@ def _shape_of(value: Any) -> list[int] | None:
     return None if is_open else shape
 
 
-def _told(size: Dim) -> Axis:
-    """Return the one varying axis that a size follows from. Raise DeclarationError if there is no such axis."""
+def _lead_of(size: Dim) -> Axis:
+    """Return the one varying axis that a size depends on. Raise DeclarationError if there is no such axis."""
     lead = size.reveals()
     if lead is None:
-        raise DeclarationError(f"an axis follows from one other that varies, to the first power, got {size}")
+        raise DeclarationError(f"a relation needs an expression linear in one varying axis, got {size}")
     return lead
 
 
@@ -292,7 +292,7 @@ def _line(size: Dim, axis: Axis, fixed: Sizes) -> tuple[int, int]:
     return base, size.at({**fixed, axis: 1}) - base
 
 
-def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
+def _gauges(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
     """Return the gauges of an axis: required sources first, then the simplest size, then by name."""
     found = list[Gauge]()
     for name, source in declaration.sources.items():
@@ -304,13 +304,13 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
                 found.append(Gauge(axis, name, source, dim, slot.shape, size, *line, not slot.optional))
     if not found:
         raise DeclarationError(
-            f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"
+            f"{declaration.name}: no copied slot determines the size of {axis}: declare one with a dim of {axis}"
         )
     return tuple(sorted(found, key=lambda one: (not one.required, one.base + one.slope, one.slot, one.dim)))
 
 
 _PLAIN: Final = (int, float)
-_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # not numbers; the fill rejects them
+_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)  # not numbers: the fill rejects them with a better error
 
 
 @attrs.frozen
@@ -330,9 +330,9 @@ class Limit:
         """Raise BatchError if host data of the batch exceeds the limit. Writes nothing."""
         found = self._over(self.source.read(batch, side))
         if found is not None:
-            said = self.most if self.slot.limit == Dim.of(self.most) else f"{self.slot.limit} = {self.most}"
+            limit = self.most if self.slot.limit == Dim.of(self.most) else f"{self.slot.limit} = {self.most}"
             raise BatchError(
-                f"slot {self.name!r}: row {found[0]} is {found[1]}, over the limit of {said}: split or refuse what is "
+                f"slot {self.name!r}: row {found[0]} is {found[1]}, over the limit of {limit}: split or refuse what is "
                 "that long before it is batched"
             )
 
@@ -341,7 +341,7 @@ class Limit:
         try:
             if isinstance(value, list | tuple):
                 numbers, _ = unnested(value, len(self.slot.shape))
-                if not numbers or _most_of(numbers) <= self.most:  # avoids making an array
+                if not numbers or _most_of(numbers) <= self.most:  # a fast path without an array
                     return None
             elif isinstance(value, torch.Tensor):
                 if not (self.slot.placement == HOST and value.is_cpu and has_memory(value)):
@@ -365,7 +365,7 @@ def limits_of(declaration: Declaration, sizes: Sizes) -> list[Limit]:
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
-    """Return the largest of plain numbers. Return infinity if there are other objects, so that each is checked."""
+    """Return the largest of plain numbers, or infinity if there are other objects, to check each of them."""
     try:
         return max(numbers) if type(numbers[0]) in _PLAIN else math.inf
     except _NO_NUMBERS:
@@ -373,7 +373,7 @@ def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
 
 
 def _array_of(value: Any) -> "npt.NDArray[Any]":
-    """Convert host data to an array, and objects in it to the integers that they stand for."""
+    """Convert host data to an array, and objects with `__index__` to integers."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().double() if value.is_floating_point() else value
         return plain.resolve_neg().numpy()

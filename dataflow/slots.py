@@ -106,7 +106,7 @@ BY_PRODUCER: Final[frozenset[Writer]] = frozenset({"producer"})
 
 @attrs.frozen(kw_only=True)
 class Slot:
-    """One input of a captured step. Subclass it for a new kind, and override what differs.
+    """One input of a captured step. Subclass it for a new kind, and override the methods that differ.
 
     Attributes:
         shape: Sizes over axes.
@@ -144,13 +144,13 @@ class Slot:
     limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
     def initial(self) -> Value:
-        """Return the value of the whole buffer after allocation: the declared one, else the tail's, else zero."""
+        """Return the value that the buffer is initialized with: the declared one, else the tail's, else zero."""
         if self.starts is not None:
             return self.starts
         return self.pad.value if isinstance(self.pad, Pad | Once) else 0
 
     def reads(self, name: str) -> Source | None:
-        """Return where a fill finds the value to copy for the slot of this name, or None if nothing is copied."""
+        """Return the source that a fill copies to the slot of this name, or None if nothing is copied."""
         del name
         return None
 
@@ -168,7 +168,7 @@ class Slot:
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """Who writes it, not counting what `rewritten` and `restored` add. Empty for a constant.
+        """The writers of the slot, apart from those that `rewritten` and `restored` add. Empty for a constant.
 
         A kind that neither copies nor computes overrides this; by default any producer or step may write it.
         """
@@ -190,12 +190,12 @@ class Slot:
         return (*(self.dtype.accepts if isinstance(self.dtype, Role) else ()), *self.converts)
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the slot by itself, each with a way to fix it."""
+        """Yield each fault of the slot by itself, with a way to fix it."""
         dtype, limit = resolve_dtype(self.dtype, Capabilities()), self.limit
         for value in self.declared_values():
             yield from value_faults(value, dtype)
         if self.rewritten and self.restored:
-            yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
+            yield "it is both rewritten and restored, and a restored slot is as the fill left it; use one of them"
         if isinstance(self.pad, Once) and self.starts is not None:
             yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
         if self.needs_rule and self.varying and self.pad is None:
@@ -218,7 +218,7 @@ class Slot:
         return frozenset(axis for size in (*self.shape, *sizes) for axis in size.axes)
 
     def declared_values(self) -> Iterator[Value]:
-        """Yield what the slot holds before any step writes it, the initial value first, and what its tail may hold."""
+        """Yield the initial value, and then the values that the tail may hold."""
         initial, rule = self.initial(), self.rule()
         yield initial
         yield from self.poison if isinstance(self.poison, tuple) else ()
@@ -282,7 +282,7 @@ class Constant(Slot):
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """The empty set."""
+        """No writer."""
         return frozenset()
 
     def initial(self) -> Value:
@@ -299,7 +299,7 @@ class Staged(Slot):
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """A producer."""
+        """The writer: a producer."""
         return BY_PRODUCER
 
 
@@ -309,7 +309,7 @@ class Output(Slot):
 
     @property
     def writers(self) -> frozenset[Writer]:
-        """The step."""
+        """The writer: the step."""
         return BY_STEP
 
 
@@ -357,7 +357,7 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
 
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
-    """Make the field of a slot. If a parameter is invalid, make that of a stand-in which carries the faults."""
+    """Make the field of a slot. If a parameter is invalid, the field has a stand-in slot that reports the faults."""
     suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
@@ -371,7 +371,7 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     else:
         made = kind(**suited, optional=default is None)
     if given.get("init", False) is not False:
-        faults.append(f"init={_brief(given['init'])}: no batch brings this slot, so leave init= out")
+        faults.append(f"init={_brief(given['init'])}: no batch has this slot, so leave init= out")
     return _field(made, faults, init="init" not in given, default=default)
 
 
@@ -509,5 +509,5 @@ def output(
 
 
 def _brief(value: Any, text: Callable[[Any], str] = reprlib.repr) -> str:
-    """Show a value in few words. A tensor is shown as dtype and shape, which needs no transfer from the device."""
+    """Show a value briefly. Show only dtype and shape of a tensor, since its values may be on the device."""
     return f"{dtype_text(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else text(value)

@@ -1,4 +1,4 @@
-"""Where slots' values come from: places in a batch, which are read all at once, and functions of other slots."""
+"""Where slots' values come from: sources in a batch, which are read together, and functions of other slots."""
 
 import abc
 import inspect
@@ -33,9 +33,9 @@ def look_up(holder: object, name: str) -> Any:
 
 
 def keys_of(batch: Any) -> set[str]:
-    """Return the names that a batch has: its keys or its attributes.
+    """Return a batch's keys, or the names of its attributes.
 
-    Tensors, lists and other library types have none.
+    Return none for tensors, lists and other library types.
     """
     if isinstance(batch, Mapping):
         return {*map(str, batch)}
@@ -53,32 +53,32 @@ class Source(abc.ABC):
 
 
 class Answering:
-    """A batch that stands in for one of another class.
+    """A stand-in for a batch, which answers what each source would read.
 
     It is no ABC, since instance checks would take three times as long.
     """
 
     @abc.abstractmethod
     def answer(self, source: Source) -> Any:
-        """Return what the source finds, or None if it is absent."""
+        """Return the source's value, or None if it is absent."""
 
 
 @final
 @attrs.frozen
 class Path(Source):
-    """A dotted path of names on objects or in mappings, which starts at the batch or at the keyword arguments.
+    """A dotted path of attributes and keys that starts at the batch or at the side arguments.
 
     Attributes:
         parts: The names.
-        beside: Whether the path starts at the keyword arguments.
+        from_side: Whether the path starts at the side arguments.
     """
 
     parts: tuple[str, ...]
-    beside: bool = False
+    from_side: bool = False
 
     def read(self, batch: Any, side: Side) -> Any:
         """Return the value at the path."""
-        found = side if self.beside else batch
+        found = side if self.from_side else batch
         for name in self.parts:
             if found is None:
                 return None
@@ -87,7 +87,7 @@ class Path(Source):
 
     def __str__(self) -> str:
         """Return the path as a user writes it."""
-        return ("argument " if self.beside else "batch.") + ".".join(self.parts)
+        return ("argument " if self.from_side else "batch.") + ".".join(self.parts)
 
 
 @final
@@ -131,10 +131,10 @@ class Field:
         """Make the field of an attribute that attrs made."""
         convert = attribute.converter
         if isinstance(convert, attrs.Converter):
-            said: Any = convert  # attrs declares no attributes on its type
-            make = said.converter
-            convert = (lambda value: make(value, attribute)) if said.takes_field else make
-            convert = None if said.takes_self else convert  # the class is refused for it
+            wrapped: Any = convert  # attrs declares no attributes on its type
+            make = wrapped.converter
+            convert = (lambda value: make(value, attribute)) if wrapped.takes_field else make
+            convert = None if wrapped.takes_self else convert  # `Inputs` rejects such a class
         return cls(attribute.name, owner, attribute, convert, attribute.default)
 
     def read(self, batch: Any) -> Any:
@@ -158,18 +158,18 @@ class Field:
             raise BatchError(self.refusal(error)) from error
 
     def refusal(self, error: Exception) -> str:
-        """Describe what the converter or the validator raised. Errors of attrs have the sentence as first argument."""
+        """Describe an error of a converter or validator. Errors of attrs have the message as first argument."""
         return f"field {self.name!r}: {error.args[0] if error.args else type(error).__name__}"
 
 
 def is_factory(default: Any) -> bool:
-    """Return whether a field's default is made anew for each batch."""
+    """Return whether a factory makes a new default for each batch."""
     return isinstance(default, attrs.Factory)  # type: ignore[arg-type] # a class
 
 
 def plain_name(source: Source | None) -> str | None:
-    """Return the name of a source that is a single look-up in the batch, or None for any other source."""
-    return source.parts[0] if isinstance(source, Path) and len(source.parts) == 1 and not source.beside else None
+    """Return the name of a source that is one key or attribute of the batch, or None for any other source."""
+    return source.parts[0] if isinstance(source, Path) and len(source.parts) == 1 and not source.from_side else None
 
 
 def _parts(path: str) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ def _parts(path: str) -> tuple[str, ...]:
 
 def side(path: str) -> Path:
     """Make a source among the side arguments: `side("pp_proxy.hidden_states")` reads `runner(batch, pp_proxy=...)`."""
-    return Path(_parts(path), beside=True)
+    return Path(_parts(path), from_side=True)
 
 
 def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:
@@ -228,7 +228,7 @@ class Gather:
 
     def _getter(self, kind: type) -> Callable[[Any], Sources]:
         names = self._names
-        if hasattr(kind, "__missing__"):  # which indexing would call
+        if hasattr(kind, "__missing__"):  # `__missing__` would be called by indexing
 
             def getter(batch: Any) -> Sources:
                 return tuple([look_up(batch, name) for name in names])
@@ -269,7 +269,7 @@ def compute_of(function: Callable[..., Any]) -> Compute:
         raise TypeError(f"a computed slot needs a function, got {function!r}")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:  # a function in C, or an object that only looks like a function
+    except (TypeError, ValueError) as error:  # a function in C, or an object that imitates a function
         raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -280,7 +280,7 @@ def compute_of(function: Callable[..., Any]) -> Compute:
 
 @attrs.frozen
 class _Term:
-    """A slot's placeholder while a rule is tried. It can only add or subtract an integer."""
+    """Stands for a slot while `linear` tries a rule. Only an integer can be added or subtracted."""
 
     slot: str
     add: int = 0
@@ -318,5 +318,5 @@ def one_argument(function: Callable[..., Any], expected: str) -> Callable[..., A
 
 def _no_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise TypeError("a function that returns its value is called here, no coroutine and no generator")
+        raise TypeError("expected a function that returns its value, not a coroutine or a generator")
     return function

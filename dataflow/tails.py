@@ -110,13 +110,13 @@ def holds(dtype: torch.dtype, value: Number) -> bool:
     if isinstance(value, bool) and kind is not bool:
         return False
     if kind is float:
-        fits = isinstance(value, int | float) and abs(value) <= most  # float8_e8m0fnu names a least above 0
+        fits = isinstance(value, int | float) and abs(value) <= most  # the smallest number of float8_e8m0fnu is above 0
         return fits or (isinstance(value, float) and not math.isfinite(value))
     return isinstance(value, int) and least <= value <= most
 
 
 def value_faults(value: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Yield why a value does not suit slots of a dtype, each with a way to fix it. Functions are not checked yet."""
+    """Yield each reason why a value does not suit slots of a dtype, with a way to fix it. Functions are not checked."""
     if callable(value):
         return
     try:

@@ -59,7 +59,7 @@ class Advance:
 
 
 def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
-    """Return the dim of a slot that follows the requests and its rows for each of them, or None if there is none."""
+    """Return the dim of a slot whose rows belong to requests and the rows of each request, or None."""
     requests = sizes.get(BATCH, 0)
     for dim in slot.varying if requests else ():
         one, size = {**sizes, BATCH: 1, TOKENS: sizes.get(TOKENS, 0) // requests}, slot.shape[dim]
@@ -81,7 +81,7 @@ def _wrapped(add: int, dtype: torch.dtype) -> int:
 
 
 Mask = Sequence[tuple[torch.Tensor, int]]
-"""For each varying dim, the places along it and the index of the live count that tells how many are live."""
+"""For each varying dim, the positions along it and the index of its live count."""
 
 
 def _below(mask: Mask, counts: Sequence[Any], *others: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _below(mask: Mask, counts: Sequence[Any], *others: torch.Tensor) -> torch.Te
 
 
 class Transition:
-    """One bucket's rules, over its padded views: their operators, and the sources that slots are then written from.
+    """The rules of one bucket: runs those that are functions, and writes slots from the results.
 
     A rule that is a function sees the live rows and the declared tail of the step. Tails that others may have written
     are therefore reset before it runs. In a new value that another rule reads, the padded rows are those of the slot.
@@ -164,7 +164,7 @@ class Transition:
         return words(buffer.view(self._sizes))
 
     def leaves(self, lanes: Collection[str]) -> bool:
-        """Return whether a kernel that advances some lanes leaves work: function rules, or other slots."""
+        """Return whether work is left once a kernel has advanced some lanes: function rules, or other slots."""
         return bool(self._computations) or not self.sources.keys() <= {*lanes}
 
     def _compute(self, counts: Sequence[Any], *moves: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ class Transition:
 
         Args:
             counts: Live counts of the sizes in `Declaration.counted`: numbers, or tensors that a graph reads.
-            moves: Whether slots advance at all, if only the graph knows that.
+            moves: A tensor that says whether slots advance, if only the graph knows that.
         """
         live = {name: _below(self._masks[name], counts) for name in (*self._written, *self._made)}
         for name, number in self._written.items():
@@ -187,7 +187,7 @@ class Transition:
                 torch.where(live[computation.slot], words(view), slot, out=words(view))
 
     def advance_in_graph(self, head: Sequence[torch.Tensor]) -> None:
-        """Do what a graph's kernel leaves: run functions, and write slots without lanes if the packet was taken.
+        """Do what the graph's kernel does not: run functions, and write slots without lanes unless a new packet came.
 
         `head` has the packet's first words; see `.packet`.
         """
@@ -204,7 +204,7 @@ class Transition:
             self._taken.copy_(number)
 
     def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
-        """Return a call that advances the live rows of slots with rules, except lanes, which a kernel advances."""
+        """Return a call that advances the live rows of slots with rules, except lanes, which the kernel advances."""
         counts, adds = self._declaration.counts(live), dict[int, list[torch.Tensor]]()
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for slot in self.sources.keys() - {*lanes}:

@@ -1,4 +1,4 @@
-"""Views: what a step sees of a fill. They have aliases that a step may reshape safely, and can be narrowed."""
+"""Views: the objects that steps get. They hold aliases of slots, which a step may reshape, and can be narrowed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
@@ -37,7 +37,7 @@ class Aliases:
     """Aliases of some tensors, by name. They stay the same until one is changed in place (`unsqueeze_`, `.data =`)."""
 
     def __init__(self, tensors: Views, anew: Callable[[], Views] | None = None) -> None:
-        """Keep the tensors.
+        """Store the tensors.
 
         If `anew` is given, the first call returns `tensors` themselves, and a later one calls `anew`.
         """
@@ -72,8 +72,8 @@ class Aliases:
         moved = [n for n, address, before in zip(present, now, self._pointers, strict=False) if address != before]
         if moved:
             raise ReplayError(
-                f"the memory of {', '.join(map(repr, moved))} was resized in place, and graphs go on reading what it "
-                "was: do not resize tensors of a view, and make a new runner"
+                f"the memory of {', '.join(map(repr, moved))} was resized in place, and graphs still read the old "
+                f"memory: do not resize tensors of a view, and make a new runner"
             )
         with outside_inference():
             self._made = {**self._tensors, **{name: one.detach() for name, one in present.items()}}
@@ -83,7 +83,7 @@ class Aliases:
 
 @attrs.frozen(eq=False)
 class ViewInfo:
-    """What a view remembers of its fill.
+    """Facts about the fill that made a view.
 
     Attributes:
         step: The step's sizes.
@@ -115,13 +115,13 @@ class Viewer(Generic[T]):
         fields: Mapping[str, Field],
         info_of: Callable[[Live], ViewInfo],
     ) -> None:
-        """Keep what views are made of.
+        """Store what the views of a bucket have in common.
 
         Args:
             view: The class of the views.
             shown: Returns the slots' tensors for live sizes.
             fields: The fields of the declaration that are not slots.
-            info_of: Returns what a view of live sizes remembers.
+            info_of: Returns the `ViewInfo` for live sizes.
         """
         self._class = view
         self._shown = shown
@@ -177,12 +177,13 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     for name in info.whole:
         if not declared[name].axes.isdisjoint(every):
             raise BatchError(
-                f"slot {name!r} is a host parameter, and a replay hands all of it to each operator of its graph, so "
+                f"slot {name!r} is a host parameter, and a replay passes all of it to each operator of its graph, so "
                 "that none can be captured on a part of it: cut the batch instead, or have them read a device slot"
             )
     if BATCH in every and TOKENS in info.declaration.axes and TOKENS not in every:
         raise BatchError(
-            "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
+            "requests of this batch differ in length: pass the range of their tokens, too, narrow(BATCH, a, b, "
+            "tokens=(c, d))"
         )
     live = {axis: min(max(info.step.live_sizes[axis] - a, 0), b - a) for axis, (a, b) in every.items()}
     padded = {axis: stop - start for axis, (start, stop) in every.items()}
@@ -193,12 +194,12 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
 
 
 def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
-    """Return the ranges, and those on axes that follow from theirs. Raise BatchError for rows that do not exist."""
+    """Add the ranges on axes that follow from the given ones. Raise BatchError for rows that do not exist."""
     sizes, every = info.step.padded_sizes, dict(ranges)
     for axis, (start, stop) in ranges.items():
         if axis not in sizes:
             near = did_you_mean(axis, map(str, sizes))
-            raise BatchError(f"no slot of {info.declaration.name} tells the rows on {axis}: narrow another axis{near}")
+            raise BatchError(f"no slot of {info.declaration.name} has rows on {axis}: narrow another axis{near}")
         if not 0 <= start <= stop <= sizes[axis]:
             raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
         if axis in info.relations and not set(ranges) & info.relations[axis].axes:
@@ -212,7 +213,7 @@ def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
 def _cut(
     values: Mapping[str, Any], declared: Mapping[str, Slot], info: ViewInfo, ranges: Ranges, step: Step
 ) -> dict[str, Any]:
-    """Return a view's values in the micro-batch: slices, and computed slots, without those that cannot be computed."""
+    """Return the values of a micro-batch: slices, and the computed slots that can be computed for it."""
     made, slots, functions = dict(values), info.declaration.slots, info.declaration.functions
     for name in (name for name in declared if name not in functions):
         tensor = values.get(name)
@@ -224,7 +225,7 @@ def _cut(
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
             with outside_inference():
-                target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # with its tail
+                target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # padded
             known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
             with torch.no_grad():
                 Computation.bind(name, info.declaration, known, target).run(None)
@@ -232,7 +233,7 @@ def _cut(
             continue
         same = all(need in made and made[need] is values[need] for need in brought)
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
-            del made[name]  # the host's result for all rows is wrong for these
+            del made[name]  # its value for all rows is wrong for a part
     return made
 
 
@@ -246,7 +247,7 @@ def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: 
         if size.axes.isdisjoint(ranges):
             continue
         if any(sum(axis in ranges for axis in axes) != 1 for axes, _ in size.terms):
-            raise BatchError(f"slot {name!r}: rows of dim {dim}, {size}, belong to no one range: compute it instead")
+            raise BatchError(f"slot {name!r}: rows of dim {dim}, {size}, are not one range of rows: compute it instead")
         start = size.at(first)
         tensor = tensor.narrow(dim, start if slot.writers else 0, size.at(last) - start)
     return tensor

@@ -26,10 +26,10 @@ from .engine.state import Change, State
 
 
 class Prover(Watcher):
-    """Examines each step that a graph takes, and keeps what the step changes outside of its slots.
+    """Examines each step that a graph runs, and restores the state that the examination changes.
 
-    If there is no room for copies of the state, the mode goes off, and logs one event. A step that cannot be run under
-    watch is skipped, with an event for each reason.
+    If there is no memory for copies of the state, the mode turns itself off and logs one event. A step that cannot be
+    watched is skipped, with one event for each reason.
 
     Attributes:
         trial: Runs the step again.
@@ -48,16 +48,16 @@ class Prover(Watcher):
 
         Args:
             mode: The debug mode.
-            look: Returns what is wrong with the step of `trial`, which is about to run.
-            copies: How many copies of the state a look needs at once.
+            look: Returns the fault of the step of `trial`, which is about to run.
+            copies: The number of copies of the state that `look` needs at once.
             runner: The runner.
-            given: The state. By default each bucket's is found.
+            given: The state. By default it is found for each bucket.
 
         Raises:
             ConfigError: The runner has no graphs.
         """
         if runner.graphs is None:
-            raise ConfigError(f"debug mode {mode} looks at graphs, and this {runner.name} has none")
+            raise ConfigError(f"debug mode {mode} checks graphs, and this {runner.name} has none")
         self.trial, self.off = Trial(runner, runner.graphs), False
         self._mode = mode
         self._look = look
@@ -69,11 +69,11 @@ class Prover(Watcher):
         self._unread = set[tuple[int, str, int]]()
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Keep the batch, to fill it anew after a look that ended early."""
+        """Keep the batch, to fill it again if an examination ends early."""
         self._batch = Sample(batch, dict(side))
 
     def before_replay(self, view: Inputs) -> None:
-        """Examine a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
+        """Examine a step before it runs, on all ranks or on none. Skip a step that the runner will refuse."""
         trial = self.trial
         graph = None if self.off else trial.runner.graph_of(view)
         if trial.any(graph is None):
@@ -106,7 +106,7 @@ class Prover(Watcher):
         return None if self.trial.any(state is None) else state
 
     def judge(self, message: str) -> None:
-        """Raise CheckError on all ranks if one of them found something. This one did if there is a message."""
+        """Raise CheckError on all ranks if one of them found a fault. message: This rank's fault, or ""."""
         first = self.trial.first(message)
         if first is None:
             return
@@ -118,7 +118,7 @@ class AddressProver(Prover):
     """Checks whether what the step uses (closures, globals, attributes, weights) has the addresses of the capture."""
 
     def before_replay(self, view: Inputs) -> None:
-        """Examine the step only if something has moved, on some rank, which is rare."""
+        """Examine the step only if memory has moved on some rank, which is rare."""
         fault = next(self._tail_faults(view), "")
         if self.trial.any(fault or self._changes(view)):
             self.judge(fault)
@@ -128,12 +128,12 @@ class AddressProver(Prover):
         """Return a finding for each tensor that has moved, with the operators that read it."""
         view = self.trial.view
         changes = self._changes(view)
-        told = readers(self.trial, changes)
-        self._unread.update(self._key(one, view) for one in changes if one[0].name not in told)
-        return told.values()
+        findings = readers(self.trial, changes)
+        self._unread.update(self._key(one, view) for one in changes if one[0].name not in findings)
+        return findings.values()
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
-        """Yield what is wrong with tails of memory that only the runner may write."""
+        """Yield faults of tails in memory that only the runner may write."""
         capabilities, step = self.trial.backend.capabilities, info_of(view).step
         for buffer in self.trial.buffers:
             slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
@@ -149,7 +149,7 @@ class AddressProver(Prover):
                     )
 
     def _changes(self, view: Inputs) -> list[Change]:
-        """Return what has moved, except what the graph of this step was found not to read."""
+        """Return the memory that has moved, except memory that the graph of this step is known not to read."""
         return [one for one in self.trial.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
@@ -157,10 +157,10 @@ class AddressProver(Prover):
 
 
 class KeyWatcher(Watcher):
-    """Logs each key of the batches that no slot and no field reads, once: a warning if a name is near, else an info.
+    """Logs each key of batches that no slot or field reads, once: as a warning if it resembles a name, else as info.
 
-    It is not refused, because a batch may carry what others read. If some source is a function, which may read any key,
-    nothing is logged.
+    Such a key is not refused, because a batch may have values for other code. If some source is a function, which may
+    read any key, nothing is logged.
     """
 
     def __init__(self, runner: Runner[Any], *_: object) -> None:
@@ -169,17 +169,17 @@ class KeyWatcher(Watcher):
         self.seen = {*self.whole.slots, *self.whole.fields, *firsts}
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Log what is new in this batch. A side argument that no slot reads is refused, whatever the mode."""
+        """Log new keys of this batch. Unread side arguments are refused elsewhere, in every mode."""
         del side
         for key in sorted(keys_of(batch) - self.seen) if "" not in self.seen else ():
             self.seen.add(key)
             if key.startswith("_") or callable(inspect.getattr_static(batch, key, None)):
                 continue
-            said = f"the batch has {key!r}, which no slot reads"
+            reason = f"the batch has {key!r}, which no slot reads"
             if near := did_you_mean(key, self.whole.slots):
-                log.warning("misspelt_key", runner=self.name, reason=said + near)
+                log.warning("misspelt_key", runner=self.name, reason=reason + near)
             else:
-                log.info("unread_key", runner=self.name, reason=said)
+                log.info("unread_key", runner=self.name, reason=reason)
 
 
 WATCHERS[KEYS] = KeyWatcher
@@ -190,11 +190,11 @@ WATCHERS[PARITY] = functools.partial(Prover, PARITY, lambda prover: filter(None,
 
 @contextlib.contextmanager
 def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-    """Turn on debug modes for the steps of a captured runner in a block, whatever it was made with.
+    """Turn on debug modes for the steps of a captured runner in a block, in addition to its own modes.
 
     Args:
         runner: The runner.
-        wanted: As the option `debug`, without `generations`; of `addresses` what needs no option at capture.
+        wanted: As the option `debug`, without `generations`. `addresses` checks only what needs no option at capture.
         state: Tensors, or parts of them, that these steps change besides their slots. By default they are found.
 
     Raises:

@@ -96,10 +96,10 @@ class DecodeArguments(ExtendArguments, total=False):
 
 
 def _differing(seen: Mapping[Field, Any], batch: Any) -> str:
-    """Return the first field whose value in the batch is not the one that graphs saw, or an empty text."""
+    """Return the first field whose value in the batch differs from the value at capture, or ""."""
     for field, captured in seen.items():
         value = look_up(batch, field.name) if field.convert is None else field.read(batch)
-        # a tensor or an array, whose `!=` returns another one, counts as different
+        # tensors and arrays count as different, because their `!=` returns no bool
         if value is not None and value is not captured and (hasattr(value, "shape") or value != captured):
             return field.name
     return ""
@@ -108,7 +108,7 @@ def _differing(seen: Mapping[Field, Any], batch: Any) -> str:
 def _brief(value: Any) -> str:
     """Return a field's value for an error message.
 
-    For a tensor or an array it is only the type, which needs no device.
+    For a tensor or an array, show only the type, since the values may be on the device.
     """
     return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
 
@@ -138,9 +138,9 @@ class GraphRunner(Runner[V]):
             stage: The declaration, the backend and the step.
             counts: Returns a bucket's padded sizes of BATCH and TOKENS, given its rows.
             given: All arguments of the runner.
-            sized_by: Options that decide these sizes, for errors.
-            leading: The axes of the buckets, that of rows first.
-            factor: The option that says how many tokens a request has, for errors.
+            sized_by: Names of the options that determine these sizes, for errors.
+            leading: The axes of the buckets, first that of rows.
+            factor: The name of the option for tokens per request, for errors.
             path: The path of a batch that fits a bucket.
             rows_each: Rows of outputs for each row, or None if they are whole.
         """
@@ -161,7 +161,7 @@ class GraphRunner(Runner[V]):
         self._most = [(place, axis, self._capacity[axis]) for place, axis in varying if axis not in leading]
         fields = stage.declaration.fields.values()
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
-        # whether only the leading rows and the absent slots decide the bucket
+        # whether the bucket depends only on the leading rows and the absent slots
         self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
         self._bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
@@ -172,7 +172,7 @@ class GraphRunner(Runner[V]):
             _ = self.eager  # raise errors now, not at the first step
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
-        """Return what of a step is captured, as arguments of `GraphSet`. By default it is the whole step."""
+        """Return the arguments of `GraphSet` that say which part of a step is captured: by default the whole step."""
         del buffers
         return {"recipe": None, "holder": self.stage.step, "parameters": self.stage.declaration.parameters}
 
@@ -193,7 +193,7 @@ class GraphRunner(Runner[V]):
         config, stage, buffers = self.config, self.stage, self._buffers
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
         if LOWERINGS[lowering].is_in_graph and not self.is_whole:
-            lowering = "fused"  # code before the graphs reads the slots, too
+            lowering = "fused"  # code before the first graph also reads the slots
         filler = Filler(stage, buffers, lowering, [*self.sizes.values()], self._table, config.error_mode)
         return GraphSet(
             stage,
@@ -327,7 +327,7 @@ class GraphRunner(Runner[V]):
         return route
 
     def _admit(self, own: Decision, call: ReadBatch) -> None:
-        """Raise what the fill of a batch would raise on the route that this rank would choose."""
+        """Raise the errors that a fill of the batch would raise on this rank's route."""
         route = self._graph_route(own.bucket, call.absent)
         if route is None:
             route = self.eager.route(call.live, call.absent, own, self.tally.reasons[own.why])
@@ -369,7 +369,7 @@ class RequestRunner(GraphRunner[V]):
         return GraphRoute(self.graphs, captured, self.tally.buckets[captured.rows])
 
     def remade(self, **options: Any) -> "DecodeRunner[V]":
-        """Make a decode runner of the same step and options but for some, with memory and graphs of its own."""
+        """Make a decode runner of the same step with some other options. It has separate memory and graphs."""
         stage = self.stage
         own = {"sizes": stage.sizes, "width": self.config.width, "backend": stage.backend, "state": stage.state}
         taken = {name: value for name, value in self._given.items() if name not in {"bind", "phase"}}

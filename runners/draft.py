@@ -34,7 +34,7 @@ class DraftStep:
         hidden_states: [TOKENS, ...], what the model returned for the node that each token follows, or None if the
             declaration has none.
         branches: [BATCH, topk, index] int64. For each row, which of its request's rows it descends from in every
-            earlier step. It must see their keys and no others'.
+            earlier step. Attention of the row must use the keys of these rows and no others.
     """
 
     index: int
@@ -50,9 +50,9 @@ Forward: TypeAlias = Callable[[V, DraftStep], tuple[torch.Tensor, torch.Tensor |
 class DraftRunner(RequestRunner[V]):
     """Drafts a tree of tokens for each request: `steps` deep, with topk nodes a step, by one replay.
 
-    TOKENS is BATCH * topk. TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request. Slots
-    `positions` and `mrope_positions` are advanced by one after each call of `forward`, and put back after the last:
-    they are `restored`, as any slot must be that `forward` itself advances.
+    TOKENS is BATCH * topk. TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request. The runner
+    adds one to slots `positions` and `mrope_positions` after each call of `forward`, and restores them after the last.
+    Declare them with `restored=True`, like any slot that `forward` itself changes.
 
     Args:
         inputs: The declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the known tokens, and
@@ -92,7 +92,7 @@ def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str]
                 slots[name].add_(1)
         shares, tokens = top_tokens(logits, topk)
         frontier = frontier.grow(shares.view(shape), tokens.view(shape))
-        if hidden is not None:  # keep those of the nodes that the next step continues from
+        if hidden is not None:  # keep the rows of the nodes that the next step continues from
             rows = frontier.branches[:, :, -1]
             first = torch.arange(len(rows), device=hidden.device)[:, None] * topk
             hidden = hidden.index_select(0, (rows + first).flatten())
@@ -169,9 +169,8 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         inputs: The declaration class.
         steps: Each is called with its view and the next step's, or None for the last, and returns one row a request.
         width: Tokens that each request has.
-        chained: Slots of which every step has its own. The first step's are filled from the batch. All rows of the
-            others have the slot's initial value, its tail value, until the step before writes them. All other slots are
-            the same for every step.
+        chained: Slots of which every step has a separate copy. The batch fills the first step's. The rows of the others
+            have the slot's initial or tail value until the step before writes them. All steps share all other slots.
         output_rows: As for `DraftExtendRunner`: BATCH by default.
         options: As for `DraftExtendRunner`.
     """
@@ -199,8 +198,8 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         for name, slot in declaration.slots.items():
             for stale in (need for need in chained if need in slot.needs):
                 raise ConfigError(
-                    f"slot {name!r} is computed once, from {stale!r}, of which each step has its own: compute it in "
-                    "them"
+                    f"slot {name!r} is computed once, from {stale!r}, of which each step has a copy: compute it in "
+                    f"the steps"
                 )
         step = functools.partial(self._in_chain, tuple(steps), chained)
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)

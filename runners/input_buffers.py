@@ -60,7 +60,7 @@ class InputBuffers(Generic[V]):
     ) -> None:
         """Allocate the slots, each with its initial value."""
         stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
-        stage = attrs.evolve(stage, views=inputs)  # the caller's own steps assign to its views
+        stage = attrs.evolve(stage, views=inputs)  # the caller's code may assign to views
         bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
         self.capacity = stage.complete(stage.sizes)
         buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
@@ -81,11 +81,11 @@ class InputBuffers(Generic[V]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the slots and of what fills need, on the device and on the host."""
+        """The bytes of the slots, of packets and of tables, on the device and on the host."""
         return self._layer.buffers.nbytes + self._layer.filler.nbytes
 
     def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
-        """Make what fills of these padded sizes need. A first `fill` does it, too, but inside a capture it is too late.
+        """Allocate what fills of these padded sizes need. The first `fill` does it too, but must not inside a capture.
 
         Args:
             padded: The padded size of each axis. An axis that is left out has its capacity.
@@ -108,7 +108,7 @@ class InputBuffers(Generic[V]):
         skip: Collection[str] = (),
         **side: Any,
     ) -> V:
-        """Fill from a batch, reset the padding, compute what follows from slots, and return the view.
+        """Fill from a batch, reset the padding, compute computed slots, and return the view.
 
         If a graph of yours begins with `fill_in_graph` for these sizes, that part of the fill is left to its replay:
         replay it next, and read the view after it.
@@ -123,9 +123,9 @@ class InputBuffers(Generic[V]):
             padded: The padded size of each axis. An axis that is left out has its capacity.
             live: Live rows of axes that no source has.
             absent: Optional slots that the batch lacks. By default they are read from it.
-            only: Copied slots to write, at once and not in a graph. Others stay as they are. What is computed from
-                slots that have this batch is computed.
-            skip: Copied slots to leave as they are.
+            only: Copied slots to write, at once and not in a graph. Others keep their contents. Computed slots are
+                computed if all slots that they need have this batch.
+            skip: Copied slots that keep their contents.
             side: Side arguments of slots that are declared with `source=side(...)`.
 
         Returns:
@@ -208,19 +208,19 @@ class InputBuffers(Generic[V]):
 
 
 class Layer(Generic[V]):
-    """What `InputBuffers` and its buckets share.
+    """The state that `InputBuffers` and its buckets share.
 
     Attributes:
         stage: The declaration and the backend.
         buffers: The memory of the slots.
         capacity: The most rows of each axis.
-        waits: Whether fills wait for graphs of the caller's, which copy from slots in host memory.
+        waits: Whether fills wait for the caller's graphs, which copy from slots in host memory.
         step_lock: Lets one fill in at a time.
-        table: The kinds of batches that came.
+        table: The kinds of batches seen so far.
         reader: Reads batches.
         filler: Fills the buckets.
         checks_fields: Whether fields have converters or validators.
-        behind: The bucket of the last fill in part, and the slots that did not have its batch afterwards.
+        behind: The bucket of the last partial fill, and the slots that did not have its batch afterwards.
     """
 
     def __init__(self, stage: Stage[V], buffers: Buffers, capacity: Sizes, lowering: str, *, waits: bool) -> None:
@@ -232,7 +232,7 @@ class Layer(Generic[V]):
         self._sizers: dict[frozenset[Axis], Sizer] = {}
         try:
             sizer = self.sizer(frozenset())
-        except DeclarationError:  # no source has an axis: each fill is given its size
+        except DeclarationError:  # no source determines an axis: each fill gets its size as `live=`
             sizer = None
         self.table = table_for(stage.declaration, capacity, sizer)
         self.reader = Reader(stage, self.table, lambda batch, side: self.live(batch, NO_SIZES, side))
@@ -253,7 +253,7 @@ class Layer(Generic[V]):
         return ConfigError(f"{argument} names {axis}: {what}{did_you_mean(axis, axes)}")
 
     def sizer(self, given: frozenset[Axis]) -> Sizer:
-        """Return what reads live sizes of all axes but the given ones.
+        """Return the `Sizer` of all axes except the given ones.
 
         Raise ConfigError for an unknown axis, and DeclarationError if no copied slot has an axis that is not given.
         """
@@ -358,14 +358,14 @@ class BucketBuffers(Generic[V]):
     def _part(
         self, call: ReadBatch, whole: Filling, only: Collection[str] | None, skip: Collection[str]
     ) -> tuple[Filling, frozenset[str]]:
-        """Choose what fills only some slots. Return it, with the slots that will not have the batch afterwards.
+        """Choose the fill of some slots only. Return it with the slots that will not have the batch afterwards.
 
         Raise ConfigError if an argument names a slot that is not copied, or if both arguments are given.
         """
         layer = self._layer
         declaration, clean = layer.stage.declaration, layer.buffers.clean
         if only is not None and skip:
-            raise ConfigError("only= and skip= are both given: say which slots to write, or which ones to leave")
+            raise ConfigError("only= and skip= are both given: name the slots to write, or those to skip")
         declaration.check_names("skip" if only is None else "only", skip if only is None else only, "copied")
         copied = declaration.sources.keys() - call.absent
         last, behind = layer.behind
@@ -379,7 +379,7 @@ class BucketBuffers(Generic[V]):
         else:
             left, behind = set(copied.difference(only)), behind.intersection(copied).difference(only)
             for name, compute in declaration.functions.items():
-                if not behind.isdisjoint(compute.needs):  # computed with the rest
+                if not behind.isdisjoint(compute.needs):  # computed together with the rest
                     left.add(name)
                     behind |= {name}
         if not left:
@@ -413,12 +413,12 @@ class BucketBuffers(Generic[V]):
             return layer.stage.viewer_of_capture(bucket)(None, bucket.padded)
 
     def filling(self, absent: Absent) -> Filling:
-        """Return what fills it from batches that lack some optional slots."""
+        """Return the fills from batches that lack some optional slots."""
         filling, _ = self._fillings.get(absent) or self._make(absent)
         return filling
 
     def _make(self, absent: Absent) -> tuple[Filling, Viewer[V]]:
-        """Make what `filling` returns, and what makes its views."""
+        """Make the fills that `filling` returns, and the maker of their views."""
         layer = self._layer
         sizes = {**layer.capacity, **dict(zip(layer.stage.declaration.varying, self._padded, strict=True))}
         filling = layer.filler.make(sizes, absent)

@@ -18,10 +18,10 @@ FITS: Final = "fits"
 
 
 class Collector:
-    """Gives the statistics of some runners to a registry of prometheus-client, whenever it asks.
+    """Provides the statistics of some runners to a registry of prometheus-client.
 
-    Each runner has a label, its keyword's name, and is referred to weakly: once it is gone, so are its metrics. Nothing
-    is spent between scrapes.
+    Each runner has its keyword's name as a label. The collector does not keep runners alive: the metrics of a freed
+    runner end. It works only during scrapes.
     """
 
     def __init__(self, **runners: Runner[Any]) -> None:
@@ -38,10 +38,10 @@ class Collector:
         checked("label", "a text", label, str)
         checked(f"what label {label!r} names", "a runner", runner, Runner)
         if self._runners.setdefault(label, runner) is not runner:
-            raise ConfigError(f"label {label!r} is that of another runner: give each its own")
+            raise ConfigError(f"label {label!r} belongs to another runner: give each a different one")
 
     def describe(self) -> "Iterable[Metric]":
-        """Return the metrics without a value, for a registry that wants to know their names."""
+        """Return the metrics without values, from which a registry reads the names."""
         return _metrics({})
 
     def collect(self) -> "Iterable[Metric]":
@@ -62,8 +62,8 @@ def _client() -> Any:
     try:
         import prometheus_client.core  # noqa: PLC0415 - optional
     except ModuleNotFoundError as error:
-        said = "metrics need prometheus-client: pip install 'slotgraph[metrics]'"
-        raise ModuleNotFoundError(said, name=error.name) from error
+        reason = "metrics need prometheus-client: pip install 'slotgraph[metrics]'"
+        raise ModuleNotFoundError(reason, name=error.name) from error
     return prometheus_client
 
 
@@ -86,9 +86,9 @@ _TABLE: Final[Mapping[str, tuple[str, str, Sequence[str]]]] = {
 """The kind of each metric, its meaning, and its labels besides the runner's."""
 
 
-def _metrics(books: Mapping[str, Statistics]) -> "Iterable[Metric]":
+def _metrics(statistics: Mapping[str, Statistics]) -> "Iterable[Metric]":
     """Yield all metrics, each with the samples of every runner under its label."""
-    samples = [(runner, *sample) for runner, stats in books.items() for sample in _samples(stats)]
+    samples = [(runner, *sample) for runner, stats in statistics.items() for sample in _samples(stats)]
     for name, (kind, what, labels) in _TABLE.items():
         family = getattr(_client().core, f"{kind}MetricFamily")(f"slotgraph_{name}", what, labels=["runner", *labels])
         for runner, of, values, *numbers in samples:

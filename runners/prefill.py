@@ -22,7 +22,7 @@ from .stacked.stack import Stack, StackRoute
 
 
 class StackRunner(GraphRunner[V]):
-    """A runner whose graphs are those of a stack. Subclasses are final, and define where its breaks are.
+    """A runner that captures the stack of a step. Subclasses are final, and define its breaks.
 
     A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, for any number of
     requests.
@@ -33,7 +33,7 @@ class StackRunner(GraphRunner[V]):
     def __init__(
         self, inputs: type[V], step: Callable[[V], Any], given: Mapping[str, Any], splitter: Splitter | None = None
     ) -> None:
-        """Take the arguments of its subclasses. splitter: Marks its breaks, if its code does not."""
+        """Take the arguments of its subclasses. splitter: Finds the breaks, if the code does not mark them."""
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
         axes, self._splitter, self.stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
         self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
@@ -56,8 +56,8 @@ class StackRunner(GraphRunner[V]):
         stage, slots = self.stage, self.stage.declaration.slots
         over = stage, buffers, self.stack
         recipe = functools.partial(capture_stack, *over, splitter=self._splitter, output_rows=self.output_rows)
-        holder = None if self._splitter is not None else self.stack.code(stage)  # splits also read its tensors
-        handed = stage.declaration.parameters.items()  # breaks alone use those over requests
+        holder = None if self._splitter is not None else self.stack.code(stage)  # splits read its tensors, too
+        handed = stage.declaration.parameters.items()  # only breaks use those over requests
         parameters = {argument: name for argument, name in handed if BATCH not in slots[name].axes}
         return {"recipe": recipe, "holder": holder, "parameters": parameters}
 
@@ -68,7 +68,7 @@ class StackRunner(GraphRunner[V]):
 
 @final
 class PrefillRunner(StackRunner[V]):
-    """Captures the pieces of a step between named operators for buckets of tokens, and replays them around these.
+    """Captures the pieces of a step between named operators, for buckets of tokens. The operators run eagerly.
 
     Args:
         inputs: The declaration class.

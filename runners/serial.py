@@ -1,4 +1,4 @@
-"""Plans, and the records that explain them, to and from plain data, by one cattrs converter, strict both ways."""
+"""Converts plans and explanations to and from plain data, by one strict cattrs converter."""
 
 import math
 import typing

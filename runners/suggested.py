@@ -46,7 +46,7 @@ class Sample:
 
     @property
     def present(self) -> list[torch.Tensor]:
-        """The values that are there."""
+        """The values that are not missing."""
         return [value for value in self.values if value is not None]
 
     def sizes(self) -> Iterator[Sizes]:
@@ -58,7 +58,8 @@ class Sample:
 def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     """Write a declaration for batches like these, as Python source to start from.
 
-    Sizes that move together become one axis. What samples cannot tell stays open: above all what padded rows hold.
+    Sizes that change together become one axis. Comments mark what samples cannot show, above all the values of padded
+    rows.
 
     Args:
         batches: At least two, of different sizes: mappings, or objects with attributes.
@@ -73,7 +74,7 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     samples = [one for one in read.values() if one is not None]
     axes = _axes(samples)
     if not axes:
-        raise ConfigError("suggest: no size differs between these batches: bring some with other numbers of requests")
+        raise ConfigError("suggest: no size differs between these batches: pass batches with other numbers of requests")
     own = sorted({axis for axis in axes.values() if axis.isidentifier()} - {"BATCH", "TOKENS"})
     used = [axis for axis in ("BATCH", "TOKENS") if any(axis in text.split() for text in axes.values())]
     on_device = any(not value.is_cpu for one in samples for value in one.present)
@@ -123,12 +124,12 @@ def _tensor(value: Any) -> torch.Tensor | None:
 
 
 def _axes(samples: Sequence[Sample]) -> dict[tuple[str, Sizes], str]:
-    """Name each dim whose size varies, by the slot's name and the sizes: an axis, or what follows from one."""
+    """Find, by slot and sizes, the axis of each dim whose size varies, or its expression over another axis."""
     found, named = dict[tuple[str, Sizes], str](), dict[str, Sizes]()
     varying = [
         (one, dim, sizes) for one in samples for dim, sizes in enumerate(one.sizes()) if len({*sizes} - {None}) > 1
     ]
-    # names that are known come first, then the rows of others, then their columns; a base before what follows from it
+    # known names first, then rows of other slots, then columns; a base axis before axes that depend on it
     varying.sort(key=lambda each: (each[0].name not in OF_TOKENS | OF_REQUESTS, each[1], sum(filter(None, each[2]))))
     for one, dim, sizes in varying:
         text = next((text for axis, known in sorted(named.items()) if (text := _follows(sizes, axis, known))), None)
@@ -145,7 +146,7 @@ def _axes(samples: Sequence[Sample]) -> dict[tuple[str, Sizes], str]:
 
 
 def _follows(sizes: Sizes, axis: str, known: Sizes) -> str | None:
-    """Return how sizes follow from those of an axis, as source, or None if they do not."""
+    """Return sizes as an expression over an axis, as source code, or None if they do not depend on it."""
     pairs = [(size, base) for size, base in zip(sizes, known, strict=True) if size is not None and base]
     if len({base for _, base in pairs}) < 2:  # noqa: PLR2004 - one pair fits anything
         return None
@@ -158,7 +159,7 @@ def _follows(sizes: Sizes, axis: str, known: Sizes) -> str | None:
 
 
 def _declared(one: Sample, axes: Mapping[tuple[str, Sizes], str], *, on_device: bool) -> Iterator[str]:
-    """Yield the lines that declare a slot: a comment on what is open, and the declaration."""
+    """Yield the lines that declare a slot: a comment on what is unknown, and the declaration."""
     first = one.present[0]
     shape = [axes.get((one.name, sizes)) or str(first.shape[dim]) for dim, sizes in enumerate(one.sizes())]
     notes = list[str]()

@@ -123,8 +123,8 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
     """
     most = 1 + drafts.tokens.shape[1]
     if not 1 <= nodes <= most:
-        raise ValueError(f"a tree of {nodes} nodes was asked for: this draft has 1 to {most}, the root among them")
-    scores = drafts.scores.masked_fill(drafts.scores.isnan(), -torch.inf)  # NaN would come before its parent
+        raise ValueError(f"a tree of {nodes} nodes is not possible: this draft has 1 to {most}, including the root")
+    scores = drafts.scores.masked_fill(drafts.scores.isnan(), -torch.inf)  # a NaN would be sorted before its parent
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
     chosen = order.sort(dim=1).values
     tokens = torch.cat([roots[:, None], drafts.tokens.gather(1, chosen)], dim=1)

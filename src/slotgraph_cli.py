@@ -99,7 +99,7 @@ def main() -> None:
     try:
         app()
     except OSError as error:  # raised by writing output: commands report errors of all other files themselves
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed would raise again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # flushing the rest of the output at exit would raise again
         with contextlib.suppress(OSError):
             typer.echo(f"the output cannot be written: {error.strerror or error}", err=True)
         sys.exit(1)

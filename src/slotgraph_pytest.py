@@ -26,15 +26,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--slotgraph-backends",
         metavar="NAMES",
-        help="backends that slotgraph_backend stands for, by name with commas between; each that can run here if not "
+        help="backends that slotgraph_backend takes, by name with commas between; each that can run here if not "
         f"given, nor in {VARIABLE} or the setting {BACKENDS}",
     )
-    parser.addini(BACKENDS, "backends that slotgraph_backend stands for", type="args", default=[])
+    parser.addini(BACKENDS, "backends that slotgraph_backend takes", type="args", default=[])
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add the marker."""
-    what = "the backends that slotgraph_backend stands for in this test; all that there are, where none is named"
+    what = "the backends that slotgraph_backend takes in this test; by default all"
     config.addinivalue_line("markers", f"{BACKENDS}(*names): {what}")
     if not config.pluginmanager.hasplugin("benchmark"):
         config.pluginmanager.register(_NoBenchmark())
@@ -86,11 +86,11 @@ def slotgraph_backend(request: pytest.FixtureRequest) -> "Backend":
 
 
 class _NoBenchmark:
-    """The fixture of pytest-benchmark, where that is not installed."""
+    """Stands for the fixture of pytest-benchmark if that is not installed."""
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> None:
-        """Fail, and say what to install."""
+        """Fail the test with the package to install."""
         asked = " and ".join(sorted({"benchmark_fill", "benchmark_ways"} & {*request.fixturenames})) or "benchmark"
         pytest.fail(f"{asked} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'")
 

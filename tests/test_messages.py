@@ -179,7 +179,7 @@ def test_the_source_that_is_shorter_comes_first(entry: str, as_what: str) -> Non
             assert f"; {other!r} says BATCH * {factor} = {rows + 1}" in said
             assert "'lens', 'topk_index' and 'topk_p' say BATCH=3" in said
         assert said.startswith(expected)
-        assert said.endswith(": bring the same number of rows for all of them")
+        assert said.endswith(": pass the same number of rows for all of them")
         assert all(said.count(repr(one)) <= 1 for one in batch)
     take(batch)
 
@@ -232,7 +232,7 @@ def test_other_faults_stay_beside_sizes() -> None:
     wrong = {**batch, "places": batch["places"][:-1], "lens": batch["lens"].float()}
     for take in (runner_of("DecodeRunner"), runner_of("DecodeRunner").fill):
         said = said_by(take, wrong)
-        assert said.startswith("'places' says BATCH=2; 'lens' and 'tokens' say 3: bring")
+        assert said.startswith("'places' says BATCH=2; 'lens' and 'tokens' say 3: pass")
         assert "slot 'lens': expected int64 of shape [3] on cpu, got float32; round it yourself" in said
     said = said_by(runner_of("DecodeRunner"), wrong, ValueError)
     assert said.count("places") == 1
@@ -277,7 +277,7 @@ def test_live_rows_that_no_source_tells_may_be_given() -> None:
     view = made.fill(batch, live={PAGES: 3})
     assert view.held[:9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
     assert (view.ids[:4].tolist(), view.pages[:5].tolist()) == ([4, 5, 6, 0], [0, 1, 2, 3, 0])
-    with pytest.raises(SlotGraphError, match=r"no copied slot tells the size of PAGES: .*, or give live="):
+    with pytest.raises(SlotGraphError, match=r"no copied slot determines the size of PAGES: .*, or give live="):
         made.fill(batch)
     said = said_by(lambda one: made.fill(one, live={PAGES: 3, ROWS: 2, BATCH: 3}), torch.arange(3))
     assert "got Tensor: pass {'ids': ..., ...}" in said
@@ -300,8 +300,8 @@ def test_each_axis_on_which_sources_differ_has_its_sentence() -> None:
     for take in (made.fill, runner, runner.fill, runner.decide, eager, eager.fill, eager.decide):
         said = said_by(take, wrong)
         assert re.search(r"'table' says (BATCH=)?2", said)
-        assert re.search(r"'owners' says PAGES=5; 'table' says 4: bring", said)
-        assert said.count(": bring the same number of rows for all of them") == 2
+        assert re.search(r"'owners' says PAGES=5; 'table' says 4: pass", said)
+        assert said.count(": pass the same number of rows for all of them") == 2
         assert "expected" not in said
         take(batch)
 

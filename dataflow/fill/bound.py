@@ -46,7 +46,7 @@ class Functions:
 
 
 class BucketOfPlan(Protocol):
-    """What a bound plan needs of its bucket.
+    """The members of a bucket that a bound plan uses.
 
     Attributes:
         padded: The padded size of each axis that varies.
@@ -57,26 +57,26 @@ class BucketOfPlan(Protocol):
     exact: bool
 
     def step(self, live: Live) -> Step:
-        """Return the sizes of a call as functions see them."""
+        """Return the sizes of a call, for functions that take `step`."""
         ...
 
     def functions(self, live: Live) -> Functions:
-        """Return the functions for a call of these sizes."""
+        """Return the bound functions of computed slots for a call of these sizes."""
         ...
 
 
 @attrs.frozen(eq=False)
 class Writers:
-    """What a plan writes with.
+    """The writers of a plan.
 
     Attributes:
         always: Resets tails that may always be dirty.
         tails: Resets the others.
-        early: Copies before the host computes anything, into slots that its functions read.
-        late: Copies after the packet was sent.
+        early: Copies into slots that host functions read, before these run.
+        late: Copies that run after the packet was sent.
         packing: Packs the packet. None for a plan that sends no packet.
         computes: Whether the host computes anything.
-        distrusts: Whether a producer may have written tails, though no tail of the plan is marked `always`.
+        distrusts: Whether all tails are reset because a producer may have written them.
     """
 
     always: Sequence[Tails]
@@ -131,7 +131,7 @@ class BoundPlan:
         self._addressed = chosen([way.place for way in self._by_address])
 
     def take(self, sources: Sources, live: Live) -> Taken | None:
-        """Convert sources that need it, and copy sources that are in memory which the fill writes. Writes no slot.
+        """Convert the sources that need it, and copy those whose memory this fill will write. Writes no slot.
 
         Returns:
             The sources and addresses that writers read. None if a source turns out to be of another kind.
@@ -149,7 +149,7 @@ class BoundPlan:
                         return self._move_apart(sources, addresses)
                 if len(self._apart) > _MOST_APART:
                     self._apart.clear()
-                self._apart.update(addresses)  # outside all slots, whatever the size
+                self._apart.update(addresses)  # no slot shares this memory, whatever the size
         except _UNLIKE:
             return None
         return sources, addresses
@@ -167,7 +167,7 @@ class BoundPlan:
         return tuple(made)
 
     def _move_apart(self, sources: Sources, addresses: Sequence[int]) -> Taken | None:
-        """Copy sources that are in slots or at odd addresses. Return None if one has no memory or is its own slot's."""
+        """Copy sources in slots or at misaligned addresses. Return None if one has no memory or is its slot's own."""
         made = [*sources]
         reaches = self._buffers.reaches
         for way, address in zip(self._by_address, addresses, strict=True):
@@ -177,7 +177,7 @@ class BoundPlan:
             if not has_memory(source) or (way.convert is None and is_in_place(source, self._buffers[way.slot])):
                 return None
             if address % source.itemsize or self._buffers.holds(source):
-                if way.pace:  # keeps the distance between rows that is in the packet
+                if way.pace:  # keep the row stride, which is in the packet
                     made[way.place] = source.new_empty_strided(source.shape, source.stride()).copy_(source)
                 else:
                     made[way.place] = source.clone(memory_format=torch.contiguous_format)
@@ -185,7 +185,7 @@ class BoundPlan:
         return sources, tuple(map(POINTER, self._addressed(sources)))
 
     def write(self, taken: Taken, live: Live, batch: Any) -> None:  # noqa: C901 - calls within would take longer
-        """Write what `take` returned, except what the device computes. Raise ComputeError if a function raises."""
+        """Write the sources from `take`, and run host functions. Raise ComputeError if a function raises."""
         bucket, writers = self._bucket, self._writers
         clean = self._buffers.clean
         if writers.distrusts:
@@ -220,7 +220,7 @@ class BoundPlan:
 
 
 def by_address(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways of sources that are tensors when they are written, in the order of their addresses."""
+    """Return the ways of sources that are written as tensors, in the order of their addresses."""
     return [way for way in ways if not (way.is_bytes or way.in_place)]
 
 

@@ -65,7 +65,7 @@ Given = Mapping[str, torch.Tensor]
 """Admitted sources as tensors on their slots' devices, by slot."""
 VARIANTS: Final = 4
 """Bound plans that one bucket keeps for batches of the same kinds, since a source may be a slot's own memory or not."""
-_SIZES: Final = frozenset({STEP, SETTINGS})  # a function of these depends only on sizes
+_SIZES: Final = frozenset({STEP, SETTINGS})  # a function that takes only these depends only on sizes
 
 
 def rows_of(declaration: Declaration, sizes: Sizes) -> Mapping[str, Rows]:
@@ -81,12 +81,12 @@ def table_for(declaration: Declaration, sizes: Sizes, sizer: Sizer | None = None
 
 @attrs.frozen(eq=False)
 class ShownSlots:
-    """What steps see of a bucket.
+    """The tensors of a bucket for one call's live sizes.
 
     Attributes:
-        live: Live rows on each axis, for which an exact bucket shows this.
+        live: Live rows on each axis. Only an exact bucket depends on them.
         views: The slots, or None for one that is absent or switched off.
-        shown: Aliases of them, for steps and callers.
+        shown: Aliases of `views`, for steps and callers.
         functions: The functions that read them.
     """
 
@@ -98,12 +98,12 @@ class ShownSlots:
 
 @attrs.frozen(eq=False)
 class FilledBucket:
-    """A bucket that was filled.
+    """A bucket after a fill.
 
     Attributes:
         views: The slots, or None for one that is absent or switched off.
         live: Live rows on each axis.
-        on_device: What the device still has to compute.
+        on_device: The functions that the device still has to run.
     """
 
     views: Views
@@ -111,12 +111,12 @@ class FilledBucket:
     on_device: Sequence[Computation]
 
     def compute_on_device(self, batch: Any = None) -> None:
-        """Run what the device computes from slots. Call it right after an eager fill from `batch`."""
+        """Run the functions on the device. Call it right after an eager fill from `batch`."""
         run_all(self.on_device, batch)
 
 
 def run_all(computations: Sequence[Computation], batch: Any = None) -> None:
-    """Run what the device computes, in order."""
+    """Run the functions on the device, in order."""
     if computations:
         with torch.no_grad():
             for computation in computations:
@@ -136,8 +136,8 @@ class Bucket:
         lowering: How fills are run.
         exact: Whether steps see live rows only. Such a bucket takes any size up to its own, and has no tails.
         partial: Whether slots without a source are left alone.
-        left: Slots that its fills leave as they are.
-        feed: What sends packets.
+        left: Slots that its fills do not write.
+        feed: Sends packets.
         table: The kinds of batches seen so far.
         plan: The plan for tensors of the slots' own dtypes.
         views: The slots at their padded sizes, or None for one that is absent or switched off.
@@ -212,21 +212,21 @@ class Bucket:
         return frozenset(self.plan.fused)
 
     def at(self, live: Live) -> ShownSlots:
-        """Return what steps of these sizes see. An exact bucket keeps only what it returned last."""
+        """Return the tensors for steps of these sizes. An exact bucket caches only the last result."""
         last = self._last
         if last is None or (self.exact and last.live != live):
             views, anew = self.views, None
-            if self.exact:  # many sizes occur in one step only, whose views then need no aliases
+            if self.exact:  # a size is often used in one step only, so aliases are made at the second use
                 views, anew = self._views_of(live), functools.partial(self._views_of, live)
             last = self._last = ShownSlots(live, views, Aliases(views, anew), self._functions(views))
         return last
 
     def compute_on_device(self) -> None:
-        """Run what the device computes, for a bucket that is not exact."""
+        """Run the functions on the device, for a bucket that is not exact."""
         run_all(self.functions(self.padded).on_device)
 
     def step(self, live: Live) -> Step:
-        """Return the sizes of a call as functions see them, and keep them for the next call."""
+        """Return the `Step` of a call's sizes, cached for the next call of the same sizes."""
         last = self._last_step
         if last is None or last[0] != live:
             known = dict(zip(self.declaration.varying, live, strict=False))
@@ -245,7 +245,7 @@ class Bucket:
                 raise BatchError(f"the batch has {rows} rows on {axis}, more than the {most} of this bucket")
 
     def fill(self, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
-        """Fill from a batch of `live` rows on each varying axis, except what the device computes.
+        """Fill from a batch of `live` rows on each varying axis, without the functions on the device.
 
         Raises MissingSourceError and BatchError before anything is written.
         """
@@ -259,7 +259,7 @@ class Bucket:
         return FilledBucket(shown.views, live, shown.functions.on_device)
 
     def admit(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken]:
-        """Choose the bound plan for a batch, and take its sources. Writes nothing, and raises as a fill does."""
+        """Choose the bound plan for a batch, and take its sources. Writes nothing, and raises the errors of a fill."""
         return self.take_known(sources, live) or self._admit_anew(sources, live, below_modes(self.table.find, sources))
 
     def take_known(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
@@ -288,11 +288,11 @@ class Bucket:
         return None
 
     def _admit_anew(self, sources: Sources, live: Live, kinds: SourceKinds | None) -> tuple[BoundPlan, Taken]:
-        """Check each source, make a plan, and bind it. Raises as a fill does."""
+        """Check each source, make a plan, and bind it. Raises the errors of a fill."""
         plan = self._bind(sources, live)
         taken = below_modes(plan.take, sources, live)
         if taken is None:
-            raise BatchError("sources changed while they were looked at")
+            raise BatchError("sources changed while they were checked")
         kinds = self.table.add(sources) if kinds is None else kinds
         kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:VARIANTS]
         return plan, taken
@@ -300,7 +300,7 @@ class Bucket:
     def fill_slot_by_slot(
         self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None
     ) -> FilledBucket:
-        """Fill by the oracle, including what the device computes. Raises as a fill does.
+        """Fill by the oracle, including what the device computes. Raises the errors of a fill.
 
         `given` is what `tensors` returned, if that was called before.
         """
@@ -314,7 +314,7 @@ class Bucket:
     def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
         """Return what a fill would copy, by slot, as tensors on the slots' devices.
 
-        Writes nothing, and raises as a fill does.
+        Writes nothing, and raises the errors of a fill.
         """
         return self.tensors_of(self.table.gather(batch, side), live)
 
@@ -345,7 +345,7 @@ class Bucket:
         return Functions(on_host, packed, on_device, ask_step)
 
     def computation(self, slot: str, views: Views) -> Computation:
-        """Bind a computed slot's function to the views that it needs, and to its own slot."""
+        """Bind a computed slot's function to the slots that it needs and to the slot that it writes."""
         given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
         target = views[slot]
         if target is None:
@@ -354,11 +354,11 @@ class Bucket:
 
     @property
     def _computed(self) -> list[ComputeStep]:
-        """What fills compute, in order."""
+        """The names of computed slots that fills write, in order."""
         return [one for one in self.plan.computed if one.slot not in self.left]
 
     def _ask(self, step: Step) -> None:
-        """Call each function that needs only sizes once. Raise DeclarationError if it asks for an unknown size.
+        """Call each function that needs only sizes once, and raise DeclarationError if it asks for an unknown size.
 
         Any other error waits for the fill that needs the function's value.
         """
@@ -375,16 +375,16 @@ class Bucket:
 
     @functools.cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """What the kernel writes, in the order of the plan."""
+        """The lanes that the kernel writes, in the order of the plan."""
         pads = {tail.slot: tail.value for tail in self.plan.tails}
         return tuple([self._lane(name, self.declaration.slots[name], pads.get(name)) for name in self.plan.fused])
 
     def _lane(self, name: str, slot: Slot, pad: Number | None) -> Lane:
-        """Make the lane of one slot, with what it advances to."""
+        """Make the lane of one slot, with its rule for the next step."""
         lane = Lane.of(name, self.buffers[name].view(self.sizes), slot.varying, pad)
         source, add = self.transitions[DEVICE].sources.get(name, (None, 0))
         lane = attrs.evolve(lane, source=None if source is None else source.view(self.sizes), add=add)
-        if name in self.declaration.functions:  # the host computes all rows
+        if name in self.declaration.functions:  # the host computes every row, padded ones included
             return attrs.evolve(lane, inner=lane.row)
         if not slot.varying:
             return lane
@@ -409,7 +409,7 @@ class Bucket:
         return found
 
     def tails(self, live: Live, *, always: bool) -> Iterator[tuple[torch.Tensor, Number]]:
-        """Yield the padded rows and tail values that copies leave, for tails reset in each step or for all others."""
+        """Yield each tail's padded rows and value: of tails that are reset in each step, or of all others."""
         for tail in self.plan.tails:
             if tail.always == always and not tail.fused:
                 for part in self.rows[tail.slot].tails(self.buffers[tail.slot].tensor, live, self.padded):
@@ -422,7 +422,7 @@ class Bucket:
     def _bind(self, sources: Sources, live: Live) -> BoundPlan:
         """Admit sources, and bind a plan for their kinds. Raise BatchError if one does not fit. Writes nothing."""
         self.check_room(live)
-        self.at(live)  # binds and tries functions before anything is written
+        self.at(live)  # so that errors of functions come before any write
         ways = self._ways(sources, live)
         plan = self._planned(self._pattern(ways))
         return BoundPlan(plan, self, self.buffers, ways, self._writers(plan, ways))
@@ -501,7 +501,7 @@ class Bucket:
             late=late,
             packing=packing,
             computes=not self.partial and any(one.on == HOST for one in self._computed),
-            # plans with a kernel do not depend on sources in place, and so mark no tail `always` for them
+            # a plan with a kernel suits sources in place, too, and does not mark their tails `always`
             distrusts=bool(in_place) and self.lowering.has_kernel,
         )
 
@@ -524,13 +524,13 @@ class Bucket:
             left = self.fused.difference([way.slot for way in ways if not way.in_place])
         made = Packing(self.feed, lanes, self.owner, counted, ways, order, carried, left=left)
         if made.nbytes(self.padded) > self.feed.room:
-            raise ValueError(f"the packet has {self.feed.room} bytes, too few for a bucket that it was not made for")
+            raise ValueError(f"the packet has {self.feed.room} bytes, too few for this bucket: it was made for others")
         return made
 
     def _copies(
         self, how: How, ways: Sequence[Way], packed: Sequence[str], packing: Packing | None, order: Mapping[int, int]
     ) -> Iterator[Copies]:
-        """Yield what copies the slots of one group. `packed` names those that are copied from parts of the packet."""
+        """Yield the writers of one group of copies. `packed` names slots whose values come from the packet."""
         others = [way for way in ways if way.slot not in packed]
         direct = [way for way in others if way.is_piece and (way.is_bytes or how == "direct")]
         others = [way for way in others if way not in direct]
@@ -550,7 +550,7 @@ class Bucket:
             yield ForeachCopies((), (name,), packing, self.rows)
 
     def _tails(self, tails: Sequence[TailReset], copied: Collection[str]) -> list[Tails]:
-        """Make what resets some tails. `copied` names slots whose live rows are copied afterwards."""
+        """Make the writers that reset some tails. `copied` names slots whose live rows are copied afterwards."""
         direct, others = list[TailOf](), list[TailOf]()
         for one in tails:
             tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value, one.slot in copied)
@@ -571,10 +571,10 @@ def _merged(plan: FillPlan) -> list[CopyGroup]:
 
 
 def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
-    """Return what a fill would have made, with the batch's own tensors instead of copies, in their own dtypes.
+    """Return the slots' values as a fill would make them, but with the batch's own tensors instead of copies.
 
-    Host data becomes a tensor on its slot's device, and a slot that the step writes becomes a copy. Raises as a fill
-    does.
+    Host data becomes a tensor on its slot's device, and a slot that the step writes becomes a copy. Raises the errors
+    of a fill.
     """
     given = bucket.tensors(batch, live, side)
     slots = bucket.declaration.slots

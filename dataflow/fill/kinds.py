@@ -1,4 +1,4 @@
-"""Kinds: what makes two batches alike except for their sizes, and how live sizes are read from sources."""
+"""Kinds: the properties of sources that a bound plan depends on, and how live sizes are read from sources."""
 
 import collections
 import operator
@@ -31,7 +31,7 @@ class SizesAlike:
     """Dims of sources that must have the same size.
 
     Attributes:
-        reach: Computes the size from live sizes.
+        reach: Computes that size from live sizes.
         dims: The index of each source among those that are present, and its dim.
     """
 
@@ -40,7 +40,7 @@ class SizesAlike:
 
 
 @attrs.frozen
-class Teller:
+class AxisDim:
     """The dim of a source that determines the rows of an axis: its size is `base + slope * rows`.
 
     Attributes:
@@ -61,11 +61,11 @@ class Sizing:
     """How live sizes are read.
 
     Attributes:
-        tellers: The dim that determines each independent axis, or None if no source does, and there are no rows.
-        lines: By axis of the live sizes, the index of its teller, and the base and slope of its size.
+        axis_dims: The dim that determines each independent axis, or None if no source does, and there are no rows.
+        lines: By axis of the live sizes, the index of its `AxisDim`, and the base and slope of its size.
     """
 
-    tellers: Sequence[Teller | None]
+    axis_dims: Sequence[AxisDim | None]
     lines: Sequence[tuple[int, int, int]]
 
 
@@ -143,10 +143,10 @@ class SourceKinds:
     def read(self, sources: Sources) -> Live | None:
         """Read the live size of each axis. Return None for sources of other kinds, or whose sizes do not agree."""
         last_shapes, last_live, again = self._last
-        if again is not None:  # they may be like the last ones, with the same sizes
+        if again is not None:  # the sources may have the same kinds and sizes as the last ones
             present = self._present(sources)
             try:
-                if True not in map(_IS_NESTED, present) and again(*present):  # a nested one would end the process
+                if True not in map(_IS_NESTED, present) and again(*present):  # nested tensors crash
                     return last_live
             except AttributeError:  # a source that is not a tensor
                 return None
@@ -160,7 +160,7 @@ class SourceKinds:
         live = self._read(shapes)
         if live is None or not self._agree(shapes, live):
             return None
-        self._last = shapes, live, None  # one assignment, so that an interrupt finds all of them or none
+        self._last = shapes, live, None  # one assignment, so that an interrupt leaves all of them new or all old
         return live
 
     def fit(self, sources: Sources, live: Live) -> bool:
@@ -182,7 +182,7 @@ class SourceKinds:
             else:
                 shapes = tuple([read(source) for read, source in zip(self._readers, present, strict=True)])
                 tensors = self._of_tensors(sources)
-            if not self._guard(*tensors):  # reading the shape of a nested tensor raised before this
+            if not self._guard(*tensors):  # no nested tensor comes here: reading its shape has raised
                 return None
             for place in self._dense:
                 if not sources[place].is_contiguous():
@@ -206,18 +206,18 @@ class SourceKinds:
         sizing = self._sizing
         if sizing is None:
             return None
-        for teller in sizing.tellers:
-            if teller is None:
+        for axis_dim in sizing.axis_dims:
+            if axis_dim is None:
                 rows.append(0)
                 continue
-            shape = shapes[teller.source]
-            if len(shape) <= teller.dim:  # lists nested less deep than before
+            shape = shapes[axis_dim.source]
+            if len(shape) <= axis_dim.dim:  # the lists are nested less deep than those of this kind
                 return None
-            count, rest = divmod(shape[teller.dim] - teller.base, teller.slope)
+            count, rest = divmod(shape[axis_dim.dim] - axis_dim.base, axis_dim.slope)
             if rest or count < 0:
                 return None
             rows.append(count)
-        return tuple([base + slope * rows[teller] for teller, base, slope in sizing.lines])
+        return tuple([base + slope * rows[index] for index, base, slope in sizing.lines])
 
     def _agree(self, shapes: Sequence[Sequence[int]], live: Live) -> bool:
         """Return whether each dim has the size that follows from live sizes."""
@@ -255,7 +255,7 @@ class KindTable:
         """Find the kinds of sources. The kinds found last are tried first."""
         for kinds in self.known:
             if kinds.match(sources):
-                if kinds is not self.known[0]:  # one assignment, so that an interrupt finds the old list or the new one
+                if kinds is not self.known[0]:  # one assignment, which no interrupt can split
                     self.known[:] = [kinds, *(other for other in self.known if other is not kinds)]
                 return kinds
         return None
@@ -268,7 +268,7 @@ class KindTable:
         for number, place in enumerate(present):
             rows, source = self._rows[place], sources[place]
             is_guarded = isinstance(source, torch.Tensor) and often[id(source)] == 1
-            dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard checks the other dims
+            dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard checks all other dims
             for dim in dims:
                 alike = sizes.setdefault(rows.sizes[dim], SizesAlike(rows.shape[dim], []))
                 alike.dims.append((number, dim))
@@ -278,7 +278,7 @@ class KindTable:
         return kinds
 
     def forget(self) -> None:
-        """Forget all kinds, and what was bound for them."""
+        """Forget all kinds and their bound plans."""
         self.known[:] = []
 
     def _sizing(self, present: Sequence[int]) -> Sizing | None:
@@ -286,8 +286,8 @@ class KindTable:
         if self._sizer is None:
             return None
         at = {self.names[place]: number for number, place in enumerate(present)}
-        tellers = list[Teller | None]()
+        axis_dims = list[AxisDim | None]()
         for gauges in self._sizer.gauges:
             one = next((gauge for gauge in gauges if gauge.slot in at), None)
-            tellers.append(None if one is None else Teller(at[one.slot], one.dim, one.base, one.slope))
-        return Sizing(tellers, self._sizer.lines)
+            axis_dims.append(None if one is None else AxisDim(at[one.slot], one.dim, one.base, one.slope))
+        return Sizing(axis_dims, self._sizer.lines)

@@ -1,4 +1,4 @@
-"""Packing: what a bound plan's packet holds in one call, and where; see `..packet` for the layout."""
+"""Packing: assembles the packet of a bound plan for one call. `..packet` documents the layout."""
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
@@ -19,15 +19,15 @@ _PADDING: Final = [bytes(-nbytes % UNIT) for nbytes in range(UNIT)]
 
 @attrs.frozen(eq=False)
 class Carried:
-    """What the packet carries for one slot: host data of the batch, or a value that the host computes.
+    """One slot's data in the packet: host data of the batch, or a value that the host computes.
 
     Attributes:
         slot: The slot's name.
         target: The slot's buffer, at full capacity.
-        dtype: The dtype of what is carried.
+        dtype: The dtype of the data.
         rows: The slot's rows.
-        padded: Padded rows on each axis, all of which are carried, or None for live rows only.
-        place: The source's place, or None for what the host computes.
+        padded: Padded rows on each axis if all rows are in the packet, or None for live rows only.
+        place: The index of the source, or None for a value that the host computes.
     """
 
     slot: str
@@ -38,11 +38,11 @@ class Carried:
     place: int | None = None
 
     def shape(self, live: Live) -> Extent:
-        """Return the shape of what is carried."""
+        """Return the shape of the data."""
         return self.rows.extent(live if self.padded is None else self.padded)
 
     def nbytes(self, live: Live) -> int:
-        """Return the bytes of what is carried."""
+        """Return the size of the data in bytes."""
         nbytes = self.dtype.itemsize
         for size in self.shape(live):
             nbytes *= size
@@ -53,7 +53,7 @@ class Packing:
     """Packs the packet of one bound plan.
 
     Attributes:
-        feed: What sends the packet.
+        feed: Sends the packet.
     """
 
     __slots__ = (
@@ -85,24 +85,24 @@ class Packing:
         *,
         left: Collection[str],
     ) -> None:
-        """Lay out what does not depend on sizes.
+        """Lay out the parts that do not depend on sizes.
 
         Args:
-            feed: What sends the packet.
-            lanes: What the kernel writes.
+            feed: Sends the packet.
+            lanes: The lanes that the kernel writes.
             owner: The number of the kernel's table.
             counted: The sizes whose live counts are in the packet.
             ways: How sources reach their slots.
             order: By a source's place, the index of its address among those that `take` returns.
-            carried: What travels in the packet: first host data in the order of its ways, then computed values.
-            left: Slots that the kernel leaves as they are.
+            carried: The data in the packet: first host data in the order of its ways, then computed values.
+            left: Slots that the kernel does not write.
         """
         self.feed = feed
         self._owner = owner
         self._counted = counted
         self._carried = carried
         self._parts = [one.place for one in carried if one.place is not None]
-        self._spare = [0] * len(counted)  # the counts of the step before an edit
+        self._spare = [0] * len(counted)  # no counts of a step before an edit
         self._head = struct.Struct(f"<{HEAD + 2 * len(counted)}q")
         self._start = rounded(head_bytes(len(lanes), len(counted)))
         self._base = feed.upload.packet.data_ptr()
@@ -133,7 +133,7 @@ class Packing:
         return self._start + sum(rounded(one.nbytes(live)) for one in self._carried)
 
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
-        """Pack the words and the host data of a call. The caller appends what the host computes."""
+        """Pack the words and the host data of a call. The caller appends the values that the host computes."""
         last_addresses, last_live, words = self._last
         if addresses != last_addresses or live != last_live:
             words = self._pack_words(addresses, live)
@@ -155,11 +155,11 @@ class Packing:
             carried = [self._base + start for start in self._starts(live)]
             self._sized = live, begin, carried
         words = begin + self._addresses.pack(*self._order((*addresses, *carried, 0)))
-        self._last = addresses, live, words  # one assignment, so that an interrupt finds all of them or none
+        self._last = addresses, live, words  # one assignment, so that an interrupt leaves all of them new or all old
         return words
 
     def _starts(self, live: Live) -> list[int]:
-        """Return where in the packet each part begins."""
+        """Return the offset of each part in the packet."""
         starts = list[int]()
         start = self._start
         for one in self._carried:

@@ -37,7 +37,7 @@ def reach_of(dim: Dim, varying: Sequence[Axis], fixed: Sizes) -> Reach:
 
 
 def index_of(dims: Sequence[int], box: Box) -> tuple[slice, ...]:
-    """Make an index for a box of rows along some dims. It takes all of any other dim before the last of them."""
+    """Make an index for a box of rows along some dims, with full slices for the dims between them."""
     index = [slice(None)] * (dims[-1] + 1 if dims else 0)
     for dim, (start, stop) in zip(dims, box, strict=True):
         index[dim] = slice(start, stop)
@@ -45,7 +45,7 @@ def index_of(dims: Sequence[int], box: Box) -> tuple[slice, ...]:
 
 
 def boxes(live: Extent, padded: Extent) -> Iterator[Box]:
-    """Yield the rows within `padded` that are not within `live`, as boxes that do not overlap."""
+    """Yield the rows within `padded` but outside `live`, as boxes that do not overlap."""
     for dim, (start, stop) in enumerate(zip(live, padded, strict=True)):
         if start < stop:
             before = tuple((0, size) for size in live[:dim])

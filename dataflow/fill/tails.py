@@ -1,13 +1,13 @@
-"""Clean tails: which padded rows are known to hold what their rules say."""
+"""Clean tails: records which padded rows already hold the values of their tail rules."""
 
 from ..axes import Live
 
 
 class CleanTails:
-    """Records up to which rows the tails in one memory may be dirty. Every fill of the memory asks it.
+    """Records up to which rows the tails in one block of memory may be dirty. Every fill of that memory uses it.
 
     Attributes:
-        handed_out: Whether producers have references to the slots, so that they may write them at any time.
+        handed_out: Whether producers have references to the slots and may write them at any time.
     """
 
     __slots__ = ("_filled_by", "_live", "handed_out")
@@ -18,10 +18,10 @@ class CleanTails:
         self._live: Live = ()
 
     def begin(self, by: object, live: Live, padded: Live) -> Live | None:
-        """Record that a fill begins, and forget what is known until it is done.
+        """Record that a fill begins. Until `done`, all tails count as dirty.
 
         Args:
-            by: What resets the tails, the same object for the same slots and padded sizes.
+            by: The writer of the tails, the same object for the same slots and padded sizes.
             live: Live rows on each axis.
             padded: Padded rows on each axis.
 
@@ -41,14 +41,14 @@ class CleanTails:
         return None
 
     def done(self, by: object, live: Live) -> None:
-        """Record that a fill wrote all that it had to."""
+        """Record that the fill is complete."""
         self._live = live
         self._filled_by = by  # last, so that an interrupt before it leaves every tail dirty
 
     def was(self, by: object, live: Live) -> bool:
-        """Return whether the last fill was this one, with these live sizes, and nobody else wrote slots since."""
+        """Return whether the last fill had the same writer and live sizes, and nothing else wrote slots since."""
         return self._filled_by is by and self._live == live and not self.handed_out
 
     def forget(self) -> None:
-        """Treat every tail as dirty, because somebody else wrote slots or a fill was interrupted."""
+        """Treat every tail as dirty, because something else wrote slots or a fill was interrupted."""
         self._filled_by = None

@@ -1,4 +1,4 @@
-"""Ways: how one source of a kind reaches its slot: from its address, converted first, or as bytes."""
+"""Ways: how one source is written to its slot: from its address, converted first, or as bytes in the packet."""
 
 import functools
 import math
@@ -23,17 +23,17 @@ FEW_ROWS: Final = 4
 
 @attrs.frozen(eq=False)
 class Way:
-    """How one source reaches its slot.
+    """How one source is written to its slot.
 
     Attributes:
         slot: The slot's name.
         target: The slot's buffer, at full capacity.
-        place: The source's place among those of a batch.
-        dtype: The dtype of what is written, which is the slot's own if no copy or kernel converts.
+        place: The source's index among those of a batch.
+        dtype: The dtype of the data that is written: the slot's own, unless a copy or kernel converts.
         convert: Makes a tensor or bytes of the source first. None if the source is used as it is.
         rows: The rows of the slot, if `convert` also takes the shape, else None.
         is_bytes: Whether bytes are written.
-        is_piece: Whether what is written has the slot's own dtype and is in one piece, or in few.
+        is_piece: Whether the data has the slot's dtype and lies in one piece or in few pieces.
         in_place: Whether the source is the slot's own memory, which a producer has written.
         pace: Elements from one outer row of the source to the next, or 0 if the rows are adjacent.
     """
@@ -85,7 +85,7 @@ class Chooser:
         return self._from_an_address(place, source)
 
     def _from_an_address(self, place: int, source: torch.Tensor) -> Way:
-        """Choose for a tensor on its slot's device."""
+        """Choose the way of a tensor on its slot's device."""
         to, own = self.to, self.to.tensor.dtype
         is_plain = not (source.is_neg() or source.is_conj())  # a copy of raw bytes would lose the negation
         if is_plain and not self.is_lane:
@@ -100,7 +100,7 @@ class Chooser:
         return Way(to.name, to.tensor, place, own, _plain_copy(own))
 
     def _to_the_host(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
-        """Choose for a slot in host memory, which no kernel writes."""
+        """Choose the way to a slot in host memory, which no kernel writes."""
         to, own = self.to, self.to.tensor.dtype
         lies_first = to.slot.varying in ((), (0,))
         if isinstance(source, torch.Tensor):
@@ -114,7 +114,7 @@ class Chooser:
         return Way(to.name, to.tensor, place, own, self._dense, self.rows)
 
     def _to_the_device(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
-        """Choose for host data of a slot on a device: in the packet, by an upload of its own, or by a copy."""
+        """Choose the way of host data to a slot on a device: in the packet, by a separate upload, or by a copy."""
         to, own = self.to, self.to.tensor.dtype
         if self.is_packed:
             is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
@@ -125,7 +125,7 @@ class Chooser:
         return Way(to.name, to.tensor, place, own, self._moved, self.rows)
 
     def _bytes_of(self, source: Any, tensor: torch.Tensor) -> Convert | None:
-        """Choose what makes bytes of host data without a tensor in between, or None if a tensor is needed."""
+        """Choose the function that converts host data to bytes directly, or None if it must become a tensor first."""
         own = self.to.tensor.dtype
         if isinstance(source, torch.Tensor):
             is_plain = source.is_contiguous() and not source.is_neg() and not source.is_conj()
@@ -135,13 +135,13 @@ class Chooser:
         if type(source) in (list, tuple) and tensor.dim() == 1 and tensor.dtype == own:
             try:
                 bytes_of_list(source, own)
-            except NOT_CARRIED:  # numbers of other kinds
+            except NOT_CARRIED:  # such as floats for an integer slot
                 return None
             return _packer_of_lists(own)
         return None
 
     def _dense(self, source: Any, shape: Extent) -> torch.Tensor:
-        """Make a host tensor of a shape and the slot's dtype from any host data, in memory outside all slots."""
+        """Make a host tensor of a shape and the slot's dtype from any host data. It shares no memory with slots."""
         return dense_of(admitted(self.to, source, shape), self.to.tensor.dtype, self.buffers)
 
     def _dense_bytes(self, source: Any, shape: Extent) -> bytes:
@@ -173,5 +173,5 @@ def _plain_copy(dtype: torch.dtype) -> Convert:
 
 @functools.cache
 def _packer_of_lists(dtype: torch.dtype) -> Convert:
-    """Return the function that packs lists of numbers, which is one object for each dtype."""
+    """Return the function that packs lists of numbers, cached so that each dtype has one."""
     return functools.partial(bytes_of_list, dtype=dtype)

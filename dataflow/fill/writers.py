@@ -61,7 +61,7 @@ class Tails(abc.ABC):
 
     @abc.abstractmethod
     def reset(self, live: Live, dirty: Live) -> None:
-        """Reset padded rows: at least those from the live ones up to the rows that may be dirty."""
+        """Reset padded rows, at least those that may be dirty."""
 
 
 @attrs.frozen(eq=False)
@@ -100,7 +100,7 @@ class HostCopies(Copies):
     __slots__ = ("_bytes", "_pieces")
 
     def __init__(self, ways: Sequence[Way], order: Mapping[int, int], rows: Mapping[str, Rows]) -> None:
-        """Bind the slots. `order` gives the index of a source's address among all, by the source's place."""
+        """Bind the slots. `order` maps a source's index to the index of its address."""
         self._bytes = [(way.place, way.target.data_ptr()) for way in ways if way.is_bytes]
         found = dict[Dim, tuple[Reach, list[tuple[int, int, int, int]]]]()
         for way in ways:
@@ -110,7 +110,7 @@ class HostCopies(Copies):
         self._pieces = [*found.values()]
 
     def copy(self, taken: Taken, live: Live) -> None:
-        """Copy the live rows, in one piece for each outer row of a slot."""
+        """Copy the live rows. Each outer row of a slot is one piece."""
         sources, addresses = taken
         for reach, pieces in self._pieces:
             rows = reach(live)
@@ -122,7 +122,7 @@ class HostCopies(Copies):
 
 
 def _pieces_of(way: Way, place: int, rows: Rows) -> tuple[Dim, Reach, list[tuple[int, int, int, int]]]:
-    """Return a slot's varying size, its reach, and the place, outer row, address and row bytes of each piece."""
+    """Return a slot's varying size and reach, and for each piece its source, outer row, address and row bytes."""
     target = way.target
     address = target.data_ptr()
     if not rows.dims:
@@ -135,7 +135,7 @@ def _pieces_of(way: Way, place: int, rows: Rows) -> tuple[Dim, Reach, list[tuple
 
 
 class PlainCopies(Copies):
-    """Copies each source by itself, as torch does: of any dtype that converts, of any layout, between any devices."""
+    """Copies each source by `Tensor.copy_`: any dtype that converts, any layout, between any devices."""
 
     __slots__ = ("_targets",)
 
@@ -143,7 +143,7 @@ class PlainCopies(Copies):
         self._targets = [(way.place, way.target, rows[way.slot]) for way in ways]
 
     def copy(self, taken: Taken, live: Live) -> None:
-        """Slice and copy."""
+        """Slice each slot to its live rows and copy."""
         sources, _ = taken
         for place, target, rows in self._targets:
             rows.cut(target, live).copy_(sources[place])
@@ -161,7 +161,7 @@ class ForeachCopies(Copies):
     def __init__(
         self, ways: Sequence[Way], packed: Sequence[str], packing: Packing | None, rows: Mapping[str, Rows]
     ) -> None:
-        """Bind the slots. `packed` names those that are copied from parts of the packet, which `packing` locates."""
+        """Bind the slots. `packed` names those whose values are in the packet, where `packing` finds them."""
         self._choose = chosen([way.place for way in ways])
         self._packed = packed
         self._packing = packing
@@ -194,8 +194,8 @@ class ForeachCopies(Copies):
             _FOREACH_COPY(targets, sources)
 
     def _move(self, live: Live) -> None:
-        """Change the targets to other live rows."""
-        self._live = None  # an interrupt may come between two of them
+        """Resize the targets to other live rows."""
+        self._live = None  # an interrupt may come when only some are resized
         for reach, targets in self._resized:
             rows = reach(live)
             for target, row in targets:
@@ -211,7 +211,7 @@ class ForeachCopies(Copies):
 
 
 class HostTails(Tails):
-    """Resets tails in host memory as words of NumPy arrays."""
+    """Resets tails in host memory through NumPy arrays, whatever the dtype."""
 
     __slots__ = ("_along_one", "_along_several")
 
@@ -240,9 +240,9 @@ class HostTails(Tails):
 
 
 class SlicedTails(Tails):
-    """Resets all padded rows of tails in any memory, whichever of them are dirty.
+    """Resets all padded rows of tails, dirty or not, in any memory.
 
-    In slots that are copied afterwards it also resets some live rows, so that fewer sizes need slices of their own.
+    In slots that are copied afterwards it may also reset live rows, so that fewer sizes need separate slices.
     """
 
     __slots__ = ("_copied", "_exact", "_known", "_padded", "_steps")
@@ -268,7 +268,7 @@ class SlicedTails(Tails):
             self._slice(self._exact, live).reset()
 
     def _slice(self, tails: Sequence[TailOf], live: Live) -> "TailSlices":
-        """Slice the padded rows. -0.0 equals 0 but has other bytes."""
+        """Slice the padded rows. A tail of -0.0 is not zeroed: its bytes differ from those of 0."""
         zeros, others = list[torch.Tensor](), list[tuple[torch.Tensor, Number]]()
         with outside_inference():
             for tail in tails:
@@ -289,7 +289,7 @@ class TailSlices:
 
     Attributes:
         zeros: The rows that become zero.
-        others: The other rows, and what they become.
+        others: The other rows, each with its value.
     """
 
     zeros: list[torch.Tensor]

@@ -1,4 +1,4 @@
-"""Checking a runner: every bucket and pattern, on drawn or given batches, by one check after the other."""
+"""Checking a runner: runs all checks on every bucket and pattern, with random or given batches."""
 
 import collections
 import contextlib
@@ -111,7 +111,7 @@ def check(
     Args:
         runner: The runner.
         batches: Batches to check with, or a function of rows and a generator that makes one. By default they are drawn.
-        state: Tensors that the step changes besides its slots. By default they are found by a run of it.
+        state: Tensors that the step changes besides its slots. By default one run of the step finds them.
         only: One of the checks, or several.
         rounds: Batches of random rows for each bucket and pattern, besides the largest and smallest.
         seed: The seed of random batches.
@@ -140,7 +140,7 @@ def check(
     trial = Trial(runner, graphs, seed=seed, read_outside=read_outside, random=random, signed=signed)
     given, shown = stage.state if state is None else state, progress and trial.ranks.rank == 0
     with unwatched(runner.watch), trial.state.kept():
-        draw_on(trial.backend)  # else a step that draws on the host would draw what its capture drew
+        draw_on(trial.backend)  # otherwise a step that draws on the host would repeat the numbers of its capture
         try:
             report = trial.ranks.run(lambda: _checked(trial, wanted, makers, given, shown=shown))
         finally:
@@ -173,16 +173,16 @@ def _chosen(runner: Runner[Any], only: Collection[str]) -> list[str]:
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
-    """Return the given batches, or draw some that fill each bucket, leave the longest tail, the shortest and others."""
+    """Return the given batches, or random ones for each bucket: full, with the longest tail, and of other sizes."""
     if batches is not None and not callable(batches):
         given = [functools.partial(_sample, one) for one in batches]
         if not given:
-            raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
+            raise ConfigError("batches= is empty: pass batches, or a function of rows and a generator, or leave it out")
         return given
     stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
 
     def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
-        """Make a batch of so many rows for a bucket, by the caller's function, or draw it."""
+        """Make a batch of a number of rows for a bucket, by the caller's function or at random."""
         generator, live = torch.Generator().manual_seed(seed + number), {lead: rows}
         if batches is not None:
             return _sample(batches(rows, generator))
@@ -198,7 +198,7 @@ def batches_of(
 
     plans, below, generator = list[tuple[int, int, Absent]](), 0, torch.Generator().manual_seed(seed)
     patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
-    for bucket in sorted(runner.sizes):  # each with rows that do not fit the bucket below
+    for bucket in sorted(runner.sizes):  # the fewest rows for which the next smaller bucket is too small
         drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
         every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
         plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
@@ -207,7 +207,7 @@ def batches_of(
 
 
 def _sample(made: Any) -> Sample:
-    """Make a sample of a batch, or of a pair of a batch and its side arguments."""
+    """Convert a batch, or a pair of a batch and its side arguments, to a `Sample`."""
     match made:
         case (batch, Mapping() as side) if isinstance(made, tuple):
             return Sample(batch, dict(side))
@@ -249,16 +249,16 @@ def _checked(
 
 
 def _findings(trial: Trial, wanted: Sequence[str], makers: Makers, *, shown: bool) -> Iterator[Finding]:
-    """Run one check after the other, until the device fails. Each names a slot, or an output, once."""
+    """Run the checks one by one, until the device fails. Report each slot and each output once per check."""
     slots, every = [None, *trial.slots], [(name, make) for name in wanted for make in makers]
-    turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=shown)  # one bar shows the time left for all
+    turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=shown)  # one progress bar for all checks
     with contextlib.closing(turns):
         for name in wanted:
             left = itertools.islice(turns, len(makers))
             found: dict[str, Finding] = {}
             for one in CHECKS[name](trial, (make() for _, make in left)):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
-            collections.deque(left, 0)  # skip the rest of a check that ended early
+            collections.deque(left, 0)  # the bar skips the rest of a check that ended early
             yield from found.values()
             own = next(iter(found.values()), Finding(name, None, ""))
             first = trial.first(own.message, slots.index(own.slot))

@@ -1,4 +1,4 @@
-"""Checks of memory: what graphs read has not moved, is written and read, and is not overwritten too early."""
+"""Checks of memory: nothing has moved since capture, each slot is written and read, no source is overwritten early."""
 
 import collections
 import copy
@@ -34,7 +34,7 @@ _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
 def check_moves(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Find slots whose buffer has moved, and other moved memory that the step reads on a batch."""
+    """Find slots whose buffers have moved, and other memory that has moved and that the step reads."""
     for name in trial.buffers.moved():
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
@@ -57,7 +57,7 @@ def check_moves(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
 def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
     """Return a finding for each tensor that has moved and that the step reads, by its name."""
     found, places = dict[str, Finding](), {holding.name: span(now) for holding, now in changes}
-    readings = users(trial, places, in_breaks=False)  # each step runs breaks anew
+    readings = users(trial, places, in_breaks=False)  # breaks run anew in each step, and read current addresses
     for holding, _ in changes:
         if holding.name in readings:
             is_freed = holding.is_freed
@@ -71,9 +71,9 @@ def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
 
 
 def users(trial: Trial, places: Mapping[str, Span], *, in_breaks: bool = True) -> dict[str, str]:
-    """Run the step as it is written, and return what first takes each piece of memory: an operator, or its caller.
+    """Run the step without its graph, and return the first reader of each piece of memory: an operator or its caller.
 
-    Making a view takes none. Raises what the step raises, on all ranks.
+    Making a view reads nothing. An error of the step is raised on all ranks.
     """
     found: dict[str, str] = {}
 
@@ -86,7 +86,7 @@ def users(trial: Trial, places: Mapping[str, Span], *, in_breaks: bool = True) -
                         found.setdefault(name, user)
 
     class TakenByHost(TorchFunctionMode):
-        """Notes tensors that the host reads as numbers, for which no operator runs if they are on the CPU."""
+        """Records tensors whose values the host reads. On the CPU no operator runs for that."""
 
         def __torch_function__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,7 +115,7 @@ def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]
         found = [*_unwritten(trial, number)]
         yield from found
         is_unwritten = trial.any(is_unwritten or found)
-        if not is_unwritten:  # else the step would run on slots that nothing writes
+        if not is_unwritten:  # otherwise the step would run on slots that nothing has written
             views = {name: vars(trial.view)[name] for name in trial.slots}
             spans = {name: span(view) for name, view in views.items() if view is not None}
             present.update(spans)
@@ -149,7 +149,7 @@ def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
         generator = torch.Generator().manual_seed(trial.seed + number)
         put = {name: garbage(trial.filled[name], generator, flipped=flipped) for name in names}
         held = trial.run(lambda _: {name: vars(trial.view)[name].clone() for name in names}, put)
-        if held is None:  # other checks report it
+        if held is None:  # other checks report the error
             return
         pair.append(held)
     for name in names:
@@ -184,7 +184,7 @@ def check_races(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
         )
         if output is None:
             continue
-        name, why = None, "no slot tells why: it came through an upload, an output, or other memory"
+        name, why = None, "no slot explains it: it came through an upload, an output, or other memory"
         if slot is not None:
             name = slot.slot
             why = f"{slot}: the fill read its source, or what carries it to the device, after that was overwritten"
@@ -216,7 +216,7 @@ def _calls(trial: Trial, batches: Sequence[Sample], *, flight: bool) -> list[tup
     backend, runs = trial.backend, []
     with trial.state.kept(), trial.slots_kept():
         if flight and backend.device.type != "cpu":
-            occupier(backend)(30_000)  # microseconds of work, so that the host runs ahead
+            occupier(backend)(30_000)  # work of some microseconds, so that the host runs ahead of the device
         for one in batches:
             values = trial.sources(one).values() if flight else ()
             runs.append(_call(trial, one))

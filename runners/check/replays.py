@@ -37,14 +37,14 @@ from .trial import (
 )
 
 MOST_VALUES: Final = 4096  # the most values of live rows to choose poison from
-DRAWS: Final = 8  # runs with other random numbers for one batch
-COPIES: Final = 2  # copies of the state: as it was, and as the step left it
+DRAWS: Final = 8  # for one batch, the number of runs with other random numbers
+COPIES: Final = 2  # two copies of the state: before and after the step
 PoisonPair = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values that a tail is drawn from, in one run and in another."""
 
 
 def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Fill and replay each batch with poison in its tails, except tails of slots that were found guilty before."""
+    """Fill and replay each batch with poison in its tails, except in slots that were already reported."""
     guilty, drawn = set[str | None](), list[Finding]()
     for number, one in enumerate(batches):
         found = _fill_faults(trial, one, number)
@@ -60,14 +60,14 @@ def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
         for name, filled in trial.filled.items():
             slot = trial.slots[name]
             if slot.rule() is not None and _poison_in(trial, name) is None and [*tails_of(slot, filled, trial.step)]:
-                why = "it says poison=()" if slot.poison == () else "it says where the step writes"
+                why = "it says poison=()" if slot.poison == () else "it decides where the step writes"
                 trial.notes[f"slot {name!r} was checked against its {slot.rule()}: {why}"] = None
         if is_over:
             return
 
 
 def _fill_faults(trial: Trial, one: Sample, number: int) -> list[Finding]:
-    """Find slots that a fill leaves wrong, after a step on the same batch (it may write tails) or over garbage."""
+    """Find slots that are wrong after a fill, over the memory that a step left (it may write tails) or over garbage."""
     buffers, seed = trial.buffers, trial.seed + number
     with trial.state.kept():
         trial.runner(one.batch, **one.side)
@@ -88,7 +88,7 @@ def _fill_faults(trial: Trial, one: Sample, number: int) -> list[Finding]:
 
 
 def _compared(trial: Trial, one: Sample, oracles: Sequence[Buffers]) -> Iterator[Finding]:
-    """Fill, and compare with the oracle over the same bytes. What it leaves over others must not differ."""
+    """Fill, and compare with the oracle over the same bytes, and with a fill over other bytes."""
     declaration = trial.declaration
     trial.fill(one)
     for oracle in oracles:
@@ -112,17 +112,17 @@ def _compared(trial: Trial, one: Sample, oracles: Sequence[Buffers]) -> Iterator
 
 
 def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> PoisonPair | None:
-    """Return what a slot's tail must tolerate: whole numbers of live rows, and any floats.
+    """Return two values to put into a slot's tail: integers from live rows, or extreme floats.
 
     Return None if the tail may have only its rule's value.
     """
     rule, poison, sizes, values = slot.rule(), slot.poison, step.padded_sizes, tuple[Number, ...]()
     first, second = _extremes(filled.dtype)
-    if slot.writers == BY_STEP:  # nobody reads what lies there
+    if slot.writers == BY_STEP:  # nothing reads this memory
         return first, second
     if isinstance(poison, tuple):
         values = tuple(resolve_value(value, capabilities, sizes) for value in poison)
-    elif poison is None and (rule is None or is_location(slot)):  # a location says where the step writes
+    elif poison is None and (rule is None or is_location(slot)):  # a location decides where the step writes
         return None
     else:
         usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
@@ -136,7 +136,7 @@ def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capa
 
 
 def _extremes(dtype: torch.dtype) -> PoisonPair:
-    """Return the numbers of a dtype that do most harm."""
+    """Return the numbers of a dtype that are most likely to expose a fault."""
     if dtype == torch.bool:
         return (True,), (False,)
     if _is_whole(dtype):
@@ -152,12 +152,12 @@ def _is_whole(dtype: torch.dtype) -> bool:
 
 
 def _poison_in(trial: Trial, name: str) -> PoisonPair | None:
-    """Return what the tail of a filled slot may have."""
+    """Return the poison for the tail of a filled slot."""
     return poison_pair(trial.slots[name], trial.filled[name], trial.step, trial.backend.capabilities)
 
 
-def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Collection[str | None]) -> Tensors:
-    """Make slots with poison in their tails, or in all of an output, if that differs from their contents without."""
+def other_tails(trial: Trial, choice: int, generator: torch.Generator, spared: Collection[str | None]) -> Tensors:
+    """Make copies of slots with poison in their tails, or in all of an output, where that changes anything."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
         slot, tensor = trial.slots[name], filled.clone()
@@ -165,7 +165,7 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
         if poison is None:
             continue
         wide = torch.complex128 if tensor.is_complex() else torch.float64
-        values = torch.tensor(poison[turn], dtype=None if _is_whole(tensor.dtype) else wide, device="cpu").to(
+        values = torch.tensor(poison[choice], dtype=None if _is_whole(tensor.dtype) else wide, device="cpu").to(
             tensor.dtype
         )
         for part in [tensor] if slot.writers == BY_STEP else tails_of(slot, tensor, trial.step):
@@ -178,11 +178,11 @@ def other_tails(trial: Trial, turn: int, generator: torch.Generator, spared: Col
 
 
 def poison_faults(trial: Trial, seed: int = 0, spared: Collection[str | None] = ()) -> list[Finding]:
-    """Poison tails of the filled step, and return what is wrong: an empty list if no live row depends on a tail.
+    """Put poison into tails of the filled step, and return a finding for each tail that a live row depends on.
 
     Args:
         trial: The step.
-        seed: The seed of the poison that is drawn.
+        seed: The seed of random poison.
         spared: Slots that are not poisoned.
     """
     usual = trial.run(lambda outputs: _live(trial, outputs))
@@ -200,16 +200,16 @@ def poison_faults(trial: Trial, seed: int = 0, spared: Collection[str | None] = 
 
 
 def _rounds(trial: Trial, seed: int, spared: Collection[str | None]) -> list[Tensors]:
-    """Return what to poison at once: nothing, all slots, twice, and one by one indices, which may stop a device."""
+    """Return the slots to poison in each round: none, all, all again, and indices alone, which may stop a device."""
     generator = torch.Generator().manual_seed(seed)
-    first, second = (other_tails(trial, turn, generator, spared) for turn in (0, 1))
+    first, second = (other_tails(trial, choice, generator, spared) for choice in (0, 1))
     apart = [name for name in trial.slots if trial.any(name in second and _may_index(trial, name))]
     together = {name: tensor for name, tensor in second.items() if name not in apart}
     return [NOTHING, first, together, *(_of(second, [name]) for name in apart)]
 
 
 def _may_index(trial: Trial, name: str) -> bool:
-    """Return whether padded rows of a slot, which nobody is to read, may be indices."""
+    """Return whether the padded rows of a slot may be used as indices."""
     slot = trial.slots[name]
     return isinstance(slot.rule(), Keep) and slot.poison is None and _is_whole(trial.filled[name].dtype)
 
@@ -218,14 +218,14 @@ def _live(trial: Trial, outputs: Any) -> Tensors:
     """Return the live rows of outputs. Their sizes show whether the step returned padded rows, too."""
     found, step = copies(outputs, "output"), trial.step
     for name, tensor in found.items() if not trial.runner.cuts else ():
-        for axis in (BATCH, TOKENS):  # the last axis that fits counts
+        for axis in (BATCH, TOKENS):  # if several axes fit, the last one counts
             if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
                 found[name] = tensor[: step.live_sizes[axis]]
     return found
 
 
 def _effect(trial: Trial, poison: Tensors = NOTHING, draws: int = 0) -> tuple[str, bool] | None:
-    """Return what poison changes on this rank, or else on another, and whether on this one.
+    """Return the change that poison causes on this rank, else on another rank, and whether it is on this one.
 
     Return None on all ranks if nothing changes.
     """
@@ -242,26 +242,26 @@ def _effect(trial: Trial, poison: Tensors = NOTHING, draws: int = 0) -> tuple[st
 
 
 def _blamed(trial: Trial, poison: Tensors, change: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
-    """Return findings of this rank: the slots that make a difference alone, or else the fewest that do together."""
+    """Return this rank's findings: the slots that cause the change alone, else the smallest set that does together."""
     found, is_alone = list[Finding](), False
     names = [name for name in trial.slots if trial.any(name in poison)]
     if not names:
         message = (
             f"the step gives other outputs for the same inputs ({change.rstrip(',')}): its kernels are not "
-            "deterministic, or it has state that no operator's schema tells; pass that as state=[...]"
+            "deterministic, or it has state that no operator's schema shows; pass that as state=[...]"
         )
         return [Finding(POISON, None, message)] if is_own else []
     if trial.any(trial.lost):
         only = next(iter(poison)) if len(poison) == 1 else None
         tails = f"tails of slots {', '.join(map(repr, poison))}" if only is None else f"tail of slot {only!r}"
-        lost = "nothing could be replayed after that, on which slots are told apart"
+        lost = "nothing could be replayed after that to find which slot it is"
         return [Finding(POISON, only, f"{change} when the {tails} held poison; {lost}")] if poison else []
     for name in names:
         effect = _effect(trial, _of(poison, [name]))
         if effect is None:
             continue
         is_alone, (alone, is_own) = True, effect
-        # ranks report changes of their own; if none has one, all with poison report
+        # ranks report their own changes; if no rank has one, all ranks with poison report
         is_seen = trial.any(is_own and name in poison)
         if name in poison and (is_own or not is_seen):
             found.append(Finding(POISON, name, f"{alone} when {_place(trial, name, poison[name])}"))
@@ -280,7 +280,7 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
 
 
 def _place(trial: Trial, name: str, now: torch.Tensor) -> str:
-    """Return what the tail of a slot had, and what to do, as text."""
+    """Describe the poison in a slot's tail, and what to do."""
     slot, before = trial.slots[name], trial.filled[name]
     rule, place = slot.rule(), f"the tail of slot {name!r}"
     if slot.writers == BY_STEP:
@@ -298,9 +298,9 @@ def _place(trial: Trial, name: str, now: torch.Tensor) -> str:
 
 
 def _drawn_numbers(trial: Trial) -> list[Finding]:
-    """Find random numbers that the step draws, if other ones change a live row."""
+    """Find random numbers of the step, if live rows depend on them."""
     effect, operators = _effect(trial, draws=1), _drawing(trial)
-    for draws in range(2, DRAWS if trial.any(operators) else 0):  # few rows may draw one mask twice
+    for draws in range(2, DRAWS if trial.any(operators) else 0):  # with few rows, two draws may give the same mask
         effect = effect or _effect(trial, draws=draws)
     if effect is None or not effect[1]:
         return []
@@ -341,7 +341,7 @@ def check_parity(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
 
 
 def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
-    """Return what the graph of a batch does differently from the step, padded or not, or None."""
+    """Return how the graph's results differ from the step's, on the padded view or on the batch alone, or None."""
     alone = _seen_alone(trial, one)
     trial.fill(one)
     finding = parity_fault(trial)
@@ -360,7 +360,7 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     is_drawn = trial.any(found) and _redraws(trial, graph)
     if found is not None and found.slot in trial.declaration.sources:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
-    if found is None or is_drawn:  # a step draws other numbers for another shape
+    if found is None or is_drawn:  # for another shape a step draws other random numbers
         return None
     slots = "; ".join(map(str, computed)) or "all slots agree in their live rows"
     message = (
@@ -371,7 +371,7 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
 
 
 def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
-    """Run the step as it is written on a batch without padding. Return what it raises."""
+    """Run the step without its graph, on a batch without padding. Return its results or its error."""
     runner = trial.runner
     if trial.declaration.ranks is not None:
         trial.fill(one)  # computed slots may need the sizes of all ranks, which a fill exchanges
@@ -386,14 +386,14 @@ def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
 
 
 def _redraws(trial: Trial, usual: Leaves, by: Callable[[], Any] | None = None) -> bool:
-    """Return whether another run by the same way makes something else with other random numbers."""
+    """Return whether runs with other random numbers give other results."""
     runs = range(1, DRAWS)  # few rows may draw one mask twice
     others = [trial.run(trial.seen, by=by, draws=draws) for draws in runs]
     return any(other is not None and any(mismatches(usual, other, USUAL)) for other in others)
 
 
 def parity_fault(trial: Trial) -> Finding | None:
-    """Return what a graph does differently from its step, or None.
+    """Return how a graph's results differ from its step's, or None.
 
     The usual tolerances apply if two runs of the step differ.
     """
@@ -416,12 +416,12 @@ def parity_fault(trial: Trial) -> Finding | None:
     if again is None:
         return _raised(trial)
     besides = [again[1]]
-    for turn in (0, 1) if trial.any(is_left) else ():
-        other = trial.run(look, _bearable_tails(trial, turn), by=trial.eagerly)
+    for choice in (0, 1) if trial.any(is_left) else ():
+        other = trial.run(look, _bearable_tails(trial, choice), by=trial.eagerly)
         besides += [] if other is None else [other[1]]
     differs = any(mismatches(expected, again[0], step=trial.step))  # a graph need not be more exact than its step
     every = mismatches(graph[0], expected, USUAL if differs else BITWISE, step=trial.step)
-    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot says more than an output
+    found = min(every, key=lambda one: one.slot is None, default=None)  # a slot is nearer to the cause
     is_drawn = trial.any(found and not differs) and _redraws(trial, expected, trial.eagerly)
     if found is not None:
         where = "" if trial.graph is None else f" (bucket {trial.graph.rows})"
@@ -432,19 +432,19 @@ def parity_fault(trial: Trial) -> Finding | None:
     changed = next(iter(state.labels(graph[1], besides)), None)
     message = (
         f"a replay leaves other bytes than the step in {changed}, though all slots and outputs agree: the step reads "
-        "something that is not a slot, such as a host value at capture, to tell what it writes there or where"
+        "something that is not a slot, such as a host value at capture, to decide what it writes there or where"
     )
     return None if changed is None else Finding(PARITY, None, message)
 
 
-def _bearable_tails(trial: Trial, turn: int) -> Tensors:
-    """Make slots with other values that tails may have.
+def _bearable_tails(trial: Trial, choice: int) -> Tensors:
+    """Make copies of slots with other values in their tails that the rules allow.
 
     Padded rows may all write one reserved row, and any of them may be the last.
     """
     others = (name for name, slot in trial.slots.items() if slot.rewritten or slot.writers == BY_STEP)
-    indices = (name for name in trial.filled if _may_index(trial, name))  # which eager steps check
-    return other_tails(trial, turn, torch.Generator().manual_seed(turn), {*others, *indices})
+    indices = (name for name in trial.filled if _may_index(trial, name))  # an eager step would check their values
+    return other_tails(trial, choice, torch.Generator().manual_seed(choice), {*others, *indices})
 
 
 def _raised(trial: Trial) -> Finding | None:

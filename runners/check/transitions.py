@@ -1,4 +1,4 @@
-"""Check of transitions: slots advance by their rules, in steps with edits and without, whatever padded rows have."""
+"""Check of transitions: slots advance by their rules, with and without edits, whatever values padded rows have."""
 
 import itertools
 import math
@@ -29,16 +29,16 @@ ALONE: Final = "have its then= make live rows of live ones alone, or of tails th
 
 
 def check_transition(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Let slots advance from each batch, in steps without an edit and in one with, and compare with their rules."""
+    """Run steps from each batch, some without an edit and one with an edit, and compare slots with their rules."""
     with trial.state.kept(), trial.slots_kept():
         for one in batches:
-            yield from itertools.islice(_faults(trial, one), 1)  # the first fault causes the others
+            yield from itertools.islice(_faults(trial, one), 1)  # later faults may only follow from the first
 
 
 def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
-    """Find what is wrong with rules on one batch, or with what runs them."""
+    """Find faults of the rules on one batch, or of the kernels and graphs that run them."""
     trial.fill(one)
-    runner: Any = trial.runner  # a DecodeRunner, which has steps
+    runner: Any = trial.runner  # only a DecodeRunner has `steps`
     declaration, record, step = trial.declaration, trial.backend.capabilities, trial.step
     right, when = cloned(trial.buffers), "on initial values, as captures run it"
     try:
@@ -57,7 +57,7 @@ def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
                 return
             right = cloned(trial.buffers)
             rows = advance_slot_by_slot(declaration, right, record, step)
-            when = "in a step without news"
+            when = "in a step without an edit"
             if last.number == 1:
                 when = "in a step with an edit"
                 rows, step = _edited(trial, last, rows, step)
@@ -69,7 +69,7 @@ def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
 
 
 def _unlike(trial: Trial, right: Buffers, names: Iterable[str], step: Step) -> Iterator[tuple[str, str]]:
-    """Yield slots that are not as they should be, with what is wrong. What the step writes may be anything."""
+    """Yield each slot with wrong values, and the fault. Slots that the step writes are not compared."""
     for name in names:
         slot = trial.slots[name]
         if name not in trial.runner.stage.absent_in(trial.view) and not slot.rewritten and slot.writers != BY_STEP:
@@ -78,9 +78,9 @@ def _unlike(trial: Trial, right: Buffers, names: Iterable[str], step: Step) -> I
 
 
 def _edited(trial: Trial, last: Any, rows: Tensors, step: Step) -> tuple[Tensors, Step]:
-    """Edit the next step: the first and the last of several requests leave, if there is a graph for the others.
+    """Let the first and the last request leave before the next step, if there is a graph for the others.
 
-    Return the rows of those that stay, and its sizes.
+    Return the rows of the others, and the sizes of the step.
     """
     runner: Any = trial.runner
     requests, made = len(last.keys), dict(rows)
@@ -101,7 +101,7 @@ def _edited(trial: Trial, last: Any, rows: Tensors, step: Step) -> tuple[Tensors
 
 
 def _leave_stale_rows(trial: Trial, step: Step) -> None:
-    """Write live rows of copied slots wherever a fill does not write, as after a fuller batch."""
+    """Copy live rows into the rows that a fill does not write, as a fuller batch would leave them."""
     for name in trial.declaration.sources:
         slot, tensor = trial.slots[name], trial.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
@@ -119,7 +119,7 @@ def _bucket_faults(trial: Trial) -> Iterator[Finding]:
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **sizes[max(sizes)]})
 
     def advanced(buffers: Buffers, sizes: Step = step) -> Tensors:
-        """Return the live rows that rules make, or nothing if one cannot run on such values."""
+        """Return the live rows that rules compute, or none if a rule cannot run on these values."""
         try:
             rows = advance_slot_by_slot(declaration, cloned(buffers), record, sizes)
         except SlotGraphError:
@@ -138,7 +138,7 @@ def _bucket_faults(trial: Trial) -> Iterator[Finding]:
             for tail in tails_of(slot, extreme[name].view(step.padded_sizes), step) if is_free else ():
                 is_float = tail.is_floating_point() or tail.is_complex()
                 tail.fill_(math.nan if is_float else tail.dtype == torch.bool or torch.iinfo(tail.dtype).max)
-    pairs = [("where padded rows that no rule tells hold other values", advanced(on_host), advanced(extreme))]
+    pairs = [("if padded rows that no rule defines hold other values", advanced(on_host), advanced(extreme))]
     for buffers in (negative, held):
         usual = advanced(buffers)
         pairs[:0] = [

@@ -1,6 +1,6 @@
-"""Trials: run a runner's filled step again with something changed, put all back, and compare what the runs made.
+"""Trials: run a runner's filled step again with a change, restore all memory, and compare the results.
 
-Checks, debug modes and replays of recorded steps each ask a trial what they want to know of a step.
+Checks, debug modes and replays of recorded steps are built on trials.
 """
 
 import contextlib
@@ -66,11 +66,11 @@ what padded rows do to live ones.
 
 @attrs.frozen
 class Finding:
-    """Something wrong.
+    """A fault that a check found.
 
     Attributes:
         check: The check that found it.
-        slot: The slot through which it came, if one is to blame.
+        slot: The slot that causes it, if one does.
         message: What is wrong, and what to do.
     """
 
@@ -85,9 +85,9 @@ class Finding:
 
 @attrs.define(eq=False, slots=False)
 class Trial:
-    """A captured runner, and the step that it was filled for last, to run that again and again.
+    """Runs the last filled step of a captured runner again, as often as needed.
 
-    Watchers must not see it.
+    No watcher may see these runs.
 
     Attributes:
         runner: The runner.
@@ -97,20 +97,20 @@ class Trial:
         read_outside: Slots that are read between fill and replay.
         random: Whether the step draws random numbers on purpose.
         signed: Slots that may also have any number below 0.
-        produce: Writes what producers write.
+        produce: Writes slots in place of producers.
         notes: What was not checked, and why.
         declaration: Its declaration.
         slots: The slots of its declaration.
         backend: Its device.
         buffers: The memory of the slots, as its graphs read it.
         ranks: Coordinates its ranks.
-        one: The batch, or None if the step cannot be filled anew.
+        one: The batch, or None if the step cannot be filled again.
         view: The filled view.
         step: Its sizes.
         filled: The contents of slots that are not constant, after the fill.
-        usual: What the step returned as it was filled, to compare other runs with.
-        error: What the last run raised on this rank.
-        lost: Whether a step raised and nothing can be replayed since.
+        usual: The step's outputs without any change, to compare other runs with.
+        error: The error of the last run on this rank.
+        lost: Whether a step raised an error after which nothing can be replayed.
     """
 
     runner: Runner[Any]
@@ -130,7 +130,7 @@ class Trial:
         self.ranks = self.runner.coordinator
         self.usual: Tensors = NOTHING
 
-    # What ranks exchange, so that all run the same. These raise RankError if ranks do something else.
+    # Ranks exchange these values, so that all run the same steps. RankError is raised if a rank does something else.
 
     def any(self, one: object) -> bool:
         """Return whether a value is true on some rank."""
@@ -155,7 +155,7 @@ class Trial:
         if first is not None:
             raise RankError(f"{what} raised on rank {first[0]}: {first[1]}")
 
-    # The step.
+    # Filling and running the step.
 
     def fill(self, one: Sample) -> None:
         """Fill from a batch, to run that step."""
@@ -164,7 +164,7 @@ class Trial:
         self.take(view, one)
 
     def take(self, view: Inputs, one: Sample | None) -> None:
-        """Take the step that was filled last, whatever filled it."""
+        """Use the step that was filled last, by this trial or by the user."""
         self.view, self.one, self.lost = view, one, False
         self.step = info_of(view).step
         self.backend.synchronize()
@@ -188,13 +188,13 @@ class Trial:
     ) -> T | None:
         """Run the step once more, and put slots, state and random numbers back.
 
-        Return what `look` makes of its outputs, or None if the step raised on some rank. `error` is what it raised.
+        Return the result of `look`, or None if the step raised on some rank; `error` then has the error of this rank.
 
         Args:
             look: Called with the outputs, before slots and state are put back.
             put: Contents of slots in place of the filled ones.
-            by: Runs the step. By default its graph is replayed.
-            draws: How many random numbers to draw first, so that the step draws others.
+            by: Runs the step. By default it replays the graph.
+            draws: The number of random numbers to draw first, so that the step draws others.
         """
         self.write(put)
         self.error: Exception | None = None
@@ -209,12 +209,12 @@ class Trial:
             self.error = error
         has_raised = self.any(self.error is not None)
         try:
-            if has_raised and by is None:  # fill again, for a view that can be replayed
+            if has_raised and by is None:  # fill again, because the last view cannot be replayed
                 self.lost = self.one is None
                 if self.one is not None:
                     self.view = self.runner.fill(self.one.batch, **self.one.side)
             self.write(self.filled)
-        except Exception:  # a device that stopped at a fault raises its own errors
+        except Exception:  # a device that has stopped raises errors of its own
             if not has_raised:
                 raise
             self.lost = True
@@ -225,15 +225,15 @@ class Trial:
         return seen(self.view, outputs)
 
     def eagerly(self) -> Any:
-        """Run the step as it is written on the filled view: as its graph would, with padded rows."""
+        """Run the step without its graph on the filled view, padded rows included."""
         captured = self.graph
         with torch.no_grad():
-            if captured is not None and self.runner.is_whole:  # only the graph computes on the device
+            if captured is not None and self.runner.is_whole:  # the fill left the functions on the device to the graph
                 captured.filling.bucket.compute_on_device()
             return with_current(CurrentStep(self.view), self.runner.stage.run, self.view)
 
     def watch(self, watch: OperatorWatch, look: Callable[[Any], object] = id) -> None:
-        """Run the step as it is written, while a watch sees its operators."""
+        """Run the step without its graph, while a watch sees its operators."""
         self.run(look, by=lambda: run_seen(watch, self.eagerly))
 
     @property
@@ -252,7 +252,7 @@ class Trial:
                 self.backend.synchronize()
 
     def find_state(self) -> State:
-        """Return what the step changes besides its slots, on the view that was filled last."""
+        """Return the state that the step changes besides its slots, on the view that was filled last."""
         given = self.runner.stage.state
         if given is not None:
             return State.of(self.backend, given)
@@ -264,7 +264,7 @@ class Trial:
         every = [*self.buffers, *(self.runner.eager.buffers or ())]
         return [span(one.tensor) for one in every if one.nbytes]
 
-    # Batches.
+    # Facts about batches.
 
     def sources(self, one: Sample) -> dict[str, Any]:
         """Return a batch's values for slots."""
@@ -273,7 +273,7 @@ class Trial:
     def is_filled(self, name: str) -> bool:
         """Return whether a fill writes all of a slot.
 
-        If not, the step does, or its graph by a function on the device.
+        If not, the step writes it, or the graph does by a function on the device.
         """
         late = self.declaration.side(name) == DEVICE and self.runner.is_whole
         return not (late or self.slots[name].writers == BY_STEP)
@@ -309,9 +309,9 @@ class Mismatch:
     """The first difference between two runs in one leaf.
 
     Attributes:
-        where: The slot, or the path in what the step returned.
+        where: The slot, or the path in the outputs.
         index: The first element that differs. It is empty if there are no dims, or if shapes or values differ.
-        values: What the two runs have there.
+        values: The values of the two runs.
         names: The names of the two runs.
         count: How many elements differ.
     """
@@ -324,7 +324,7 @@ class Mismatch:
 
     @property
     def slot(self) -> str | None:
-        """The slot, or None for what the step returned."""
+        """The slot, or None for an output."""
         return self.where[6:-1] if self.where.startswith("slot ") else None
 
     @property
@@ -364,7 +364,7 @@ def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Ten
 
 
 def seen(view: Inputs, outputs: Any) -> Leaves:
-    """Copy what a run made: live rows of copied slots, what it returned, its output slots and computed slots."""
+    """Copy the results of a run: live rows of copied slots, outputs, output slots and computed slots."""
     info, copied, written, computed = info_of(view), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, slot in info.declaration.slots.items():
         tensor, kind = vars(view)[name], None
@@ -383,14 +383,14 @@ def seen(view: Inputs, outputs: Any) -> Leaves:
 
 
 def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors of what a step returned, each by its path."""
+    """Return copies of the tensors in a step's outputs, by path."""
     return {f"{name}{place}": tensor.detach().clone() for place, tensor in named(outputs)}
 
 
 def named(
     value: Any, place: str = "", depth: int = MOST_NESTED, known: frozenset[int] = frozenset()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of what a step returned, each with its path in it. known: The objects around it."""
+    """Yield the tensors in a step's outputs, each with its path. known: The containers of this part."""
     parts: dict[str, Any] = {}
     if isinstance(value, torch.Tensor):
         yield place, value
@@ -414,7 +414,7 @@ def mismatches(
     names: tuple[str, str] = ("graph", "eager"),
     step: Step | None = None,
 ) -> Iterator[Mismatch]:
-    """Yield the first difference of each leaf. step: The sizes, if leaves may be padded differently."""
+    """Yield the first difference of each leaf. step: The sizes of the step if only one of the runs may be padded."""
     for where in dict.fromkeys((*one, *other)):
         mine, others = one.get(where), other.get(where)
         if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor) and _comparable(mine, others, step):
@@ -445,7 +445,7 @@ def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bo
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> torch.Tensor:
-    """Return which elements are further apart than the tolerance."""
+    """Return a mask of the elements that differ by more than the tolerance."""
     differs = unequal(one, other)
     if differs.any() and (one.is_floating_point() or one.is_complex()):
         wide = torch.complex128 if one.is_complex() else torch.float64

@@ -29,7 +29,7 @@ CHUNK: Final = 1 << 24
 
 @attrs.define(eq=False)
 class Changes:
-    """What second replays of batches change of one piece of memory.
+    """Changes of one piece of memory by the second of two replays of each batch.
 
     Attributes:
         piece: The memory.
@@ -54,7 +54,7 @@ class Changes:
 
     @property
     def drifts(self) -> bool:
-        """Whether each replay changes most of it, and the same words whatever the batch: it has no row of a request."""
+        """Whether each replay changes most of it, and always the same words, so that it has no rows of requests."""
         if self.words is None or self.has_rows or not self.is_same:
             return False
         return 2 * int(self.words.sum()) >= self.words.numel()
@@ -101,14 +101,14 @@ def weights_of(trial: Trial) -> list[Piece]:
         holder = functools.reduce(lambda one, lead: lead(one), leads[:-1], step)
         is_buffer = isinstance(holder, nn.Module) and any(one is tensor for one in holder.buffers(recurse=False))
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if is_buffer else "tensor"
-        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # one of several expanded rows
+        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())  # one of equal expanded rows
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         found.setdefault(key, Piece(ordinary_alias(tensor)[once], f"{kind} {name!r}", kind=kind))
     return list(found.values())
 
 
 def _is_owned(weight: torch.Tensor, private: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a weight's memory can be written and is this process's alone. It may be that of a file."""
+    """Return whether a weight's memory can be written and belongs to this process alone, not to a mapped file."""
     low, high = span(weight)
     if weight.is_cpu and private:
         return any(start <= low and high <= stop for start, stop in private)
@@ -117,7 +117,7 @@ def _is_owned(weight: torch.Tensor, private: Sequence[tuple[int, int]]) -> bool:
 
 
 def _private_memory() -> list[tuple[int, int]]:
-    """Return the address ranges that this process alone writes, as far as the system tells."""
+    """Return the address ranges that only this process writes, as far as the system reports them."""
     maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
         place, modes, *_ = line.split()
@@ -128,7 +128,7 @@ def _private_memory() -> list[tuple[int, int]]:
 
 
 def _written(state: State, held: Sequence[Piece]) -> list[Piece]:
-    """Return what the step changes and nobody named as its state: tensors that it reaches, or else unnamed memory."""
+    """Return memory that the step changes and `state=` does not name: tensors that it reaches, else other memory."""
     pieces = dict[int, Piece]()
     for piece in state.pieces:
         place = [span(piece.memory)]
@@ -138,7 +138,7 @@ def _written(state: State, held: Sequence[Piece]) -> list[Piece]:
 
 
 def _replay_twice(trial: Trial, changes: Sequence[Changes]) -> None:
-    """Replay a batch, and again on the state that this has left. Note which words change."""
+    """Replay a batch twice, the second time on the state that the first has left, and record which words change."""
     written = State(trial.backend, tuple(one.piece for one in changes))
 
     def twice() -> Any:
@@ -150,7 +150,7 @@ def _replay_twice(trial: Trial, changes: Sequence[Changes]) -> None:
         return zip(changes, first, written.apart(before), strict=True)
 
     padded = {size for axis, size in trial.step.padded_sizes.items() if not axis.fixed}
-    for change, first, second in trial.run(tuple, by=twice) or ():  # other checks find what it raises
+    for change, first, second in trial.run(tuple, by=twice) or ():  # other checks report the error
         change.add(first, second, padded)
 
 
@@ -160,7 +160,7 @@ def _changed(trial: Trial, changes: Sequence[Changes], *, varied: bool) -> Itera
     for one in changes:
         if one.piece.kind == "parameter" and one.is_first:
             guilty.append(one.piece)
-        elif varied and one.drifts:  # with batches of one size, rows of requests look the same
+        elif varied and one.drifts:  # batches of one size cannot tell rows of requests from other memory
             (guilty if one.piece.kind == "buffer" else loose).append(one.piece)
     if trial.any(loose) and _reaches_outputs(trial, State(trial.backend, tuple(loose))):
         guilty += loose
@@ -183,7 +183,7 @@ def _changed(trial: Trial, changes: Sequence[Changes], *, varied: bool) -> Itera
 
 
 def _reaches_outputs(trial: Trial, loose: State) -> bool:
-    """Return whether a step gives other outputs on what an earlier one left in some tensors."""
+    """Return whether the outputs of a step depend on the values that an earlier step left in some tensors."""
     first = trial.run(lambda made: (loose.copy(), trial.seen(made)))
     if first is None:
         return False
@@ -198,8 +198,8 @@ def _reaches_outputs(trial: Trial, loose: State) -> bool:
 
 
 def _taken_at_capture(trial: Trial, captured: Captured, steady: Sequence[Piece]) -> Iterator[Finding]:
-    """Find weights that operators used only in the first run of the step, which has kept what it made of them."""
-    if not trial.runner.is_whole:  # around a stack a step may run other code for each batch
+    """Find weights that operators read only in the first run of the step, which has cached their values."""
+    if not trial.runner.is_whole:  # outside of a stack, a step may run other code for each batch
         return
     traffic = Traffic()
     with_own_casts(lambda: trial.watch(traffic))
@@ -223,9 +223,9 @@ def _taken_at_capture(trial: Trial, captured: Captured, steady: Sequence[Piece])
 
 
 def _frozen(trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
-    """Find the weight of which a graph keeps something, other than its memory, while the step sees each change."""
+    """Find the weight whose changes the step sees and its graph does not, because it has a value computed from it."""
     parts, guilty, fault = [list(steady)], list[Piece](), None
-    if trial.any(parity_fault(trial)):  # the parity check finds faults without a change
+    if trial.any(parity_fault(trial)):  # without a change, the parity check reports it
         return
     while parts:
         part = parts.pop()
@@ -240,7 +240,7 @@ def _frozen(trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
             for one in part:
                 _change(one.memory, trial.seed)
             found = with_own_casts(lambda: parity_fault(trial))
-        if trial.any(found) and not trial.any(trial.error is not None):  # which other numbers may lead to
+        if trial.any(found) and not trial.any(trial.error is not None):  # changed weights may cause this error
             guilty, fault, parts = part, found, halves
     if fault is not None:
         names = ", ".join(one.label for one in guilty)
@@ -262,7 +262,7 @@ def _fits(state: State) -> bool:
 
 
 def _change(tensor: torch.Tensor, seed: int) -> None:
-    """Write other numbers: smaller ones of the same sign, which stay within any bounds, and small ones for zeros."""
+    """Write other numbers: smaller ones of the same sign, so that they stay within bounds, and small ones for zeros."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
     whole = tensor if tensor.dim() else tensor[None]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the commands do and how they show it. Their options and help are in slotgraph_cli.py, which needs no torch."""
+"""Runs the commands and shows their results. Their options and help are in slotgraph_cli.py, which needs no torch."""
 
 import contextlib
 import functools
@@ -72,13 +72,13 @@ def run(command: Callable[..., Result], form: str, output: pathlib.Path | None, 
 
 
 def exit_refused(message: str, option: str | None = None) -> NoReturn:
-    """Print what was not understood, and for which option, and exit with 2."""
+    """Print which option was not understood and why, and exit with 2."""
     raise typer.BadParameter(message, param_hint=option)
 
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Print errors as lines on stderr, a user's own with their place.
+    """Print errors as lines on stderr. For errors of the user's code, add the file and line.
 
     Code that ends the process counts as a failure.
     """
@@ -104,14 +104,14 @@ def find(
     why: str = "not a runner, nor a function without required arguments that makes one",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Return what a target, `module:name` or `file.py:name`, names, or what the function with that name makes.
+    """Return the value that a target, `module:name` or `file.py:name`, names. If it is a function, call it.
 
     Exit with 2 if there is no such value.
 
     Args:
         target: The target.
         is_wanted: Whether a value is of the right kind.
-        why: What other values are, for the error.
+        why: Why other values are refused, for the error.
         given: Arguments for a function that takes them.
     """
     place, colon, name = target.rpartition(":")
@@ -191,7 +191,7 @@ def _refuse_own(**options: object) -> None:
 
 
 def _batches(target: str | None, name: str | None) -> Any:
-    """Return what a target's module has under the name of `--batches`, or None without a name."""
+    """Return the value that `--batches` names in a target's module, or None without the option."""
     if name is None:
         return None
     if target is None:
@@ -238,8 +238,8 @@ def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
     A request has one token by default.
     """
     extents: dict[Axis, tuple[int, int]] = {}
-    beside = [BATCH] if TOKENS in declaration.axes else []  # TOKENS can follow from it
-    axes = {axis.name.lower(): axis for axis in (*declaration.axes, *beside)}
+    extra = [BATCH] if TOKENS in declaration.axes else []  # TOKENS may depend on it
+    axes = {axis.name.lower(): axis for axis in (*declaration.axes, *extra)}
     for text in texts:
         match = _SIZE.fullmatch(text)
         if match is None:
@@ -284,7 +284,7 @@ def backends() -> Result:
 
 
 def _facts_of(name: str) -> dict[str, Any]:
-    """Return what is known of one backend. If it fails to load, that is its error."""
+    """Return facts about one backend. If it cannot be loaded, they include the error."""
     facts = {"name": name, "available": False, "device": None, "reason": "", "capabilities": None}
     try:
         available = load(name).is_available()
@@ -307,7 +307,7 @@ def bench(
     slots: Iterable[int],
     quick: bool,
 ) -> Result:
-    """Measure a runner, a declaration, or decode steps of our own."""
+    """Measure a runner, a declaration, or built-in decode steps."""
     named, options = None, dict[str, Any]()
     if target is not None:
         named = find(target, _is_explained, _NEITHER)
@@ -325,7 +325,7 @@ def bench(
 
 
 def demo(backend: str) -> None:
-    """Show what goes wrong by hand, and what declared inputs do about it."""
+    """Show a fault of handwritten fills, and how declared inputs avoid it."""
     with reported():
         show_demo(choose(backend), Console(highlight=False))
 

@@ -1,4 +1,4 @@
-"""The demo of `slotgraph demo`: a stale row by hand, the same declared, what a check finds, and what a fill costs."""
+"""`slotgraph demo`: a stale row in a handwritten loop, the same loop with declared inputs, a check, and fill times."""
 
 import functools
 import types
@@ -49,7 +49,7 @@ class Summed(Inputs):
 
 
 class Forgetful(Inputs):
-    """The same, by somebody who thinks that no one reads a padded row. Checks may put there what live rows can have."""
+    """The same without a reset of the tail, as if nothing read padded rows. Checks may put any live id there."""
 
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep(THOUGHT), poison=(1, 99))
     rows: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep(THOUGHT), poison=(1, ROWS - 1))
@@ -65,11 +65,11 @@ def sum_into(sums: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 
 
 def run_by_hand(backend: Backend) -> list[int]:
-    """Run the steps as a loop does that was written by hand, without a tail reset. Return the sums."""
+    """Run the steps in a handwritten loop, without a tail reset. Return the sums."""
     sums, view = _zeros(backend, ROWS), types.SimpleNamespace(ids=_zeros(backend, BUCKET), rows=_zeros(backend, BUCKET))
     step = functools.partial(sum_into(sums), view)
     with backend.stream():
-        step()  # a warm-up, as torch asks for
+        step()  # torch requires a warm-up
         backend.synchronize()
         graph = backend.capture(step)
     for ids, rows in STEPS:
@@ -94,7 +94,7 @@ def _zeros(backend: Backend, rows: int) -> torch.Tensor:
 
 
 def finding(backend: Backend) -> str:
-    """Return what a check finds first in the declaration of somebody forgetful."""
+    """Return the first finding of a check of `Forgetful`."""
     step = sum_into(_zeros(backend, ROWS))
     runner = DecodeRunner(Forgetful, step, buckets=[BUCKET], backend=backend, progress=False)
     runner.capture()
@@ -112,7 +112,7 @@ def costs(backend: Backend) -> dict[str, float]:
 
 
 def show(backend: Backend, console: Console) -> None:
-    """Print the demo: three acts, and what a step costs."""
+    """Print the demo: three parts, and the times of a step."""
 
     def say(text: str, style: str = "") -> None:
         console.print(Padding(text, (0, 0, 0, 2), style=style, expand=False))

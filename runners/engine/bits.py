@@ -13,7 +13,7 @@ NAMED: Final = 4
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of each element, one element a row."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # one row may have any stride, and its last dim may not
+    return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # as a column, whose last stride is 1
 
 
 def text_of(value: object) -> str:

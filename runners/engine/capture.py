@@ -1,4 +1,4 @@
-"""Capturing of one bucket's graph, with a progress bar and without garbage collection, and the clock of its outputs."""
+"""Captures one bucket's graph, with a progress bar and without garbage collection, and counts replays of its pool."""
 
 import contextlib
 import gc
@@ -31,8 +31,8 @@ class Clock:
     """Counts the replays in a pool of graph memory, each of which may overwrite outputs.
 
     Attributes:
-        replays: How many there were.
-        stream: The stream of the last one.
+        replays: The number of replays so far.
+        stream: The stream of the last replay.
     """
 
     replays: int = 0
@@ -43,7 +43,7 @@ _CLOCKS: Final["weakref.WeakKeyDictionary[object, Clock]"] = weakref.WeakKeyDict
 
 
 def clock_of(pool: object | None) -> Clock:
-    """Return the clock that all runners share whose graphs share a pool, or a new one if there is no pool."""
+    """Return the clock of a graph pool, which all its runners share, or a new clock without a pool."""
     return Clock() if pool is None else _CLOCKS.setdefault(pool, Clock())
 
 
@@ -61,13 +61,13 @@ def frozen_garbage() -> Iterator[None]:
         finally:
             gc.unfreeze()
     finally:
-        gc.unfreeze()  # again, because an interrupt may come right before the first
+        gc.unfreeze()  # a second call, because an interrupt may have come right before the first
 
 
 def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
-    """Run a step in the way it is captured, and wait for it. Raise CaptureError from whatever it raises."""
+    """Run a step as a capture does, and wait for it. Raise CaptureError from any error of the step."""
     with capture_errors(), backend.stream():
-        with_own_casts(step)  # with another cache setting torch.compile would recompile
+        with_own_casts(step)  # torch.compile would recompile for another cache setting
         backend.synchronize()
 
 
@@ -91,7 +91,7 @@ def with_own_casts(run: Callable[[], T]) -> T:
     """
     # `map` calls both from C, so that no interrupt comes between them.
     *_, blocks = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
-    if not blocks:  # no block is open: with another cache setting torch.compile would recompile
+    if not blocks:  # keep the setting, since no block is open and torch.compile would recompile for another
         return run()
     is_enabled = torch.is_autocast_cache_enabled()
 
@@ -109,12 +109,12 @@ def with_own_casts(run: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def capture_errors() -> Iterator[None]:
-    """Raise CaptureError from whatever a step raises before and during its capture."""
+    """Raise CaptureError from any error of a step before and during its capture."""
     try:
         yield
     except CaptureError:
         raise
-    except (CheckError, ComputeError) as error:  # the state is too large to copy, or a slot's function raised
+    except (CheckError, ComputeError) as error:  # errors of this library, whose text is complete
         raise CaptureError(str(error)) from error
     except Exception as error:
         raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
@@ -131,8 +131,8 @@ def with_place(error: CaptureError) -> CaptureError:
 def progress_over(items: Sequence[T], text: Callable[[T], str], *, show: bool) -> Generator[T]:
     """Iterate over items under a progress bar that describes each. Off a terminal there is no bar."""
     console = rich.console.Console(stderr=True)
-    shown = show and console.is_interactive and console.file.isatty()  # rich takes a pipe for one with FORCE_COLOR
-    # a step still prints to standard output, which may be a pipe
+    shown = show and console.is_interactive and console.file.isatty()  # rich trusts FORCE_COLOR
+    # do not redirect what the step itself prints to standard output
     with rich.progress.Progress(console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
         task = progress.add_task("", total=len(items))
         for one in items:

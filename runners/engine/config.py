@@ -90,7 +90,7 @@ def checked_sizes(sizes: Any, argument: str = "sizes") -> dict[Axis, int]:
 
 
 def axis_text(axis: Any, known: Collection[Axis]) -> str:
-    """Return an axis, or the value given in its place, as text, with the known axis that was probably meant."""
+    """Return an axis, or a value that is none, as text. Add the known axis that was probably meant."""
     names = [one.name for one in known]
     if isinstance(axis, str) and axis in names:
         return f"{axis!r}: give the axis itself, {axis}, not its name"
@@ -172,7 +172,7 @@ def switch_of(variable: str, *, or_names: bool = False) -> bool | str:
     found = _WORDS.get(text.lower(), text)
     if isinstance(found, bool) or or_names:
         return found
-    raise ConfigError(f"{variable}={text!r:.80}: say 1, true, yes or on, else 0, false, no or off, or unset it")
+    raise ConfigError(f"{variable}={text!r:.80}: use 1, true, yes or on, or 0, false, no or off, or unset it")
 
 
 def modes_of(wanted: Wanted) -> frozenset[str]:
@@ -303,7 +303,8 @@ class RunnerConfig:
         progress: Whether capture may show a bar (on a terminal only).
         debug: Debug modes by name, or True for those that run no step twice. None reads the environment,
             SLOTGRAPH_DEBUG.
-        no_copy: Whether an eager runner hands the batch through. None reads the environment, SLOTGRAPH_EAGER_NO_COPY.
+        no_copy: Whether an eager runner passes the batch's own tensors to the step. None reads the environment,
+            SLOTGRAPH_EAGER_NO_COPY.
         sharing: Whether a runner shares input memory with others of its pool. None takes what the backend's record
             says.
         graphs: Whether steps are captured at all. If not, all run eagerly.

@@ -1,4 +1,4 @@
-"""The current step: one at a time in a runner, none traced by torch.compile, and what its eager parts see."""
+"""The current step of a thread. A runner runs one step at a time, and torch.compile traces none of them."""
 
 import contextvars
 import inspect
@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Mark a function so that compiled functions call it as if by `torch.compiler.disable`, at no cost a call."""
+    """Mark a function as `torch.compiler.disable` does, but without its cost in each call."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - as torch marks such
     skip = _FRAMES._FrameAction.SKIP  # noqa: SLF001 - no public name
     _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))  # noqa: SLF001
@@ -71,7 +71,7 @@ class StepLock:
         return self.lock
 
     def refusal(self) -> ReplayError:
-        """Return the error for a caller that finds the runner busy."""
+        """Return the error for a call while another step runs."""
         return ReplayError(
             f"this {self._runner} is in the middle of a step or a capture: another thread runs it, or its own step "
             "calls it; give each thread a runner of its own, or take turns by a lock of yours"
@@ -84,35 +84,35 @@ CURRENT: Final[contextvars.ContextVar["weakref.ref[CurrentStep] | None"]] = cont
 )
 RunPhase = Literal["capture", "replay", "eager"]
 OwnValue = Callable[["CurrentStep"], Any]
-"""Returns what a step has in place of an object that the capture was given."""
+"""Returns the running step's object in place of an argument object of the capture."""
 NO_SOURCES: Final[Mapping[int, OwnValue]] = {}
 
 
 class Interrupts(Protocol):
-    """What calls a break between two graphs: a backend that captures, or the rehearsal of a capture."""
+    """Calls breaks between two graphs. A backend does it at capture, and a rehearsal before that."""
 
     def interrupt(self, run: Interruption, /) -> Any:
-        """Call a function between two graphs, and return the places of its answer."""
+        """Call a function between two graphs, and return its results in memory that graphs read."""
 
     def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """Return the same memory, free for later graphs."""
+        """Return an alias of a tensor whose memory later graphs may reuse."""
         ...
 
 
 @attrs.define(eq=False)
 class CurrentStep:
-    """One step that runs.
+    """The state of a running step.
 
     Attributes:
-        view: What its eager parts see: token slots padded, request slots cut to the live requests, and all fields.
-        phase: What it runs for.
+        view: The view of its eager parts: token slots padded, request slots cut to the live requests, and all fields.
+        phase: Whether it runs eagerly, for a rehearsal, for a capture, or as a replay.
         arguments: The arguments of the captured part, flat.
-        sources: What each step has in place of an object that the captured part was given, by the object's identity.
+        sources: By identity of an argument object at capture, the function that returns this step's object.
         backend: Calls breaks between graphs, or None if nothing is recorded.
-        shown: What graphs see in place of the view while their code runs.
-        inside: The break that runs.
-        operator: The operator that runs in a graph that is looked at.
-        calls: How many calls of the stack there were so far, in a replay.
+        shown: The view that code inside of graphs gets.
+        inside: The running break.
+        operator: The running operator of a watched graph.
+        calls: The number of calls of the stack so far, in a replay.
     """
 
     view: Inputs
@@ -126,7 +126,7 @@ class CurrentStep:
     calls: int = 0
 
 
-@untraced  # a trace would keep the step that it was made in
+@untraced  # a compiled trace would keep the step of its first run
 def current_step() -> CurrentStep | None:
     """Return the step that this thread runs, or None."""
     reference = CURRENT.get()
@@ -139,7 +139,7 @@ class _Shown:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Leave the class as it is: its slots are those of the declaration that it derives from."""
+        """Skip the checks of declarations: the slots are those of the base."""
 
     @classmethod
     def _declared(cls) -> type:
@@ -149,7 +149,7 @@ class _Shown:
     def __setattr__(self, name: str, value: Any) -> None:
         """Raise ReplayError unless a step runs.
 
-        Slots that are written in place, `view.ids += 1`, are assigned unchanged.
+        `view.ids += 1` writes the slot in place and then assigns the same tensor, which is allowed.
         """
         values = vars(self)
         is_view = values.get("_slotgraph_view") is not None
@@ -166,7 +166,7 @@ _SHOWN: Final = "_slotgraph_shown"
 
 
 def shown_class(inputs: type[V]) -> type[V]:
-    """Return the class of a runner's views of a declaration, the same one each time. Batches skip its checks."""
+    """Return the class of a runner's views of a declaration, cached. Only views get its checks of assignments."""
     made: Any = vars(inputs).get(_SHOWN)
     if made is None:
         body = {"__module__": inputs.__module__, "__qualname__": inputs.__qualname__, "__doc__": inputs.__doc__}
@@ -178,7 +178,7 @@ def shown_class(inputs: type[V]) -> type[V]:
 
 
 def with_current(step: CurrentStep, function: Callable[..., T], *args: Any) -> T:
-    """Call a function while a step runs. An interrupt leaves no step behind, because only this call refers to it."""
+    """Call a function while a step is current. The step ends with the call, even if an interrupt comes."""
     token = CURRENT.set(weakref.ref(step))
     try:
         return function(*args)

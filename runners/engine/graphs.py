@@ -1,4 +1,4 @@
-"""The graphs of one runner: how a bucket is filled, what of it is captured, and how it is replayed."""
+"""The graphs of one runner: filling, capturing and replaying its buckets."""
 
 import collections
 import contextlib
@@ -58,8 +58,8 @@ class ReadBatch:
     Attributes:
         batch: The batch.
         side: Its side arguments.
-        sources: Its sources, by the names of the table of kinds.
-        kinds: Their kinds, or None if no such sources came before.
+        sources: The values of its sources, in the order of the table of kinds.
+        kinds: Their kinds, or None for kinds that were not seen before.
         live: Live rows on each varying axis, and last those of the leading axis.
         absent: Optional slots that it lacks.
     """
@@ -78,8 +78,8 @@ class Reader:
 
     Attributes:
         stage: The declaration.
-        table: The kinds of batches that came.
-        size: Reads live sizes the slow way, which says what is wrong.
+        table: The kinds of batches seen so far.
+        size: Reads live sizes slowly, with errors that explain a fault.
     """
 
     stage: Stage[Any]
@@ -117,12 +117,12 @@ class Filling:
     """The fills of one bucket.
 
     Attributes:
-        filler: What all buckets share.
+        filler: The state that all buckets share.
         bucket: The bucket.
-        computes: Whether a fill also computes on the device, because no graph does.
+        computes: Whether a fill also runs functions on the device, because no graph does.
         table: The kernel's table, if there is a kernel.
         kernel: Launches the kernel, which reads the table.
-        alone: A graph of the kernel by itself, for fills that must be done before the step's graph.
+        alone: A graph of the kernel alone, for fills that must end before the step's graph starts.
     """
 
     filler: "Filler[Any]"
@@ -133,23 +133,23 @@ class Filling:
     alone: Graph | None = None
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
-        """Fill from a batch. Raises as every fill does, and then writes nothing.
+        """Fill from a batch. Raises the errors of a fill, and then writes nothing.
 
         Args:
             call: The batch.
-            whole: Whether the step's graph is replayed at once, and may do its own part of the fill.
+            whole: Whether the step's graph is replayed next, so that the kernel at its start can do the device's part.
         """
         filler, bucket = self.filler, self.bucket
-        turn, stream = filler.buffers.turn, filler.stream()
-        if not stream == turn.stream == filler.clock.stream or (turn.neighbours and not turn.follows(stream)):
-            filler.order()  # before sources are read, because they may be slots
+        use, stream = filler.buffers.use, filler.stream()
+        if not stream == use.stream == filler.clock.stream or (use.neighbours and not use.follows(stream)):
+            filler.order()  # wait before reading sources, because they may be slots
         if filler.lowering.is_reference:
             self._fill_slot_by_slot(call)
             return
         found = None if FUNCTION_MODES() or call.kinds is None else bucket.take(call.kinds, call.sources, call.live)
         plan, taken = found or bucket.admit(call.sources, call.live)
-        turn.fills += 1  # before the first write, because a write may raise
-        if turn.reading is not None:
+        use.fills += 1  # forget before the first write, because a write may raise
+        if use.reading is not None:
             filler.hosts.wait()
         if GRADIENTS():
             without_gradients(plan.write, taken, call.live, call.batch)
@@ -159,7 +159,7 @@ class Filling:
             filler.lowered["in_graph"] += 1
         elif self.kernel is None:
             filler.lowered[filler.lowering.name] += 1
-        else:  # now, because the step's graph would read sources later
+        else:  # launch now, because the step's graph would read the sources too late
             self.launch()
         if self.computes:
             run_all(bucket.functions(call.live).on_device, call.batch)
@@ -168,7 +168,7 @@ class Filling:
         filler = self.filler
         filler.hosts.wait()
         given = self.bucket.tensors(call.batch, call.live, call.side)
-        filler.buffers.turn.fills += 1
+        filler.buffers.use.fills += 1
         self.bucket.fill_slot_by_slot(call.batch, call.live, call.side, given)
         filler.lowered["slot_by_slot"] += 1
 
@@ -177,7 +177,7 @@ class Filling:
         filler = self.filler
         filler.lowered["fused"] += 1
         alone = self.alone
-        if alone is None:  # not captured yet: graphs with the kernel inside seldom need it
+        if alone is None:  # captured on first use: with the kernel in the step's graph it is seldom needed
             alone = filler.capture_alone(self)
             filler.late = time.perf_counter_ns()
         alone.replay()
@@ -194,11 +194,11 @@ class Filler(Generic[V]):
         buffers: The memory of the slots.
         wanted: The lowering, or "auto".
         buckets: The padded sizes of the buckets that share the packet.
-        table: The kinds of batches that came.
+        table: The kinds of batches seen so far.
         error_mode: The error mode of captures.
         clock: The clock of the graphs that read the buffers.
-        late: When something was last captured in the middle of a fill, by `perf_counter_ns`.
-        lowered: Fills by each lowering.
+        late: The time of the last capture during a fill, by `perf_counter_ns`.
+        lowered: The number of fills by lowering.
         feed: Sends the packet.
     """
 
@@ -219,15 +219,15 @@ class Filler(Generic[V]):
         backend = self.stage.backend
         self.lowering = LOWERINGS[chosen_lowering(backend.capabilities, self.wanted)]
         self.stream = backend.stream_key()
-        if self.buffers.turn.stream is None:
-            self.buffers.turn.stream = self.stream()
+        if self.buffers.use.stream is None:
+            self.buffers.use.stream = self.stream()
         self.hosts = HostReads(backend, self.buffers)
         self._fusion = backend.fusion() if self.lowering.has_kernel else None
         if self.lowering.has_kernel and self._fusion is None:
-            raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() gives none")
+            raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() returned None")
         slots, record = self.stage.declaration, backend.capabilities
         most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
-        rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # for an edit's rows
+        rows = 2 * WORD * max((sizes.get(BATCH, 0) for sizes in self.buckets), default=0)  # for rows of an edit
         numbered = self.lowering.is_in_graph and bool(slots.rules)
         self.feed = Feed(backend.upload, most + rows * numbered, numbered=numbered)
         if self._fusion is not None:
@@ -239,13 +239,13 @@ class Filler(Generic[V]):
         return self._tables + self.feed.nbytes
 
     def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
-        """Make a bucket and all that fills it, except what must be captured.
+        """Make a bucket and its fills. Nothing is captured yet.
 
         Args:
             sizes: The padded size of every axis.
             absent: Optional slots that its batches lack.
             exact: Whether steps see live rows only.
-            computes: Whether fills also compute on the device.
+            computes: Whether fills also run functions on the device.
         """
         fusion, bucket = self._fusion, self._bucket(sizes, absent, exact=exact)
         if fusion is None:
@@ -259,7 +259,7 @@ class Filler(Generic[V]):
         return Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers, absent=absent, **given)
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:
-        """Capture the kernel by itself. If it is also a step's first node, it must not run there a second time."""
+        """Capture the kernel alone. It disarms the packet, so that the kernel in the step's graph does nothing."""
         backend, kernel = self.stage.backend, filling.kernel
         with outside_inference():
             armed = self.feed.upload.packet[:WORD].view(torch.int64)
@@ -275,7 +275,7 @@ class Filler(Generic[V]):
         return graph
 
     def first_node(self, filling: Filling) -> None:
-        """Run what a step's graph begins with: rules of slots that are functions, and the kernel."""
+        """Run the first nodes of a step's graph: rules that are functions, and the kernel."""
         if not self.lowering.is_in_graph:
             return
         bucket = filling.bucket
@@ -286,7 +286,7 @@ class Filler(Generic[V]):
         filling.kernel()
 
     def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> tuple[RowBucket, Graph | None]:
-        """Make what edits rows of requests of a bucket, and its graph if the device has a kernel for that."""
+        """Make the `RowBucket` of a bucket, and the graph of the edit kernel if the device has one."""
         stage, fusion = self.stage, self._fusion
         own = {"table": table_for(stage.declaration, sizes), "partial": True}
         if not (by_kernel and self.lowering.is_in_graph) or fusion is None or fusion.edit is None:
@@ -295,7 +295,7 @@ class Filler(Generic[V]):
             bucket = self._bucket(sizes, absent, **own)
             table = self._table(bucket, fusion)
             edit = fusion.edit(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
-            filling = Filling(self, bucket, table=table, kernel=edit)  # keeps the table, which the graph reads
+            filling = Filling(self, bucket, table=table, kernel=edit)  # keep the table alive, since the graph reads it
             self.feed.disarm()
             warm_up(stage.backend, edit)
             filling.alone = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
@@ -315,11 +315,11 @@ class Filler(Generic[V]):
 
         The step also waits for graphs of the same pool, and for buffers that share memory.
         """
-        turn, clock, stream = self.buffers.turn, self.clock, self.stream()
-        for last in {turn.stream, clock.stream, *(other.stream for other in turn.neighbours)}:
+        use, clock, stream = self.buffers.use, self.clock, self.stream()
+        for last in {use.stream, clock.stream, *(other.stream for other in use.neighbours)}:
             if last is not None and last != stream:
                 self.stage.backend.order(last, stream)
-        turn.stream = clock.stream = stream
+        use.stream = clock.stream = stream
 
 
 @attrs.define(eq=False)
@@ -352,11 +352,11 @@ class Captured:
 
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
-"""Runs a whole step for the first time, and returns its state: what it changes besides its slots, which is put back."""
+"""Runs a whole step for the first time, and returns the state that it changes besides its slots, restored."""
 Around = Callable[[Callable[[], Any]], Any]
 """Calls a function in the place of the captured part of a step, with the step's own code before and after."""
 Recipe = Callable[[Filling, Look], tuple[Callable[[], Any], Around, State]]
-"""Makes the call that is captured of a bucket, and looks at its step's state before it runs the step in another way."""
+"""Makes the call to capture for a bucket. Finds the step's state before it runs the step in another way."""
 
 
 @attrs.define(eq=False, slots=False)
@@ -374,7 +374,7 @@ class GraphSet(Generic[V]):
         coordinator: Coordinates captures with other ranks.
         rows_each: Output rows for each row of a bucket, or None if outputs are whole.
         recipe: What is captured, or None for the whole step.
-        holder: Leads to the tensors that graphs read besides slots.
+        holder: The object from which the tensors that graphs read besides slots are reached.
         parameters: Slots that each replay passes to its graph, by the operator's argument.
         report: The result of the captures, or None before the first.
         captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
@@ -409,7 +409,7 @@ class GraphSet(Generic[V]):
         return (bucket, absent) in self.captured or self._is_pending(bucket, absent)
 
     def get(self, bucket: int | None, absent: Absent) -> Captured | None:
-        """Return the graph of a bucket and pattern, or None if there is none. Capture it now if that was put off."""
+        """Return the graph of a bucket and pattern, or None if there is none. With `lazy`, capture it now."""
         if bucket is None:
             return None
         if (bucket, absent) not in self.captured and self._is_pending(bucket, absent):
@@ -425,7 +425,7 @@ class GraphSet(Generic[V]):
             )
         sizes, most = self.sizes, self.stage.backend.capabilities.graphs_hint
         wanted = len(sizes) * len(self.patterns)
-        if most is not None and wanted > most:  # warn before minutes are spent on them
+        if most is not None and wanted > most:  # warn before the captures, which may take minutes
             log.warning("many_graphs", runner=self.runner, wanted=wanted, most=most)
         self.coordinator.barrier("captures begin")
         report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
@@ -434,7 +434,7 @@ class GraphSet(Generic[V]):
             message = f"{len(failed)} of {len(sizes)} buckets were not captured and run eagerly: "
             error = CaptureError(message + "; ".join(report.reasons))
             error.__context__ = failed[0]
-            raise error.with_traceback(user_traceback(origin_of(failed[0]))) from None  # the user's lines
+            raise error.with_traceback(user_traceback(origin_of(failed[0]))) from None  # user frames
         return report
 
     def _capture_buckets(
@@ -476,12 +476,12 @@ class GraphSet(Generic[V]):
         return bucket in self.sizes and absent in self.patterns
 
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which buffers have their initial values.
+        """Return a context in which all slots have their initial values.
 
         It does nothing unless a fill, or another runner of a pool, may have written them.
         """
         self.filler.hosts.wait()
-        self.filler.order()  # others may have used the memory on another stream
+        self.filler.order()  # another runner may have used the memory on another stream
         wanted = always or any(buffer.pooled for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
@@ -497,7 +497,7 @@ class GraphSet(Generic[V]):
         except CaptureError as raised:
             error = with_place(raised)
         finally:
-            torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
+            torch.set_grad_enabled(gradients)  # an interrupt may have come while a `no_grad` block ended
         failed = self.coordinator.barrier(f"captured bucket {rows}", error)
         if failed is not None:
             self.captured = {key: one for key, one in self.captured.items() if key[0] != rows}
@@ -507,12 +507,12 @@ class GraphSet(Generic[V]):
     def _capture(self, rows: int, absent: Absent) -> Captured:
         stage, filler, coordinator = self.stage, self.filler, self.coordinator
         filling = filler.make(self.sizes[rows], absent, computes=self.recipe is not None)
-        filler.feed.disarm()  # the kernel leaves the slots alone until a batch comes
+        filler.feed.disarm()  # the kernel must not write slots during the capture
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
-        # The look counts as a warm-up if nothing can be compiled: under it compiled functions run as they were written.
-        # With several ranks all must run a step equally often, whatever each has imported.
+        # The watched run counts as a warm-up if nothing is compiled, since torch.compile is off under a watch. With
+        # several ranks it never counts, because all must run a step equally often, whatever each has imported.
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
         for _ in range(self.config.warmups - looked):
             with capture_errors(), state.kept():
@@ -531,7 +531,7 @@ class GraphSet(Generic[V]):
         return Captured(rows, filling, graph, step, state.taken)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
-        """Run the whole step once, put its state back, and return it.
+        """Run the whole step once under a watch, restore its state, and return the state.
 
         Raise CaptureError if it writes what it may only read.
         """
@@ -553,7 +553,7 @@ class GraphSet(Generic[V]):
     def _whole_step(self, filling: Filling, look: Look) -> tuple[Callable[[], Any], Around, State]:
         """Make the whole step without gradients.
 
-        It runs the fused kernel, if that is the first node, computed slots, and the step.
+        It consists of the fused kernel, if that is the first node, functions of computed slots, and the user's step.
         """
         stage, filler, bucket = self.stage, self.filler, filling.bucket
         view_of = stage.viewer_of_capture(bucket)
@@ -576,18 +576,18 @@ class GraphSet(Generic[V]):
         try:
             captured.graph.replay()
         except BaseException:
-            self.buffers.distrust()  # the step would have put some slots back
+            self.buffers.distrust()  # the failed step has not restored its slots
             raise
         self.clock.replays += 1
         if self.filler.hosts.notes:
             self.filler.hosts.note()
 
     def stamped(self, outputs: Any) -> Any:
-        """Return outputs that know when they are stale, if a debug mode asks for that."""
+        """Return outputs, stamped with their generation if a debug mode asks for that."""
         return map_tensors(outputs, self._stamp) if self.stamps else outputs
 
     def verify(self, captured: Captured) -> None:
-        """Raise ReplayError if memory of a graph has moved. It is checked before the first replay, or before each."""
+        """Raise ReplayError if memory of a graph has moved. Checks once, or at each replay in a debug mode."""
         if not captured.verified or self._looks_at_addresses:
             captured.graph.check_addresses()
             moved = ", ".join(map(repr, self.buffers.moved()))
@@ -615,7 +615,7 @@ class GraphSet(Generic[V]):
         inside = next((b for b in self.buffers if b.nbytes and overlaps(tensor, [span(b.tensor)])), None)
         if inside is None or not tensor.numel():
             return Stamped.stamp(tensor, lambda: self.clock.replays)
-        name, turn = inside.name, self.buffers.turn
+        name, use = inside.name, self.buffers.use
         if inside.slot.writers == BY_STEP:
-            return Stamped.stamp(tensor, lambda: self.clock.replays + turn.eager_runs + turn.overwritten(name))
-        return Stamped.stamp(tensor, lambda: turn.fills + turn.overwritten(name))
+            return Stamped.stamp(tensor, lambda: self.clock.replays + use.eager_runs + use.overwritten(name))
+        return Stamped.stamp(tensor, lambda: use.fills + use.overwritten(name))

@@ -15,24 +15,24 @@ from .statistics import Decision, RanksData
 
 
 class Watcher:
-    """Watches each step of a runner. The methods are called in this order. What they raise goes to the caller."""
+    """Watches each step of a runner. The methods are called in this order, and their errors go to the caller."""
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Look at a batch, before anything of it is read or written."""
+        """Called with a batch before its sources are read and slots are written."""
 
     def filled(self, view: Inputs) -> None:
-        """Look at the view that the caller gets, of filled slots. `runner.agreed` has what ranks agreed on."""
+        """Called with the view of the filled slots. `runner.agreed` has the decision of all ranks."""
 
     def before_replay(self, view: Inputs) -> None:
-        """Look at the view that the step is about to run on, by a graph or eagerly."""
+        """Called with the view before the step runs on it, by a graph or eagerly."""
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
-        """Look at the outputs of the step, and return what the caller gets instead."""
+        """Called with the outputs of the step. Return the outputs for the caller."""
         del view
         return outputs
 
     def failed(self, error: BaseException) -> None:
-        """Look at the error of a fill or step, which the caller gets."""
+        """Called with the error of a fill or step before the caller gets it."""
 
 
 WATCHERS: Final[dict[str, Callable[..., Watcher]]] = {}
@@ -132,7 +132,7 @@ class Coordinator:
         """Begin a step."""
 
     def agree(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """Return what all ranks do, if this rank alone would do `own`. admit: Raises what the fill would raise."""
+        """Return the common decision of all ranks. own: This rank's choice. admit: Raises the errors of the fill."""
         del live, admit
         return own
 
@@ -144,15 +144,15 @@ class Coordinator:
         return step(*args)
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the caller itself sends errors to the other ranks."""
+        """Return a context in which errors are not sent to other ranks, since the caller does that."""
         return contextlib.nullcontext()
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that looks at a batch before its step. If it raises, the others are notified."""
+        """Return a context for checks of a batch before its step. It sends their errors to the other ranks."""
         return contextlib.nullcontext()
 
     def agree_ahead(self, own: Decision, live: Live) -> None:
-        """Send the other ranks now what the next `agree` will be called with."""
+        """Send the arguments of the next `agree` to the other ranks now."""
 
     def idle(self, own: Decision, live: Live) -> bool:
         """Return whether all ranks are idle, as this one is, so that none runs a step."""
@@ -160,12 +160,12 @@ class Coordinator:
         return True
 
     def gather(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
-        """Gather a text and a number from each rank, at a call site that is no step."""
+        """Gather a text and a number from each rank, outside of a step."""
         del what, capturing
         return [(text, number)]
 
     def barrier(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
-        """Wait until all ranks are done with a part of a capture. Return the first that failed and its error, or None.
+        """Wait until all ranks have finished a part of a capture. Return the first failed rank and its error, or None.
 
         Args:
             what: The part.
@@ -175,7 +175,7 @@ class Coordinator:
         return next(((rank, text) for rank, (text, failed) in enumerate(gathered) if failed), None)
 
     def warm_up(self, step: RunStep, backend: Backend) -> RunStep:
-        """Make a step for warm-ups. It raises RankError once a rank is lost."""
+        """Wrap a step for warm-ups, so that it raises RankError if another rank is lost."""
         del backend
         return step
 
@@ -189,12 +189,12 @@ class Coordinator:
         return contextlib.nullcontext()
 
     def within(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a loop calls its runner. Any other call of the runner ends the loop."""
+        """Return a context in which calls of the runner belong to a loop. Any other call ends the loop."""
         del loop
         return contextlib.nullcontext()
 
     def agree_in_loop(self, own: Decision, live: Live, loop: Loop, *, idle: bool) -> Decision | None:
-        """Return what all ranks do in a step of a loop, if this rank alone would do `own`. Return None if all are idle.
+        """Return the common decision of all ranks for a step of a loop, or None if all are idle. own: This rank's.
 
         idle: Whether this rank has no request.
         """
@@ -202,9 +202,9 @@ class Coordinator:
             return None if idle and self.idle(own, live) else self.agree(own, live, lambda: None)
 
     def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:
-        """Wait until a device is past an event.
+        """Wait until a device has passed an event.
 
-        read: It is the end of a step, whose outputs only this rank may read.
+        read: Whether the event ends a step whose outputs perhaps only this rank reads.
         """
         del device, read
         event.synchronize()

@@ -30,7 +30,7 @@ def map_tensors(
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         names = [field.name for field in dataclasses.fields(outputs) if field.init]
         return dataclasses.replace(outputs, **{n: map_tensors(getattr(outputs, n), function, others) for n in names})
-    if attrs.has(type(outputs)) and not isinstance(outputs, Inputs):  # a view cannot be made twice
+    if attrs.has(type(outputs)) and not isinstance(outputs, Inputs):  # a view cannot be rebuilt
         fields = [field for field in attrs.fields(type(outputs)) if field.init]
         return attrs.evolve(
             outputs, **{f.alias: map_tensors(getattr(outputs, f.name), function, others) for f in fields}
@@ -73,7 +73,7 @@ def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error:
 
 
 def constant_leaf(leaf: Any, why: str, otherwise: str = "", error: type[Exception] = ConfigError) -> Any:
-    """Return a part of outputs that is no tensor and holds none. Raise `error` for any other, which might hold some."""
+    """Return a leaf of outputs that contains no tensor. Raise `error` for an object that might contain one."""
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
         return leaf
     raise error(
@@ -83,14 +83,14 @@ def constant_leaf(leaf: Any, why: str, otherwise: str = "", error: type[Exceptio
 
 
 def own_copy(outputs: Any) -> Any:
-    """Copy outputs, so that no later step overwrites them. Raise ConfigError for what cannot be copied."""
+    """Copy outputs, so that no later step overwrites them. Raise ConfigError for objects that cannot be copied."""
     return map_tensors(outputs, torch.clone, lambda leaf: constant_leaf(leaf, "which outputs='copy' cannot copy"))
 
 
 def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:
     """Return the parts of outputs that `read` chooses. Raise ConfigError for anything else, and if `read` raises.
 
-    `read` gets stand-ins without values. What it chooses is then right for each later step of as many rows.
+    `read` gets meta tensors, without values. Its choice is used for each later step with as many rows.
     """
     known = dict[int, tuple[torch.Tensor, torch.Tensor]]()
     constants: list[Any] = []
@@ -138,7 +138,7 @@ def nbytes_of(outputs: Sequence[Any], but: Collection[int]) -> int:
 
 
 class Stamped(torch.Tensor):
-    """An output of debug mode that knows which replay made it, and refuses to be read after a later one."""
+    """An output of debug mode. It has the number of its replay, and raises an error if it is read after a later one."""
 
     _made: int
     _now: Generation
@@ -156,7 +156,7 @@ class Stamped(torch.Tensor):
     ) -> Any:
         """Check every stamped argument, and run the function on plain tensors.
 
-        Results that share memory with one are stamped.
+        Results that share memory with a stamped argument are stamped, too.
         """
         stamps: list[Stamped] = []
 
@@ -179,7 +179,7 @@ class Stamped(torch.Tensor):
             return map_tensors(func(*args, **(kwargs or {})), inherit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return an ordinary tensor, which no replay overwrites."""
+        """Return an ordinary tensor, since no replay overwrites the copy."""
         self._check()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
             return copy.deepcopy(self.as_subclass(torch.Tensor), memo)

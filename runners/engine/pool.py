@@ -11,7 +11,7 @@ import torch
 from ...backends.base import Backend
 from ...dataflow import log
 from ...dataflow.axes import Sizes
-from ...dataflow.buffers import Bound, Buffers, BufferTurn, SharedMemory, carve, check_bindings
+from ...dataflow.buffers import Bound, Buffers, BufferUse, SharedMemory, carve, check_bindings
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.tails import CleanTails
 from ...dataflow.guard import outside_inference
@@ -38,7 +38,7 @@ class Phase:
     member: str = ""
 
     def keeping(self, *slots: str) -> "Phase":
-        """Return the phase for a runner that never shares these slots: their producer writes only what changed."""
+        """Return the phase for a runner that never shares these slots: their producer writes only changed rows."""
         return attrs.evolve(self, kept=self.kept.union(checked_names("keeping", slots)))
 
     @property
@@ -49,7 +49,7 @@ class Phase:
 
 @final
 class InputPool(Unique):
-    """Memory that runners share for their inputs, as far as their phases prove that they may.
+    """Input memory that runners share where their phases prove that it is safe.
 
     A phase begins with the first write to an input of one of its runners, by a fill or a producer. It ends when the
     step is done and its outputs have been read. Runners of one phase share nothing with one another. A runner joins by
@@ -59,13 +59,13 @@ class InputPool(Unique):
     Args:
         order: Phases that come one after the other, then from the first again.
         overlaps: Pairs of phases of which one may begin before the other has ended.
-        anytime: Phases that keep to no order.
+        anytime: Phases that may come at any time.
 
     Attributes:
         layout: Where each slot lies, and `layout.why(runner, slot)`. None before the first runner needs its memory.
 
     Raises:
-        ConfigError: The phases make no schedule.
+        ConfigError: The phases are no valid schedule.
     """
 
     def __init__(self, *order: str, overlaps: Iterable[tuple[str, str]] = (), anytime: Iterable[str] = ()) -> None:
@@ -149,16 +149,16 @@ class InputPool(Unique):
             for place in layout.places:
                 block = blocks[place.block]
                 tensors[place.member][place.slot] = carve(block, place.offset, place.shape, place.dtype)
-        clean, turns = CleanTails(), {member: BufferTurn() for member in self._allocations}
+        clean, uses = CleanTails(), {member: BufferUse() for member in self._allocations}
         for member, allocate in self._allocations.items():
-            turn = turns[member]
-            turn.overwriters = {
-                mine.slot: tuple(dict.fromkeys(turns[other.member] for other in layout.shared_with(member, mine.slot)))
+            use = uses[member]
+            use.overwriters = {
+                mine.slot: tuple(dict.fromkeys(uses[other.member] for other in layout.shared_with(member, mine.slot)))
                 for mine in layout.places
                 if mine.member == member
             }
-            turn.neighbours = tuple(dict.fromkeys(itertools.chain(*turn.overwriters.values())))
-            self._buffers[member] = allocate(SharedMemory(tensors[member], clean, turn))
-        log.info("sealed", runners=[*turns], nbytes=layout.nbytes, saved=layout.saved)
+            use.neighbours = tuple(dict.fromkeys(itertools.chain(*use.overwriters.values())))
+            self._buffers[member] = allocate(SharedMemory(tensors[member], clean, use))
+        log.info("sealed", runners=[*uses], nbytes=layout.nbytes, saved=layout.saved)
         self.layout, self._slots, self._backends, self._allocations = layout, [], {}, {}
         return layout

@@ -1,4 +1,4 @@
-"""Routes: where a batch is filled, what runs on it, and how its outputs are cut; with a graph, and without.
+"""Routes: the bucket that a batch fills, the graph or eager step that runs on it, and how its outputs are cut.
 
 Steps without a graph have buckets of the exact size, in a runner's memory or in memory that grows.
 """
@@ -28,7 +28,7 @@ from .statistics import Counts, Decision
 
 
 class Route(abc.ABC, Generic[V]):
-    """What happens to the batches of one bucket. Subclasses are final.
+    """Fills and runs the batches of one bucket. Subclasses are final.
 
     Attributes:
         filling: Fills the bucket.
@@ -81,10 +81,10 @@ class GraphRoute(Route[V]):
         self.counts.live += live[-1]
         rows = None if self._rows_each is None else live[-1] * self._rows_each
         outputs = self._captured.graph.outputs
-        if type(outputs) is not torch.Tensor or self._graphs.stamps:  # the caller may change a container
+        if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a new container, since the caller may change it
             return self._graphs.stamped(self._captured.live(rows))
         if rows is None:
-            return outputs.detach()  # never the graph's own tensor, which the caller might change
+            return outputs.detach()  # an alias, since the caller may reshape it
         if outputs is self._last_outputs and rows == self._last_rows:
             if self._last_cut is None:
                 with outside_inference():
@@ -104,8 +104,8 @@ class EagerRoute(Route[V]):
         filler, stage = self.filler, self.filler.stage
         hosts = filler.hosts
         step = stage.run if stage.restored else stage.step
-        filler.buffers.turn.eager_runs += 1
-        if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first step without these slots
+        filler.buffers.use.eager_runs += 1
+        if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first such step
             outputs = hosts.look(lambda: _run(step, view), self.filling.bucket.absent)
         else:
             outputs = _run(step, view)
@@ -143,7 +143,7 @@ class EagerRoutes(Generic[V]):
         buffers: Buffers | None = None,
         no_copy: bool = False,
     ) -> None:
-        """Use `buffers`, those of a runner's buckets, as long as they are large enough. runner: Its name in events."""
+        """Start with `buffers`, those of a runner's buckets, until they are too small. runner: Its name in events."""
         self.stage = stage
         self.no_copy = no_copy
         self._runner = runner
@@ -193,12 +193,12 @@ class EagerRoutes(Generic[V]):
         return EagerRoute(handing, self.stage.viewer(filling.bucket, handing.shown), counts)
 
     def restore(self, filler: Filler[V] | None) -> None:
-        """Go back to the earlier memory, after a batch was refused that it had grown for."""
+        """Return to the earlier memory, if the batch that it grew for was refused."""
         if filler is not self.filler:
             self._use(filler)
 
     def _use(self, filler: Filler[V] | None) -> None:
-        """Fill other memory from now on, and forget what is bound to the earlier memory."""
+        """Switch to other memory, and drop the routes of the earlier memory."""
         self._table.forget()
         self._routes = {}
         capacity = {} if filler is None else filler.buffers.capacity
@@ -228,30 +228,30 @@ class EagerRoutes(Generic[V]):
         return filler
 
     def _over(self, buffers: Buffers) -> Filler[V]:
-        """Make a filler that copies: no fused kernel works on live rows alone."""
+        """Make a filler without a fused kernel, which cannot work on live rows alone."""
         able = self.stage.backend.capabilities.lowerings
         lowering = next(name for name, one in LOWERINGS.items() if name in able and not one.has_kernel)
         return Filler(self.stage, buffers, lowering, [buffers.capacity], self._table)
 
 
 class HandOver(Filling):
-    """Replaces the fill if steps run on the batch's own tensors.
+    """Takes the place of a fill in steps that run on the batch's own tensors.
 
     Attributes:
-        handed: The tensors of the last batch.
+        handed: The tensors of the last batch, by slot.
     """
 
     handed: FilledBucket | None = None
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
-        """Check the batch, and compute the slots that follow from it."""
+        """Check the batch, keep its tensors, and compute the computed slots."""
         del whole
         filler = self.filler
         filler.hosts.wait()
         self.handed = hand_over(self.bucket, call.batch, call.live, call.side)
-        filler.buffers.turn.fills += 1
+        filler.buffers.use.fills += 1
         self.handed.compute_on_device(call.batch)
 
     def shown(self, _: Live) -> Views:
-        """Return what views show: the tensors of the last batch."""
+        """Return the tensors of the last batch, for views."""
         return {} if self.handed is None else self.handed.views

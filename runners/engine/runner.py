@@ -38,11 +38,11 @@ _NOT_LAST: Final = (
 
 @attrs.define(eq=False)
 class Filled(Generic[V]):
-    """A filled step.
+    """A step after its fill and before its replay.
 
     Attributes:
-        view: What the caller and the step see.
-        route: What runs the step.
+        view: The view for the caller and the step.
+        route: The route that runs the step.
         live: Rows on each varying axis, and last those of the leading axis.
     """
 
@@ -61,7 +61,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         config: Its options.
         stage: The declaration, the backend and the step.
         coordinator: Coordinates it with the same runner of other ranks.
-        is_whole: Whether its graphs are of whole steps. They then compute on the device, and the caller gets no view.
+        is_whole: Whether its graphs are of whole steps. These graphs also run functions of slots on the device, and a
+            call needs no view.
         cuts: Whether outputs are cut to live rows.
         graphs: The captured buckets, and the buffers that they read. None if the runner captures nothing.
         eager: Runs the batches that no graph takes.
@@ -90,7 +91,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         capacity: Sizes,
         path: PathName = "graph",
     ) -> None:
-        """Set up what every runner has.
+        """Set up the parts that every runner has.
 
         Args:
             config: The options.
@@ -120,7 +121,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.patterns: Collection[Absent] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keep the compiler out of the class's own methods, too."""
+        """Keep torch.compile from tracing the methods of a subclass, too."""
         super().__init_subclass__(**options)
         opaque(cls)
 
@@ -139,7 +140,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def _route(self, call: ReadBatch) -> Route[V]:
-        """Choose the route of a batch. Raises as a call does."""
+        """Choose the route of a batch. Raises the errors of a call."""
 
     @abc.abstractmethod
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
@@ -149,7 +150,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Return the path that a batch would take, its bucket, and why. Nothing is run.
 
         Args:
-            batch: As a call takes it.
+            batch: The batch, in any form that a call accepts.
             side: Side arguments, by name.
 
         Raises:
@@ -161,7 +162,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return decision
 
     def _decide_alone(self, batch: Any, side: Side) -> tuple[Decision, Live]:
-        """Return what this rank would do with a batch, and its live sizes.
+        """Return this rank's own decision for a batch, and the batch's live sizes.
 
         Sources are not compared: the fill does that.
         """
@@ -199,7 +200,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Fill the inputs from a batch and return the view that the step sees, valid until the next fill.
 
         Args:
-            batch: As a call takes it.
+            batch: The batch, in any form that a call accepts.
             side: Side arguments, by name.
 
         Raises:
@@ -227,8 +228,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         with self.step_lock.open():
             call, route = self._fill(batch, side, whole=False)
             view = route.viewer(batch, call.live)
-            turn = route.filler.buffers.turn
-            self._others = turn.others
+            use = route.filler.buffers.use
+            self._others = use.others
             self._filled = Filled(view, route, call.live)
             return view
 
@@ -238,9 +239,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
             if filled is None or filled.view is not view:
                 raise ReplayError(self._why_no_view(view) or _NOT_LAST)
             filler = filled.route.filler
-            if filler.buffers.turn.others != self._others:
+            if filler.buffers.use.others != self._others:
                 raise ReplayError(
-                    "another runner of this one's pool was filled since, in memory that both use: replay a view before "
+                    "another runner of the same pool was filled since, in memory that both use: replay a view before "
                     "the next phase begins, or declare that the phases overlap"
                 )
             try:
@@ -254,12 +255,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def graph_of(self, view: Any) -> Captured | None:
         """Return the graph that replays a view, or None if the step runs eagerly or `replay` refuses the view."""
         filled = self._filled
-        if filled is None or filled.view is not view or filled.route.filler.buffers.turn.others != self._others:
+        if filled is None or filled.view is not view or filled.route.filler.buffers.use.others != self._others:
             return None
         return filled.route.captured
 
     def _why_no_view(self, view: Any) -> str | None:
-        """Return why something is no view of this runner, or None if it is one."""
+        """Return why an object is no view of this runner, or None if it is one."""
         info = getattr(view, "_slotgraph_view", None)
         if not isinstance(info, ViewInfo):
             came = f"a batch, {kind_text(view)}" if isinstance(view, Inputs) else kind_text(view)
@@ -269,14 +270,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return f"this view was not filled last: another runner filled it, of {info.declaration.name}"
 
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> tuple[ReadBatch, Route[V]]:
-        """Fill from a batch by its route. whole: The step is run at once, and needs no view."""
+        """Fill from a batch by its route. whole: Whether the step runs next, and needs no view."""
         before, self._filled = self._filled, None
-        start = time.perf_counter_ns() if next(self.tally.turns) else 0
+        start = time.perf_counter_ns() if next(self.tally.sampled) else 0
         coordinator = self.coordinator
         if not self._is_alone:
             coordinator.begin()
         eager = self.eager
-        held = eager.filler
+        earlier = eager.filler
         try:
             call = self._reader.read(batch, side)
             if self._is_checked:
@@ -289,7 +290,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 self.size.explain(error, batch, side)
                 self._filled = before  # nothing was written: the last view is still valid
             coordinator.refuse(error)
-            eager.restore(held)  # undo what grew for this batch
+            eager.restore(earlier)  # return to the memory before it grew for this batch
             raise
         if start or route.decision is not None:
             late = route.filler.late
@@ -297,24 +298,24 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return call, route
 
     def check_limits(self, batch: Any, side: Side = NO_SIDE, slots: Collection[str] | None = None) -> None:
-        """Raise BatchError if host data has more than a slot takes. slots: The slots to check, or None for all."""
+        """Raise BatchError if host data exceeds the limit of a slot. slots: The slots to check, or None for all."""
         for limit in self.limits:
             if slots is None or limit.name in slots:
                 limit.check(batch, side)
 
     @property
     def agreed(self) -> Decision | None:
-        """What all ranks did in the last step that they agreed on, and which rank forced it, or None without ranks."""
+        """The decision of all ranks in the last step that they agreed on, and the rank that forced it, or None."""
         return self.coordinator.agreed
 
     def agree_ahead(self, batch: Any, **side: Any) -> None:
         """Send the other ranks the sizes of the next step's batch, while this step still runs.
 
-        The next call uses these sizes, so its batch must have them and must be one that a fill accepts. Nothing is done
-        without other ranks, or if all get the same batches.
+        The next call uses these sizes, so its batch must have them and must be one that a fill accepts. It does nothing
+        without other ranks, or if all ranks get the same batches.
 
         Args:
-            batch: The next step's batch, or stand-ins of its shapes.
+            batch: The next step's batch, or one with tensors of the same shapes.
             side: Side arguments, by name.
 
         Raises:
@@ -352,7 +353,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return None if coordinator.idle(own, live) else self(empty, **given)
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:
-        """Return an idle rank's batch and side arguments: the given ones, or ones that are made once and kept."""
+        """Return an idle rank's batch and side arguments: the given ones, or cached ones that are made once."""
         if batch is None:
             return self._sample.batch, {**self._sample.side, **side}
         rows = max(self.size(batch, side), default=0)

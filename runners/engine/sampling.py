@@ -52,10 +52,10 @@ def sample_batch(
     Args:
         declaration: The slots and fields.
         capabilities: The record of the backend.
-        live: The size of every axis, fixed ones too.
+        live: The size of every axis, including fixed ones.
         generator: A generator on the CPU.
         absent: Optional slots to leave out.
-        values: How to make other values.
+        values: By slot or field, a rule for other values.
         device: Where tensors for device slots are.
 
     Raises:
@@ -73,7 +73,7 @@ def sample_batch(
             drawn[path] = tensor.to(device if slot.placement == DEVICE else CPU)
             if not put(sample, path, drawn[path]):
                 raise ConfigError(
-                    f"slot {name!r} reads {path}, where another slot's tensor stands: give batches of your own, "
+                    f"slot {name!r} reads {path}, which is inside another slot's tensor: give batches of your own, "
                     "batches="
                 )
     for name, field in declaration.fields.items():
@@ -122,14 +122,14 @@ def _draw(
     if rule is None and not is_whole:
         exact = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
-    if rule is None and is_location(slot):  # two rows that write one location would race
+    if rule is None and is_location(slot):  # locations differ, since two rows that write one location would race
         count = math.prod(shape)
         if limit is not None and limit < count:
-            raise ConfigError(f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {limit}")
+            raise ConfigError(f"slot {name!r}: {count} rows need as many locations above 0, over its limit of {limit}")
         return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape).to(dtype)
     if rule is None:
         tail, highest = slot.rule(), 1 if limit is None else limit
-        is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL  # a length is not 0
+        is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL  # lengths are at least 1
         rule = min(int(is_length), highest), highest
     match rule:
         case (int() | float() as low, int() | float() as high) if low <= high:
@@ -144,7 +144,7 @@ def _draw(
 
 
 def signed_slots(declaration: Declaration, values: Values) -> list[str]:
-    """Return copied slots that may have numbers below 0: nothing excludes them, no limit, role, length or values."""
+    """Return copied slots that may have negative numbers, because no limit, role, length or rule excludes them."""
     found = list[str]()
     for name in declaration.sources:
         slot, tail = declaration.slots[name], declaration.slots[name].rule()
@@ -162,7 +162,7 @@ def is_location(slot: Slot) -> bool:
 
 def put(sample: Sample, path: Path, value: Any) -> bool:
     """Put a value at its source's path, in nested mappings. Return False if another source is in the way."""
-    holder: Any = sample.side if path.beside else sample.batch
+    holder: Any = sample.side if path.from_side else sample.batch
     *outer, last = path.parts
     for part in outer:
         holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
@@ -173,14 +173,14 @@ def put(sample: Sample, path: Path, value: Any) -> bool:
 
 
 class RecordedBatch(dict[str, Any], Answering):
-    """A batch made of recorded values of sources. It answers for functions of the batch, which are not called."""
+    """A batch made of recorded values. For a source that is a function it returns the recorded result."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
         self.answers: dict[int, Any] = {}
 
     def answer(self, source: Source) -> Any:
-        """Return what the source found in the recorded batch, or None if it found nothing."""
+        """Return the value that the source had in the recorded batch, or None if it was absent."""
         return self.answers.get(id(source))
 
 
@@ -195,7 +195,8 @@ def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[
         elif isinstance(source, Path):
             if not put(sample, source, value):
                 raise RecordingError(
-                    f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
+                    f"slot {name!r}: its source {source} contains another source, or is inside of one: give it a "
+                    f"separate one"
                 )
         elif source is not None:
             raise RecordingError(

@@ -23,7 +23,7 @@ SlotOfMember = tuple[str, str]
 
 
 def _listed(value: Any, expected: str = "phases: expected names") -> tuple[Any, ...]:
-    """Return the items of a list. Raise ConfigError for a bare text, which would be a list of letters."""
+    """Return a list's items as a tuple. Raise ConfigError for a string, which would be a list of letters."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(f"{expected} in a list or tuple, got {value!r}")
     return tuple(value)
@@ -43,7 +43,7 @@ class Schedule:
     Args:
         order: Phases that run one after the other, then from the first again. A round may leave one out.
         overlaps: Pairs of phases of which one may begin before the other has ended.
-        anytime: Phases that keep to no order, and so may overlap with all others.
+        anytime: Phases that may come at any time, and so overlap with all others.
 
     Raises:
         ConfigError: A name is unknown, empty, or given twice.
@@ -54,7 +54,7 @@ class Schedule:
     anytime: tuple[str, ...] = attrs.field(default=(), converter=_listed)
 
     def __attrs_post_init__(self) -> None:
-        """Raise ConfigError for names that make no schedule."""
+        """Raise ConfigError for names that are no valid schedule."""
         phases, known = self.phases, ", ".join(map(repr, self.phases))
         faults = [
             f"phases: expected names, got {name!r}" for name in phases if not str(name).strip() or name != str(name)
@@ -105,7 +105,7 @@ class PooledSlot:
         placement: Whether it lies in the memory of the device or of the host.
         shape: Its shape at full capacity.
         dtype: Its dtype.
-        always: Whether its bytes must last through all phases and between them, not in its own phase alone.
+        always: Whether its bytes must keep their value in all phases, not only in its own.
         why: The reason for that.
         arenas: Whether its backend lays several slots in one allocation.
         block: The index of its block in the layout.
@@ -137,7 +137,7 @@ class PooledSlot:
 
     @property
     def needed(self) -> str:
-        """When its bytes must last, in words."""
+        """When its bytes must keep their value, in words."""
         return "always" if self.always else f"in {self.phase}"
 
     def touches(self, other: "PooledSlot") -> bool:
@@ -145,7 +145,7 @@ class PooledSlot:
         return self.block == other.block and self.offset < other.stop and other.offset < self.stop
 
     def meets(self, other: "PooledSlot", schedule: Schedule) -> bool:
-        """Return whether the bytes of both may have to last at the same time."""
+        """Return whether both slots may have to keep their bytes at the same time."""
         return self.always or other.always or schedule.meet(self.phase, other.phase)
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ def pooled_slots(
     bound: Collection[str] = (),
     kept: Collection[str] = (),
 ) -> list[PooledSlot]:
-    """Return the slots of a runner that shares memory, before they have a place.
+    """Return the slots of a runner that shares memory, not yet laid out.
 
     Args:
         declaration: The runner's slots, under its settings.
@@ -173,8 +173,8 @@ def pooled_slots(
         member: The runner's name among those that share.
         phase: The phase that the runner is used in.
         device: The device of its device slots.
-        bound: Slots whose memory was handed in. They are left out.
-        kept: Slots whose bytes must last from step to step: their producer writes only what changed.
+        bound: Slots with memory of the user, which are left out.
+        kept: Slots that must keep their bytes from step to step, since their producer writes only changed rows.
     """
     found = list[PooledSlot]()
     for name, slot in declaration.slots.items():
@@ -198,9 +198,9 @@ def pooled_slots(
 
 
 def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
-    """Return why a slot's bytes must last beyond its runner's phase, or None.
+    """Return why a slot must keep its bytes beyond its runner's phase, or None.
 
-    They must if the slot's kind does not say that they need not.
+    Any slot must, unless its kind allows otherwise.
     """
     rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes()
     written = slot.rewritten or slot.restored or read or computed
@@ -235,7 +235,7 @@ class Layout:
         schedule: The phases, and which of them may overlap.
         blocks: The allocations.
         places: A place for each slot, in the order of members and of their declarations.
-        peak: The most bytes that ever have to last at once. No layout is smaller.
+        peak: The most bytes that are needed at the same time. No layout is smaller.
     """
 
     schedule: Schedule
@@ -273,7 +273,7 @@ class Layout:
         return tuple(place for place in self.places if place is not mine and place.touches(mine))
 
     def why(self, member: str, slot: str) -> str:
-        """Return why a slot has its place: what makes its lifetime, and which slots share its memory."""
+        """Explain the place of a slot: the reason for its lifetime, and the slots that share its memory."""
         mine, shared = self.place(member, slot), self.shared_with(member, slot)
         return f"{mine.why}; shares with {', '.join(map(str, shared)) or 'none'}"
 
@@ -342,8 +342,8 @@ def _first_fit(slots: Sequence[PooledSlot], schedule: Schedule, block: int) -> l
 def check_layout(layout: Layout) -> None:
     """Raise LayoutError unless all places are safe.
 
-    Each must lie in a block of its kind, and no two may share a byte that both may need at once. The error names all
-    places that fail.
+    Each place must lie in a block of its kind, and no two may share a byte that both may need at once. The error names
+    all places that fail.
     """
     faults = list[str]()
     for place in layout.places:

@@ -1,4 +1,4 @@
-"""What every runner is built on: a declaration under its settings, a backend, the step, and its sizes."""
+"""The stage of a runner: a declaration under its settings, a backend, a step, and sizes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic
@@ -25,7 +25,7 @@ NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 
 
 def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
-    """Return sizes, with those known to a runner that the declaration asks for. Raise ConfigError if they differ."""
+    """Add to `sizes` those that the runner's options determine. Raise ConfigError if they differ."""
     axes, sizes = declaration_of(inputs).axes, checked_sizes(sizes)
     for axis, size in known.items():
         if sizes.get(axis, size) != size:
@@ -36,18 +36,18 @@ def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
 
 @attrs.frozen(eq=False)
 class Stage(Generic[V]):
-    """A declaration class made ready to run: what its settings enable, where it runs, and what runs on its views.
+    """A declaration class that is ready to run: its enabled slots, its backend, and the step that runs on its views.
 
     Attributes:
         inputs: The declared class.
         views: The class of its views.
-        declaration: What the settings enable of it.
+        declaration: Its slots and fields, as the settings enable them.
         backend: The device.
-        step: What runs on the views.
+        step: The function that runs on the views.
         sizes: Sizes of the fixed axes, and capacities of further varying ones.
         relations: Axes that follow from others.
-        restored: Slots that are put back after a step.
-        state: Tensors besides the slots that are put back after runs for the library, or None.
+        restored: Slots that are restored after a step.
+        state: Tensors besides the slots that are restored after warm-ups and checks. None to find them.
     """
 
     inputs: type[V]
@@ -93,7 +93,7 @@ class Stage(Generic[V]):
             single = isinstance(state, torch.Tensor) or not isinstance(state, Iterable)
             given, state = state, (None,) if single else tuple(state)
             if not all(isinstance(one, torch.Tensor) for one in state):
-                refuse("state", "a list of the tensors that the step changes beside its slots", given)
+                refuse("state", "a list of the tensors that the step changes besides its slots", given)
         return cls(inputs, shown_class(inputs), declaration, choose(backend), step, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
@@ -116,7 +116,7 @@ class Stage(Generic[V]):
         name, axes = self.declaration.name, self.declaration.axes
         missing = ", ".join(axis.name for axis in axes if axis not in sizes)
         if missing:
-            raise ConfigError(f"{name} needs sizes= for {missing}: the most rows that a batch brings")
+            raise ConfigError(f"{name} needs sizes= for {missing}: the most rows that a batch has")
         return {axis: sizes[axis] for axis in axes}
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
@@ -134,12 +134,12 @@ class Stage(Generic[V]):
         step_of: Callable[[Live], Step] | None = None,
         **info: Any,
     ) -> Viewer[V]:
-        """Return what makes the views of a bucket's batches.
+        """Return the maker of views of a bucket's batches.
 
         Args:
             bucket: The bucket.
-            shown: Returns the slots that they show, for live sizes. By default those of the bucket.
-            step_of: Returns the sizes that they remember. By default those of the bucket.
+            shown: Returns the slots in a view of live sizes. By default those of the bucket.
+            step_of: Returns the `Step` of a view. By default that of the bucket.
             info: Further values of `ViewInfo`.
         """
         sizes_of = step_of or bucket.step
@@ -150,10 +150,10 @@ class Stage(Generic[V]):
         return Viewer(self.views, shown or (lambda live: bucket.at(live).shown()), self.declaration.fields, info_of)
 
     def viewer_of_capture(self, bucket: Bucket) -> Viewer[V]:
-        """Return what makes the views of a capture.
+        """Return the maker of views for a capture.
 
-        Their tensors are new, because whoever gets a tensor may change its shape. A micro-batch of such a view has
-        nothing that the host computes, and no part of what replays pass to the graph.
+        Their tensors are new aliases, because a step may reshape them. Such a view is marked as captured: narrowing it
+        drops host-computed slots and refuses to cut host parameters.
         """
         aliases = Aliases(bucket.views)
         return self.viewer(bucket, lambda _: aliases(), **self.capture_info)
@@ -161,9 +161,8 @@ class Stage(Generic[V]):
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another one, on a view.
 
-        Slots that it writes on the way are put back. What it returns of these, as far as `map_tensors` finds it, is a
-        copy. If the step raises, the slots stay as they are: a caller that runs it on a padded view distrusts the
-        buffers.
+        Slots declared as `restored` are restored afterwards, and outputs that contain their tensors are copies. If the
+        step raises, they are not restored: after a step on a padded view, the caller must mark all tails as dirty.
         """
         step = self.step if step is None else step
         slots = view.__dict__
@@ -184,6 +183,6 @@ class Stage(Generic[V]):
 
     @property
     def capture_info(self) -> dict[str, Any]:
-        """What views of a capture remember: operators take some slots whole, so no step may cut them."""
+        """The `ViewInfo` of a capture. Operators take host parameters whole, so no step may cut them."""
         handed = self.backend.capabilities.host_parameters
         return {"whole": frozenset(self.declaration.parameters.values() if handed else ()), "captured": True}

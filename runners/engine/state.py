@@ -1,7 +1,7 @@
-"""State: what a step changes outside of its slots, such as a KV cache, and the tensors that it uses, such as weights.
+"""State: memory outside of slots that a step changes, such as a KV cache, and tensors that it uses, such as weights.
 
-Warm-ups, captures, checks and debug modes run a step that the user did not ask for, and put its state back. The state
-is found by running the step once and recording what its operators write. Python objects are not found, nor is what a
+Warm-ups, captures, checks and debug modes run a step without a request of the user, and restore its state. The state is
+found by running the step once and recording what its operators write. Python objects are not found, nor is what a
 kernel writes that is launched outside torch's dispatcher: give `state=` for those.
 """
 
@@ -34,7 +34,7 @@ from .current import current_step
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
-COPY_SHARE: Final = 0.5  # the share of a device's free memory that copies of a state may take
+COPY_SHARE: Final = 0.5  # copies of a state may take this share of a device's free memory
 ELEMENT: Final = 16  # bytes of the largest element, a complex number
 MOST_CALLS: Final = 12  # the most calls that lead from the step to a tensor
 MOST_OBJECTS: Final = 200_000  # the most objects that are searched
@@ -69,8 +69,8 @@ class Piece:
     Attributes:
         memory: The tensor.
         label: Its name in messages.
-        index: The elements that the step changes, or all if it is empty.
-        given: Whether the caller named it.
+        index: The index of the elements that the step changes; empty for all elements.
+        given: Whether it comes from the user's `state=`.
         kind: "parameter" or "buffer" of a module, or "tensor".
     """
 
@@ -99,9 +99,7 @@ class Piece:
         """Raise CheckError if its memory has become smaller."""
         end = self.memory.storage_offset() * self.memory.itemsize + span(self.memory)[1] - self.memory.data_ptr()
         if self.memory.untyped_storage().nbytes() < end:
-            raise CheckError(
-                f"{self.label} has been made smaller since it was looked at: it cannot be kept while a check runs"
-            )
+            raise CheckError(f"{self.label} has become smaller since it was found: a check cannot restore it")
 
 
 def _free_on(backend: Backend, device: torch.device) -> int:
@@ -115,9 +113,9 @@ class State:
     Attributes:
         backend: The device of the step.
         pieces: The memory that it changes.
-        taken: Storages that the run used by which the state was found, each with the operators that read or wrote it.
+        taken: Storages that the run used in which the state was found, each with the operators that read or wrote it.
         free: Reads how much memory of a device is free.
-        holder: Leads to the pieces, for names in errors.
+        holder: The object from which the pieces are reached, for their names in errors.
     """
 
     backend: Backend
@@ -128,7 +126,7 @@ class State:
 
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
-        """Make a state of these tensors, or parts of them, whatever else a step may change."""
+        """Make a state of the given tensors, or parts of them. Other memory that the step changes is not restored."""
         pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}", given=True) for one in tensors if one.numel())
         return cls(backend, tuple(pieces))
 
@@ -143,14 +141,14 @@ class State:
         holder: Callable[..., Any] | None = None,
         inside: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> "State":
-        """Run a step once, record what it changes, and put that back.
+        """Run a step once, record the memory that it changes, and restore it.
 
         Args:
             backend: The device of the step.
-            slots: Memory that is no state.
+            slots: The memory of slots, which does not count as state.
             run: Runs the step.
             exact: Whether to keep only the elements that this run writes, not whole storages.
-            holder: Leads to the pieces, for names in errors.
+            holder: The object from which the pieces are reached, for their names in errors.
             inside: Called before an operator writes a part of a slot.
 
         Raises:
@@ -166,7 +164,7 @@ class State:
             if any(start <= low and high <= stop for start, stop in slots):
                 inside(tensor)
                 return
-            with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
+            with outside_inference(), torch.no_grad():  # make ordinary tensors, whatever modes are on
                 index = _written_index(operator, args) if exact else ()
                 view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                 key = view if exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
@@ -177,7 +175,7 @@ class State:
                     piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
                     try:
                         cls(backend, (*pieces, piece), {}, free, holder).check_room()
-                    except CheckError as error:  # the step may catch it
+                    except CheckError as error:  # raise it even if the step caught it
                         refused.append(error)
                         raise
                     pieces.append(piece)
@@ -187,7 +185,7 @@ class State:
         with _random_kept(backend):
             try:
                 run_seen(traffic, run)
-            finally:  # the last one first: an earlier piece may overlap it
+            finally:  # the last piece first, since pieces may overlap
                 cls(backend, tuple(pieces[::-1])).restore(copies[::-1])
         if refused:
             raise refused[0]
@@ -215,19 +213,19 @@ class State:
                 labels = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.label for one in self.pieces)
                 named = "; ".join(dict.fromkeys(labels))
                 raise CheckError(
-                    f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} "
+                    f"the step changes {human_bytes(nbytes)} on {device} besides its slots ({named}), of which {them} "
                     f"would take more than {COPY_SHARE:.0%} of the {human_bytes(room)} that are free: give state= with "
-                    "those tensors, or parts of them, that must be put back after runs of warm-ups and checks"
+                    "those tensors, or parts of them, that must be restored after warm-ups and checks"
                 )
 
     def copy(self) -> CopiedPieces:
         """Return copies of the present contents. Raise CheckError if some memory has become smaller."""
-        with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
+        with outside_inference(), torch.no_grad():  # make ordinary tensors, whatever modes are on
             return [piece.copy() for piece in self.pieces]
 
     def restore(self, copies: CopiedPieces) -> None:
         """Write earlier contents back. An interrupt takes effect after all are written."""
-        with outside_inference(), torch.no_grad():  # ordinary tensors, whatever modes are on
+        with outside_inference(), torch.no_grad():  # make ordinary tensors, whatever modes are on
             pairs = list(zip(self.pieces, copies, strict=True))
             try:
                 for piece, before in pairs:
@@ -240,7 +238,7 @@ class State:
     def apart(self, copies: CopiedPieces) -> CopiedPieces:
         """Return masks of the words in which each piece differs from its copy.
 
-        A word is as long as the largest element. The masks take some hundredths of a copy's memory.
+        A word has the size of the largest element. The masks take a few percent of a copy's memory.
         """
         found = list[torch.Tensor]()
         for piece, was in zip(self.pieces, copies, strict=True):
@@ -256,7 +254,7 @@ class State:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Run a block, and put the state back. Raise CheckError if a copy would take too much memory."""
+        """Run a block, and restore the state. Raise CheckError if a copy would take too much memory."""
         self.check_room()
         before = self.copy()
         with _random_kept(self.backend):
@@ -267,16 +265,16 @@ class State:
 
 
 def check_writes(step: Callable[[Callable[[torch.Tensor], None]], Any], buffers: Buffers) -> None:
-    """Run a step once. Raise CaptureError if it writes a slot that it should only read, whose tail would keep that.
+    """Run a step once. Raise CaptureError if it writes a slot that it may only read, since later fills keep its tail.
 
-    step: It gets a function to call before an operator writes a part of a slot, which finds the line for the error.
+    step: Gets a function to call before an operator writes a part of a slot, which finds the line for the error.
     """
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or one.slot.writers == BY_STEP)]
     before = {buffer.name: buffer.tensor.clone() for buffer in read}
     places = dict[str, str]()
 
     def note(tensor: torch.Tensor) -> None:
-        for buffer in read if current_step() is not None else ():  # a fill in the graph also writes slots
+        for buffer in read if current_step() is not None else ():  # the fill inside the graph also writes slots
             if buffer.nbytes and overlaps(tensor, [span(buffer.tensor)]):
                 places.setdefault(buffer.name, place_now())
 
@@ -322,7 +320,7 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _random_kept(backend: Backend) -> Iterator[None]:
-    """Run a block, and put the random generators of torch, Python and NumPy back."""
+    """Run a block, and restore the random generators of torch, Python and NumPy."""
     device = backend.device
     python = random.getstate()
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - a step may draw by these
@@ -335,7 +333,7 @@ def _random_kept(backend: Backend) -> Iterator[None]:
 
 
 def draw_on(backend: Backend) -> None:
-    """Draw a few random numbers, so that the next draw gives others."""
+    """Draw a few random numbers, so that the next draws differ."""
     random.random()
     np.random.rand()  # noqa: NPY002 - as above
     for device in {torch.device("cpu"), backend.device}:
@@ -348,12 +346,12 @@ def _text(tensor: torch.Tensor) -> str:
 
 @attrs.frozen(eq=False)
 class Holding:
-    """One tensor that a step reaches without its view, and the storage that it had, which is not kept alive.
+    """A tensor that a step reaches without its view, with a weak reference to its storage.
 
     Attributes:
         name: The tensor's name in the code of the step's author.
-        leads: The calls that lead to it.
-        same: Its identity and address.
+        leads: The path to it: calls that each return the next object.
+        same: Its identity and its address, to notice changes.
         storage: Its storage, as a weak reference.
         place: The address and bytes of the storage.
         text: Its dtype and shape in words.
@@ -372,7 +370,7 @@ class Holding:
         return bool(self.storage.expired())
 
     def moved(self, step: Callable[..., Any] | None) -> torch.Tensor | None:
-        """Return the tensor that the step now reaches in its place, if it has other memory. Else return None."""
+        """Return the tensor that the step now reaches by the same path, if its memory is different, else None."""
         try:
             now = functools.reduce(lambda one, lead: lead(one), self.leads, step)
         except _LOST:
@@ -396,7 +394,7 @@ class Holdings:
         self.found: dict[str, Holding] = {}
 
     def look(self) -> None:
-        """Add the tensors that the step reaches now by paths that reached none before."""
+        """Add tensors that the step now reaches by new paths."""
         for name, leads, tensor in reached(self._step):
             if address := _address(tensor):
                 storage = tensor.untyped_storage()
@@ -405,7 +403,7 @@ class Holdings:
                 self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 
     def changed(self) -> list[Change]:
-        """Return the tensors whose memory has moved, of those that the step still reaches by the same path."""
+        """Return the tensors whose memory has moved and that the step still reaches by the same path."""
         pairs = ((one, one.moved(self._step)) for one in self.found.values())
         return [(one, now) for one, now in pairs if now is not None]
 
@@ -423,7 +421,7 @@ def _address(tensor: torch.Tensor) -> int:
 def reached(
     holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = MOST_CALLS
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
-    """Find the tensors that an object leads to, with their names and paths, but not beyond `closed` and `depth`."""
+    """Find the tensors that are reachable from an object, with names and paths. Do not enter `closed` objects."""
     seen, todo = set[int](), [(holder, "", Leads())]
     while todo and len(seen) < MOST_OBJECTS:
         one, name, leads = todo.pop()
@@ -434,13 +432,13 @@ def reached(
             yield name.removeprefix("."), leads, one
         elif len(leads) < depth:
             for part, lead in _leads(one):
-                with contextlib.suppress(*_LOST):  # such as an unbound variable of a closure
+                with contextlib.suppress(*_LOST):  # such as an empty cell of a closure
                     if not isinstance(inner := lead(one), closed):
                         todo.append((inner, name + part, (*leads, lead)))
 
 
 def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Yield what an object leads to: its name in the author's code, and the call that reaches it."""
+    """Yield what an object refers to: the name in the author's code, and a call that returns the other object."""
     if isinstance(one, types.FunctionType):
         for place, name in enumerate(one.__code__.co_freevars):
             yield f".{name}", functools.partial(lambda at, one: one.__closure__[at].cell_contents, place)
@@ -457,6 +455,6 @@ def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     else:
         slots = copyreg._slotnames(type(one))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
         names, is_module = list[str](slots), isinstance(one, nn.Module)
-        for name, held in getattr(one, "__dict__", {}).items():
-            names += held if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
+        for name, value in getattr(one, "__dict__", {}).items():
+            names += value if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
         yield from ((f".{name}", attrgetter(name)) for name in names)

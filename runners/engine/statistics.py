@@ -13,7 +13,7 @@ from ...dataflow import log
 EVERY: Final = 61
 """One fill of so many is timed. It is a prime, so that buckets which alternate are all timed sooner or later."""
 FIRST: Final = 2
-"""Which fill of those is timed. It is not a runner's first, which creates what the next ones find."""
+"""Which fill of those is timed. It is not a runner's first, which sets up memory for the next ones."""
 
 
 _NUMBER: Final = re.compile(r"\d+")
@@ -114,7 +114,7 @@ class Tally:
         buckets: Steps by bucket.
         reasons: Eager steps by reason.
         ahead: Steps of `steps()`: those ahead of the host, and the others by the reason why not.
-        turns: For each fill that begins, whether to time it.
+        sampled: An iterator that says of each fill whether to time it.
     """
 
     def __init__(self, path: PathName) -> None:
@@ -122,11 +122,11 @@ class Tally:
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
         self.ahead = collections.Counter[str]()
-        self.turns = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
+        self.sampled = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
         self._warned: set[tuple[Why, int | None]] = set()
 
     def filled(self, counts: Counts, decision: Decision | None, start: int, runner: str) -> None:
-        """Note that a fill is done.
+        """Count a fill.
 
         The first one without a graph for a reason, and for a rank that forces it, logs one event.
 
@@ -184,7 +184,7 @@ class MemoryAccount:
         inputs: Bytes of buffers.
         graphs: Bytes of graphs, without the buffers.
         outputs: Bytes of other outputs.
-        uploads: Bytes of what feeds the fused kernel.
+        uploads: Bytes of the packet, its host memory, and the fused kernel's tables.
         shared: Bytes of its slots in a pool's memory, which is not the runner's own.
     """
 
@@ -209,7 +209,8 @@ class CaptureReport:
         failed: The reason for each bucket that failed.
         seconds: How long it took.
         memory: The runner's bytes.
-        driver: Bytes of the device that torch's allocator did not take: the driver's for graphs, and of all else there.
+        driver: Bytes that the device lost during the capture outside torch's allocator, such as the driver's for
+            graphs.
     """
 
     captured: tuple[int, ...] = ()
@@ -258,8 +259,8 @@ class RanksData(TypedDict):
         rank: Which rank this is.
         size: How many ranks there are.
         quiet: Whether nothing is exchanged before a step.
-        over: What carries exchanges, or None for one rank.
-        exchanges: How many there were.
+        over: How messages are exchanged, such as over gloo, or None for one rank.
+        exchanges: The number of exchanges.
         forced: Steps by the rank that forced them and the reason.
     """
 
@@ -279,7 +280,7 @@ class CaptureData(TypedDict):
         failed: Reasons by bucket.
         graphs: How many graphs there are.
         seconds: How long captures took.
-        driver: Bytes that they took outside torch's allocator.
+        driver: Bytes of the device that captures took outside torch's allocator.
     """
 
     buckets: list[int]

@@ -33,10 +33,10 @@ class Traffic(OperatorWatch):
     """Records each operator of a run, except kernels that bypass torch's dispatcher, such as Triton's.
 
     Attributes:
-        found: Storages that the run took and did not make, each with the operators that read or wrote it.
+        found: Storages that the run used and did not allocate, each with the operators that read or wrote it.
 
     Args:
-        writes: Called before an operator writes memory that the run did not make.
+        writes: Called before an operator writes memory that the run did not allocate.
         done: Called after each operator except views.
     """
 
@@ -50,11 +50,11 @@ class Traffic(OperatorWatch):
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operator, and run it."""
         plain = is_plain(operator)
-        if plain and is_composite(operator):  # inference mode does not split it, but its parts show what it reads
+        if plain and is_composite(operator):  # inference mode does not decompose it
             return self.take_apart(operator, args, kwargs)
         name = str(operator._schema.name) if plain else str(operator)  # noqa: SLF001 - no public name
         taken = list(_strided((args, kwargs)))
-        if not name.startswith("aten::lift"):  # it returns a tensor that was just made of host data
+        if not name.startswith("aten::lift"):  # it only returns a tensor that was just made from host data
             for key in {storage_key(tensor) for tensor in taken} - self._made:
                 self.found.setdefault(key, set()).update(() if plain and operator.is_view else (name,))
         if self._writes is not None:
@@ -83,31 +83,31 @@ def run_seen(watch: OperatorWatch, run: Callable[[], T]) -> T:
 
 
 class HostReads:
-    """Which slots in host memory one runner's device work reads.
+    """The slots in host memory that the device work of one runner reads.
 
     Attributes:
         slots: The slots that are read, each with an operator that reads it.
         possible: Whether there is any slot in host memory.
-        notes: Whether an event follows each step: operators read host slots, or might.
+        notes: Whether an event is recorded after each step, because operators read host slots, or might.
     """
 
     def __init__(self, backend: Backend, buffers: Buffers) -> None:
-        self.turn = buffers.turn
+        self.use = buffers.use
         self.slots: dict[str, str] = {}
         self._backend = backend
-        handed = backend.capabilities.host_parameters  # the host passes these at each replay
+        handed = backend.capabilities.host_parameters  # the host passes host parameters at each replay
         self._spans = [
             (*span(buffer.tensor), buffer.name)
             for buffer in buffers
             if buffer.slot.placement == HOST and buffer.nbytes and not (handed and buffer.slot.argument is not None)
         ]
         self.possible = bool(self._spans)
-        self.notes = self.possible  # until a step is looked at, operators may read host slots
+        self.notes = self.possible  # until a step was watched, its operators may read host slots
         self._looked: set[Absent] = set()
         self._unsure = False
 
     def wants(self, absent: Absent) -> bool:
-        """Return whether to look at a step that lacks these optional slots."""
+        """Return whether a step that lacks these optional slots must still be watched."""
         return self.possible and absent not in self._looked
 
     def look(self, run: Callable[[], Any], absent: Absent) -> Any:
@@ -122,7 +122,7 @@ class HostReads:
             self.notes = bool(self.slots) or self._unsure
 
     def _note(self, operator: str, taken: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Note an operator that moves data between a host slot and the device. On the CPU any operator counts."""
+        """Record an operator that moves data between a host slot and the device. On the CPU any operator counts."""
         kind = self._backend.device.type
         if kind == "cpu" or any(tensor.device.type == kind for tensor in (*taken, *results)):
             for tensor in taken:
@@ -132,12 +132,12 @@ class HostReads:
                         self.slots.setdefault(name, operator)
 
     def wait(self) -> None:
-        """Wait, before a fill writes host slots, until the device has read them. No other runner shares them."""
-        event = self.turn.reading
+        """Wait until the device has read host slots, before a fill writes them. Pools do not share such slots."""
+        event = self.use.reading
         if event is not None:
             event.synchronize()
-            self.turn.reading = None
+            self.use.reading = None
 
     def note(self) -> None:
         """Record an event after a step that may read host slots: see `notes`."""
-        self.turn.reading = self._backend.event()
+        self.use.reading = self._backend.event()

@@ -1,4 +1,4 @@
-"""Explains a declaration as data, as a table and as a diagram."""
+"""Explains a declaration: as data, as a table and as a diagram."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -41,8 +41,8 @@ class SlotFacts:
         function: The name of a computed slot's function.
         needs: What the function takes.
         runs_on: Where the function runs.
-        then: What it advances to in the next step of `steps()`.
-        notes: What else its declaration says, such as `optional` or a constant's value.
+        then: How it advances in the next step of `steps()`.
+        notes: Other facts of its declaration, such as `optional` or a constant's value.
         nbytes: Its bytes at the padded sizes, or None without sizes.
     """
 
@@ -62,7 +62,7 @@ class SlotFacts:
     nbytes: int | None
 
     def row(self) -> TableRow:
-        """Return the slot's row of a table. Why a tail is kept is not in it."""
+        """Return the slot's row of a table, without the reason of a kept tail."""
         origin = self.source or self.kind
         if self.source == f"batch.{self.name}":
             origin = "batch"
@@ -127,7 +127,7 @@ def explain_declaration(
 ) -> Explanation:
     """Explain a declaration on one backend. With `extents`, also explain the plan and bytes of a step of these sizes.
 
-    `pattern` names slots that the step lacks, wrote in place or has on the host. `lowering=None` is the device's first.
+    `pattern` names slots that are absent, in place, or on the host. `lowering=None` is the device's first.
 
     Raises:
         ConfigError: Sizes do not fit together or miss an axis, or a named slot is not optional, or not copied.
@@ -154,7 +154,7 @@ def explain_declaration(
 
 
 def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities, padded: Sizes) -> SlotFacts:
-    """Describe one slot. padded: The padded size of every axis, or nothing."""
+    """Describe one slot. padded: The padded size of every axis, or empty without sizes."""
     slot = declaration.slots[name]
     source, compute, then = slot.reads(name), slot.computes(), slot.advances()
     rule = slot.rule() if slot.varying else None
@@ -203,7 +203,7 @@ def _named(value: object) -> object:
 
 
 def mermaid(explanation: Explanation) -> str:
-    """Return what depends on what, as text for mermaid in a Markdown block. It is the same for equal explanations.
+    """Return the dependencies as a mermaid diagram in a Markdown block. Equal explanations give equal text.
 
     One arrow leads from the whole view into the step, since a declaration does not say which slots the step reads.
     """
@@ -214,26 +214,26 @@ def mermaid(explanation: Explanation) -> str:
         return f"slot_{name}" if name in names else f"given_{name}"
 
     for slot in explanation.slots:
-        here = node(slot.name)
+        node_id = node(slot.name)
         kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
-        lines.append(f"{here}[{_quoted(slot.name, str(slot.row()['type']), kind)}]")
+        lines.append(f"{node_id}[{_quoted(slot.name, str(slot.row()['type']), kind)}]")
         if slot.source is not None:
             label = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
-            lines.append(f"batch {'-.->' if 'optional' in slot.notes else '-->'}{label} {here}")
-        lines += [f"{node(need)} --> {here}" for need in slot.needs]
+            lines.append(f"batch {'-.->' if 'optional' in slot.notes else '-->'}{label} {node_id}")
+        lines += [f"{node(need)} --> {node_id}" for need in slot.needs]
         if slot.then is not None:
             label = _quoted(f"then {slot.then.value}")
-            lines += [f"{node(need)} -.->|{label}| {here}" for need in slot.then.needs]
+            lines += [f"{node(need)} -.->|{label}| {node_id}" for need in slot.then.needs]
         if slot.kind == "output":
-            lines.append(f"captured --> {here}")
+            lines.append(f"captured --> {node_id}")
         else:
-            view.append(here)
+            view.append(node_id)
         if slot.kind == "staged":
-            lines.append(f"producer --> {here}")
+            lines.append(f"producer --> {node_id}")
     return "\n    ".join([*lines, *view, "end", "view --> captured"]) + "\n"
 
 
 def _quoted(*lines: str) -> str:
-    """Quote lines of text for mermaid, with a code for each character that might be a sign of its own."""
+    """Quote lines of text for mermaid. Characters that may have a meaning in mermaid become character codes."""
     safe = ("".join(one if one.isalnum() or one in " .,()_-+*" else f"#{ord(one)};" for one in line) for line in lines)
     return f'"{"<br/>".join(safe)}"'

@@ -25,7 +25,7 @@ class BucketFacts:
 
     Attributes:
         launches: How many graphs a step launches, by the absent slots of each captured pattern.
-        why: Why there are no graphs, or not for each pattern, or empty.
+        why: Why there are no graphs, or not for each pattern, or "".
     """
 
     rows: int
@@ -39,7 +39,7 @@ class SlotPlace:
     """The place of a slot in its allocation.
 
     Attributes:
-        lasting: Why its bytes must last between steps, too, or None if they need not.
+        lasting: Why it must keep its bytes between steps, or None.
         shares: Slots of other runners that have some of its bytes, as "runner.slot".
     """
 
@@ -77,7 +77,7 @@ class RunnerExplanation(Shown):
         member: Its name among the runners that share memory with it, if any do.
         pool: The layout of that memory.
         ranks: Its ranks, or None.
-        agreed: What all ranks did in the last step, or None.
+        agreed: The decision of all ranks in the last step, or None.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class RunnerExplanation(Shown):
     agreed: Decision | None
 
     def tables(self) -> Iterator[Table]:
-        """Yield what matters, then slots, and the largest bucket's plan without the tails, which slots have."""
+        """Yield a summary, the slots, and the largest bucket's plan without tails, which the slots show."""
         name, plan = self.declaration.declaration, self.declaration.plan
         notes = "\n".join(f"{label:9} {text}" for label, text in self.notes())
         yield Table(f"{self.kind} of {name} on {self.backend} ({self.device})", text=notes)
@@ -106,7 +106,7 @@ class RunnerExplanation(Shown):
             yield Table(title, text="\n".join(steps))
 
     def notes(self) -> Iterator[tuple[str, str]]:
-        """Yield what costs time or memory, each with a label, if there is any."""
+        """Yield notes on what costs time or memory, each with a label."""
         yield from self._step_notes()
         counts, plan = self.statistics, self.declaration.plan
         for why in dict.fromkeys(one.why for one in self.buckets if one.why):
@@ -160,7 +160,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     sizes = runner.sizes[max(runner.sizes)] if runner.sizes else {} if buffers is None else buffers.capacity
     extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
     memory = tuple(_allocations(runner))
-    configuration, statistics = json.loads(json.dumps([runner.config.as_data(), runner.stats()]))  # text for keys
+    configuration, statistics = json.loads(json.dumps([runner.config.as_data(), runner.stats()]))  # keys as text
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
@@ -198,7 +198,7 @@ def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
 
 
 def _allocations(runner: Runner[Any]) -> Iterator[Allocation]:
-    """Yield each allocation: the device's first, and those that were handed in last."""
+    """Yield each allocation: first the device's, last the adopted ones."""
     buffers = runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     phase = runner.phase
     layout = None if phase is None else phase.layout

@@ -67,7 +67,7 @@ class Shown(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> Iterator[Table]:
-        """Yield what matters as tables. The first one's title is the page's."""
+        """Yield the result as tables. The first title is also the page's."""
 
     def __repr__(self) -> str:
         """Return one line."""

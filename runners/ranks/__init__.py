@@ -1,1 +1,1 @@
-"""Across ranks: steps that several processes run together, over process groups of torch.distributed."""
+"""Ranks: steps that several processes run together, over process groups of torch.distributed."""

@@ -1,4 +1,4 @@
-"""Agreement: chooses one path and one bucket for all ranks, with the reason, from what each would have done alone."""
+"""Agreement: chooses one path and one bucket for all ranks, with the reason, from the choice of each."""
 
 import collections
 import contextlib
@@ -35,22 +35,20 @@ class Agreement(Coordinator):
     alone = False
 
     def __init__(self, ranks: Ranks, name: str, parts: Mapping[str, str], axes: Sequence[Axis]) -> None:
-        """Number the runner. parts: What must be the same on all ranks."""
+        """Number the runner. parts: Facts that must be the same on all ranks."""
         if len(axes) > AXES:
-            raise ConfigError(
-                f"ranks tell each other the sizes of {AXES} axes at most, and batches vary on {len(axes)}"
-            )
+            raise ConfigError(f"ranks exchange the sizes of {AXES} axes at most, and batches vary on {len(axes)}")
         ranks.runners += 1
         self.ranks = ranks
         self.rank, self.size, self.quiet, self.timeout = ranks.rank, ranks.size, ranks.quiet, ranks.timeout
         self.axes = tuple(axes)
         self.forced: dict[int, collections.Counter[Why]] = collections.defaultdict(collections.Counter)
-        self._ahead: tuple[Decision, Live, Exchange] | None = None  # what this rank sent for the next step
+        self._ahead: tuple[Decision, Live, Exchange] | None = None  # sent for the next step
         self._progress = _BEGUN
         self._name, self._parts = f"runner {ranks.runners} ({name})", parts
         self._call_site = self._loop_site = self._step_site(0)
-        self._loop: Loop | None = None  # the open loop
-        self._within: Loop | None = None  # the loop that calls the runner now
+        self._loop: Loop | None = None  # the loop that is open
+        self._within: Loop | None = None  # the loop whose call of the runner is in progress
         self._is_reporting = False
 
     def begin(self) -> None:
@@ -59,17 +57,17 @@ class Agreement(Coordinator):
         self._end_loop()
 
     def _end_loop(self) -> None:
-        """Leave the open loop, unless what begins belongs to it."""
+        """Leave the open loop, unless the step that begins belongs to it."""
         if self._loop is not None and self._within is None:
             self._leave(self._loop, ": a call of the runner ended it")
 
     def agree(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """Return what all ranks do, after one exchange, or none if quiet.
+        """Return the common decision of all ranks, after one exchange, or without one if `quiet`.
 
         Args:
-            own: What this rank would do alone.
+            own: This rank's own choice.
             live: Its live sizes.
-            admit: Raises what the fill would raise. It is not called for a batch that was agreed on ahead.
+            admit: Raises the errors of the fill. It is not called for a batch that was agreed on ahead.
 
         Raises:
             RankError: A rank refused its batch, is at another call site, or does not come, or sizes of a shared batch
@@ -89,17 +87,17 @@ class Agreement(Coordinator):
         return self._agreed(own, exchange())
 
     def agree_ahead(self, own: Decision, live: Live) -> None:
-        """Send the other ranks now what the next `agree` will be called with. It then only waits for their messages."""
+        """Send the arguments of the next `agree` to the other ranks now. `agree` then only waits for their messages."""
         if self.quiet:
             return
         try:
             exchange = self._send(own, live)
-        except RankError as error:  # the step raises it, as on the other ranks
+        except RankError as error:  # the next step raises the error, as on the other ranks
             exchange = functools.partial(_raise, error)
         self._ahead = own, live, exchange
 
     def idle(self, own: Decision, live: Live) -> bool:
-        """Return whether all ranks are idle, so that none runs a step. If not, `agree` is called for it next."""
+        """Return whether all ranks are idle, so that none runs a step. If not, `agree` reuses the exchange."""
         if self.quiet:
             return True
         messages = self._send(own, live, idle=True)()
@@ -110,25 +108,25 @@ class Agreement(Coordinator):
         return False
 
     def _site(self) -> CallSite:
-        """Return this rank's call site: a call, or a step of a loop. Raise RankError if the loop has ended."""
+        """Return the call site of this rank: a call, or a step of a loop. Raise RankError if the loop has ended."""
         if self._within is None:
             return self._call_site
         self.ranks.check_loop(self._loop_site, self._within.bit)
         return self._loop_site
 
     def _step_site(self, loop: int) -> CallSite:
-        """Make the call site of steps of the loop with this bit, or of calls if it is 0."""
+        """Make the call site of the steps of a loop, given the loop's bit, or of calls for bit 0."""
         return CallSite(f"a step of {'steps() of ' * bool(loop)}{self._name}", {**self._parts, "loop": str(loop)})
 
     def _send(self, own: Decision, live: Live, *, idle: bool = False) -> Exchange:
-        """Send all ranks what this one would do."""
+        """Send this rank's choice to all ranks."""
         site, loop = self._site(), 0 if self._within is None else self._within.bit
         answer, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
         message = Message(site.digest, answer, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
         return self.ranks.begin(message, site, self.timeout, loop)
 
     def _sent_ahead(self, own: Decision, live: Live) -> Exchange | None:
-        """Return the exchange that was begun ahead, if any. Raise RankError if it was about another batch."""
+        """Return the exchange that was begun ahead, if any. Raise RankError if it was for another batch."""
         if self._ahead is None:
             return None
         (agreed, sizes, exchange), self._ahead = self._ahead, None
@@ -141,7 +139,7 @@ class Agreement(Coordinator):
         return exchange
 
     def _agreed(self, own: Decision, messages: Sequence[Message]) -> Decision:
-        """Return what all ranks do, from their messages, and keep it. Raise RankError if a rank refused its batch."""
+        """Return and store the decision of all ranks, from their messages. Raise RankError if one refused its batch."""
         rank = _decisive(messages)
         if messages[rank].answer == REFUSED:
             raise RankError(f"rank {rank} refused its batch, so that no rank runs the step: {messages[rank].text}")
@@ -169,13 +167,13 @@ class Agreement(Coordinator):
             raise RankError(f"{each}: {'; '.join(different)}")
 
     def refuse(self, error: BaseException) -> None:
-        """Notify the other ranks, which wait for this rank's step or run it, of its error.
+        """Notify the other ranks, which wait for this rank's step or run it, that this rank failed.
 
-        Raises as `agree` does.
+        Raises the errors of `agree`.
         """
         if self._progress == _SENT and isinstance(error, Exception):
-            return  # the other ranks raise it, too: it follows from the exchanged messages
-        if self._progress == _BEGUN and self._ahead is not None:  # the others run the step: this rank agreed to it
+            return  # the other ranks raise the same error from the same messages
+        if self._progress == _BEGUN and self._ahead is not None:  # the other ranks run this step
             (*_, exchange), self._ahead, self._progress = self._ahead, None, _SENT
             exchange()
             self._failed(error)
@@ -188,7 +186,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Run a block whose errors the caller itself sends to the other ranks."""
+        """Run a block without sending its errors to the other ranks, since the caller does that."""
         self._is_reporting = True
         try:
             yield
@@ -196,7 +194,7 @@ class Agreement(Coordinator):
             self._is_reporting = False
 
     def _failed(self, error: BaseException) -> None:
-        """Notify the others, once, that a step failed, and note in the error if another rank failed before."""
+        """Notify the other ranks, once, that a step failed. If another rank failed before, add a note to the error."""
         before, self._progress = self._progress, _FAILED
         if before == _FAILED or (self._is_reporting and isinstance(error, Exception)):
             return
@@ -207,7 +205,7 @@ class Agreement(Coordinator):
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Run a block that looks at a batch before its step, and send its error to the others.
+        """Run a block that checks a batch before its step, and send its error to the other ranks.
 
         Raise RankError if a step was agreed on ahead.
         """
@@ -256,12 +254,12 @@ class Agreement(Coordinator):
         """Raise RankError, on all ranks alike, if one refused its first batch, or if their intervals differ."""
         for rank, (text, number) in enumerate(gathered):
             if not number:
-                raise RankError(f"rank {rank} refused its batch, so that no rank begins: {text}")
+                raise RankError(f"rank {rank} refused its batch, so that no rank starts the loop: {text}")
         if len({number for _, number in gathered}) > 1:
             each = ", ".join(f"rank {rank} after {number}" for rank, (_, number) in enumerate(gathered))
             raise RankError(
-                f"ranks agree after different numbers of steps: {each}; give all the same agree_every=, and where one "
-                "is watched (a recording, a debug mode) or has another lowering, leave it out"
+                f"ranks agree after different numbers of steps: {each}; give all the same agree_every=, and leave it "
+                f"out if a rank has a recording, a debug mode or another lowering"
             )
 
     @contextlib.contextmanager
@@ -292,7 +290,7 @@ class Agreement(Coordinator):
             self._within = None
 
     def gather(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
-        """Gather a text and a number from each rank, at a call site that is no step."""
+        """Gather a text and a number from each rank, outside of a step."""
         ranks = self.ranks
         if self.size == 1 or ranks.alone:
             return [(text, number)]
@@ -303,7 +301,7 @@ class Agreement(Coordinator):
         return [(one.text, one.bucket) for one in exchange()]
 
     def warm_up(self, step: RunStep, backend: Backend) -> RunStep:
-        """Make a step for warm-ups. It waits for the device, and raises RankError once a rank is lost."""
+        """Wrap a step for warm-ups: it waits for the device, and raises RankError if another rank is lost."""
 
         def run() -> Any:
             outputs = step()
@@ -314,7 +312,7 @@ class Agreement(Coordinator):
         return run
 
     def wait(self, event: Event, device: torch.device, *, read: bool = False) -> None:
-        """Wait until a device is past an event, for no longer than the ranks' `timeout`."""
+        """Wait until a device has passed an event, for at most the ranks' `timeout`."""
         self.ranks.wait(event, device, "the end of a step on the device", self.timeout, together=not read)
 
     def as_data(self) -> RanksData:
@@ -329,7 +327,7 @@ def _decisive(messages: Sequence[Message]) -> int:
 
 
 def agree(own: Decision, messages: Sequence[Message], leading: int) -> Decision:
-    """Return what all ranks do, and which of them forced it. leading: The index of the buckets' axis in live sizes."""
+    """Return the common decision and the rank that forced it. leading: The index of the buckets' axis in live sizes."""
     rank = _decisive(messages)
     one = messages[rank]
     if one.answer == EAGER:
@@ -339,12 +337,12 @@ def agree(own: Decision, messages: Sequence[Message], leading: int) -> Decision:
 
 
 def _failure(what: str, error: BaseException) -> str:
-    """Return as text what a rank failed in, and why."""
+    """Describe where and why a rank failed."""
     return f"failed in {what}: {type(error).__name__}: {error}"
 
 
 def _raise(error: RankError) -> NoReturn:
-    """Raise an error in place of an exchange that failed when it was begun."""
+    """Raise the error of an exchange that failed at its begin."""
     raise error
 
 
@@ -356,7 +354,7 @@ def coordinator_of(
     patterns: Iterable[Collection[str]],
     *leading: Axis,
 ) -> Coordinator:
-    """Return what coordinates a runner's steps with the other ranks of its declaration, if it has any.
+    """Return the coordinator of a runner: an `Agreement` if its declaration has ranks, else one for a single rank.
 
     Args:
         declaration: The slots, and the ranks.
@@ -381,7 +379,8 @@ def coordinator_of(
             )
     if config.lazy and ranks.size > 1:
         raise ConfigError(
-            "lazy=True puts captures off to each rank's own first batch: ranks capture together, so leave it out"
+            "lazy=True captures at the first batch, which each rank gets at another time: ranks capture together, so "
+            "leave it out"
         )
     absent = sorted(" and ".join(map(repr, sorted(pattern))) for pattern in patterns if pattern)
     parts = {

@@ -1,4 +1,4 @@
-"""Ranks: the processes that run each step together, the messages that they exchange, and what carries the messages."""
+"""Ranks: the processes that run each step together, their messages, and the exchange over gloo or shared memory."""
 
 import contextlib
 import datetime as dt
@@ -32,7 +32,7 @@ _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
 _STOPPED: Final = "stopped before exchange"
 _PATIENCE: Final = 0.2
-"""Seconds after which a rank that waits writes so to the store, and looks there for a rank that broke off."""
+"""Seconds after which a waiting rank writes that to the store, and looks there for an aborted rank."""
 GRACE: Final = 2.0
 """Seconds that other ranks have to write to the store, once one rank knows that something is wrong."""
 _POLL: Final = 0.02
@@ -66,7 +66,7 @@ class CallSite:
 
     Attributes:
         name: The point in words.
-        parts: What must be the same on all ranks there, by name.
+        parts: By name, facts that must be the same on all ranks at this point.
     """
 
     name: str
@@ -136,16 +136,16 @@ class GlooWire:
     def send(self, message: Message) -> None:
         """Begin an exchange with this rank's message."""
         message.pack_into(self._own.numpy())
-        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # by torch's version
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch renamed it
         self._work = gather(self._all, self._own, group=self._group, async_op=True)
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the messages, at most so many seconds. Raise RuntimeError if a connection is lost."""
-        with contextlib.suppress(RuntimeError):  # the time is over, but the work may end before the next line
+        with contextlib.suppress(RuntimeError):  # the time is over, but the work may have ended since
             self._work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
         if not self._work.is_completed():
             return False
-        self._work.wait()  # returns at once, or raises what ended the work
+        self._work.wait()  # returns at once, or raises the error that ended the work
         return True
 
     def messages(self) -> list[Message]:
@@ -227,9 +227,9 @@ class Ranks(Unique):
     open_loops = 0
     """The loops of steps that no rank has left, as bits."""
     last_stop = "it has ended"
-    """Which ranks broke off last, and why."""
+    """The ranks that aborted last, and why."""
     quiet_steps = 0
-    """Steps of equal ranks since one broke off last."""
+    """Steps of equal ranks since the last abort."""
     _loops = 0
     _next_check = math.inf
 
@@ -253,10 +253,10 @@ class Ranks(Unique):
         self.timeout, self.capture_timeout = timeout, capture_timeout
         self.exchanges = self._waits = 0
         self.broken: str | None = None
-        self._stops: list[Message] = []  # what this rank broke off and has not sent yet
+        self._stops: list[Message] = []  # steps that this rank aborted and has not reported yet
         self._under_way: dict[int, Wire] = {}
-        self._late = set[int]()  # exchanges of these that this rank stopped waiting for
-        self._knows_stop = False  # whether a rank is known to have broken off an exchange that has not ended
+        self._late = set[int]()  # numbers of exchanges that this rank stopped waiting for
+        self._knows_stop = False  # whether some rank has aborted an exchange that is still open
         self._free: list[Wire] = []
         if self.size > 1:
             self._next_check = 0.0
@@ -282,9 +282,9 @@ class Ranks(Unique):
                 "same order"
             ) from error
         if different := _differences(sites):
-            raise RankError(f"Ranks were made otherwise on each rank: {different}; give all the same arguments")
+            raise RankError(f"Ranks were made with different arguments: {different}; give all ranks the same")
         members = dist.get_process_group_ranks(self.group)
-        limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # so that both end first
+        limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # shorter, so that both end before it
         self.over = "gloo"
         try:
             connection: Any = dist.new_group(
@@ -321,21 +321,21 @@ class Ranks(Unique):
         """
         if self.live_sizes and axis not in self.live_sizes:
             raise ConfigError(
-                f"ranks do not tell each other their live rows on {axis}: declare a copied slot that has this axis"
+                f"ranks do not exchange their live rows on {axis}: declare a copied slot that has this axis"
             )
         return self.live_sizes.get(axis, (0,) * self.size)
 
     def stop(self, answer: int, text: str, loop: int = 0, *, is_new: bool = False) -> str:
-        """Send in the next exchange that this rank broke off, and write so to the store for ranks that wait for it.
+        """Report that this rank aborted: in the next exchange, and in the store for ranks that already wait.
 
         Args:
             answer: FAILED, STOPPED or LEFT.
-            text: What it broke off, and why.
-            loop: The bit of the loop of steps that it left, which includes what was broken off within it.
+            text: The aborted step, and why.
+            loop: The bit of the loop of steps that it left, including steps that were aborted in it.
             is_new: Whether it is a step that `quiet_step` has not counted.
 
         Returns:
-            Which other rank broke off before, and why; empty if none did.
+            The rank that aborted before this one, and why, or "".
         """
         if self.size == 1:
             return ""
@@ -348,14 +348,14 @@ class Ranks(Unique):
         self._stops.append(Message(0, answer, loop, text=text))
         number = self.exchanges + len(self._stops)
         _, other = self._stop_at(number)
-        if not self._knows_stop:  # else the others already know that the loop ended
+        if not self._knows_stop:  # otherwise the others already know that the loop ended
             self._announce_stop(number, text)
         return other
 
     def quiet_step(self, site: CallSite, timeout: float) -> None:
         """Count one more step of ranks that exchange nothing.
 
-        Raise RankError, soon, if one broke off an earlier step.
+        Raise RankError if a rank aborted an earlier step. It may be noticed some steps later.
         """
         self.quiet_steps += 1
         if self._next_check < time.monotonic():
@@ -363,7 +363,7 @@ class Ranks(Unique):
             self._end_stopped(site.name, timeout)
             step, why = self._stop_at(self.exchanges + 1)
             if why and step < self.quiet_steps:
-                self.begin(Message(0), site, timeout)()  # this raises
+                self.begin(Message(0), site, timeout)()  # raises RankError
 
     def begin_loop(self) -> int:
         """Open a loop of steps, as all ranks do now, and return its bit."""
@@ -373,12 +373,12 @@ class Ranks(Unique):
         return bit
 
     def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
-        """Wait until a device is past an event.
+        """Wait until a device has passed an event.
 
         Args:
             event: The event.
             device: The device.
-            what: What ends there.
+            what: The work before the event, in words.
             seconds: How long to wait.
             together: Whether all ranks wait for it.
 
@@ -389,7 +389,7 @@ class Ranks(Unique):
             event.synchronize()
             return
         self._waits += together
-        # a wait of this rank alone counts as the next exchange, which the other ranks may have begun
+        # this rank waits alone, so compare with the next exchange, which other ranks may have begun
         at = (_WAIT, self._waits) if together else (_EXCHANGE, self.exchanges + 1)
         if not self._arrives(functools.partial(_poll, event.query), at, seconds, self.exchanges + 1, GRACE):
             lost = self._lose(at, what, f"within {seconds:g} s")
@@ -399,13 +399,13 @@ class Ranks(Unique):
     def _arrives(
         self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float, stops: int, grace: float = 0.0
     ) -> bool:
-        """Return whether what this rank waits for arrives in time.
+        """Wait for messages or the device. Return whether they arrived in time.
 
         Args:
-            arrives: Waits for so many seconds.
-            at: The kind and number of the wait, for the store.
+            arrives: Waits for a number of seconds, and returns whether the messages arrived.
+            at: The kind and number of the wait, as a key in the store.
             timeout: Seconds to wait.
-            stops: Wait only `grace` more seconds once a rank broke off before this exchange, or 0 to ignore that.
+            stops: The number of an exchange, or 0. If a rank aborted before it, wait only `grace` more seconds.
             grace: Those seconds.
         """
         deadline, is_noted, is_stopped = time.monotonic() + timeout, False, not stops
@@ -420,19 +420,19 @@ class Ranks(Unique):
         return True
 
     def _abort(self, event: Event, device: torch.device) -> None:
-        """End the group's collectives on a device, which would wait for ever.
+        """Abort the group's collectives on a device, which would wait for ever.
 
         On a CPU the group's time-out ends them.
         """
         if device.type == "cpu":
             return
-        with contextlib.suppress(RuntimeError):  # a group without a backend on the device raises it
+        with contextlib.suppress(RuntimeError):  # raised by a group without a backend for the device
             abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no public name for it
-            threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it may take long to return
+            threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # may take long
             _poll(event.query, _ABORT_SECONDS)
 
     def begin(self, message: Message, site: CallSite, timeout: float, loop: int = 0) -> Exchange:
-        """Send all ranks a message, after what is left of earlier exchanges has ended.
+        """Send all ranks a message, after ending earlier exchanges that are still open.
 
         Args:
             message: This rank's message.
@@ -441,8 +441,8 @@ class Ranks(Unique):
             loop: The bit of the loop of steps that the message belongs to.
 
         Raises:
-            RankError: An earlier exchange failed, this rank broke off an earlier step, or another one left the loop.
-                The exchange raises it if ranks are lost, broke off, or are at other call sites.
+            RankError: An earlier exchange failed, this rank aborted an earlier step, or another rank left the loop. The
+                returned exchange raises it if ranks are lost, have aborted, or are at other call sites.
         """
         self._end_stopped(site.name, timeout)
         self.check_loop(site, loop)
@@ -462,10 +462,9 @@ class Ranks(Unique):
             raise RankError(f"{site.name}: {self.last_stop}: begin again with all live requests")
 
     def _end_stopped(self, site: str, timeout: float) -> None:
-        """End the exchanges that were broken off, so that all ranks begin the next one together. site: The next one's.
+        """End aborted exchanges, so that all ranks begin the next one together. site: That of the next exchange.
 
-        Raise RankError if an earlier exchange failed, or if the others are at the step after one that failed on this
-        rank.
+        Raise RankError if an earlier exchange failed, or if the step before failed on this rank only.
         """
         if self.broken:
             raise RankError(f"{site}: these ranks are lost to each other: {self.broken}")
@@ -496,11 +495,11 @@ class Ranks(Unique):
             number: The number of the exchange.
             site: The call site in words.
             timeout: Seconds to wait.
-            is_late: Whether the exchange was broken off before, and is only to be ended.
+            is_late: Whether the exchange was aborted, and must only be ended.
 
         Raises:
-            RankError: Some ranks did not come. The error names them, and all exchanges end. Or a rank broke off before:
-                without `is_late` this is raised at once, and the exchange is ended later.
+            RankError: Some ranks did not come. The error names them, and there are no more exchanges. Or a rank aborted
+                before: then the error is raised at once unless `is_late`, and the exchange is ended later.
         """
         at, wire, stops = (_EXCHANGE, number), self._under_way[number], 0 if is_late else number
         try:
@@ -531,16 +530,16 @@ class Ranks(Unique):
         return messages
 
     def _end_later(self, number: int) -> None:
-        """Leave the end of an exchange to the begin of the next one."""
+        """Leave an exchange open, to be ended when the next one begins."""
         self._next_check = 0.0
         self._late.add(number)
 
     def _mismatch(self, own: CallSite, messages: Sequence[Message]) -> RankError:
-        """Make the error of ranks at different call sites. It says where each is, or what differs there."""
+        """Make the error for ranks at different call sites. It says where each is, or how the sites differ."""
         digests = [one.place for one in messages]
         try:
             sites = self._share_sites("place", own.digest, own, digests, GRACE)
-        except RuntimeError:  # what stores raise, whichever it is
+        except RuntimeError:  # the errors of all kinds of stores
             return RankError(f"ranks do not run the same steps: this one is at {own.name}, and others do not say where")
         where = "; ".join(f"rank {rank} is at {one.name}" for rank, one in enumerate(sites))
         if len({one.name for one in sites}) == 1:
@@ -557,12 +556,12 @@ class Ranks(Unique):
         return [CallSite(*json.loads(self._store.get(f"{what} {key}"))) for key in keys]
 
     def _lose(self, at: tuple[str, int], site: str, how: str) -> RankError:
-        """Give up the other ranks from now on, and return the error that names those that did not come.
+        """Give up all further exchanges, and return the error that names the ranks that did not come.
 
         Args:
             at: The kind and number of the wait.
             site: The call site in words.
-            how: How long this rank waited, or until when.
+            how: How long this rank waited, in words.
         """
         kind, number = at
         missing, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + GRACE
@@ -578,40 +577,40 @@ class Ranks(Unique):
                 else f"rank {rank} did not come {how}: it is dead, stuck, or does something else"
                 for rank in missing
             )
-        except RuntimeError:  # what stores raise, whichever it is
-            lost = "ranks were lost, and so was the store that could tell which: see its host"
+        except RuntimeError:  # the errors of all kinds of stores
+            lost = "ranks were lost, and so was the store that could say which: see its host"
         self.broken = f"{site}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
         self._announce_stop(self.exchanges + 1, f"lost others: {self.broken}")
         return RankError(self.broken)
 
     def _stop_before(self, number: int) -> str:
-        """Return which rank broke off before an exchange, or before an open one, and why; empty if none did."""
+        """Return which rank aborted before an exchange, or before an open one, and why, or ""."""
         return next(filter(None, (self._stop_at(one)[1] for one in {*self._under_way, number})), "")
 
     def _announce_stop(self, number: int, text: str) -> None:
-        """Write to the store that this rank broke off before an exchange."""
+        """Write to the store that this rank aborted before an exchange."""
         self._set(f"{_STOPPED} {number}", f"{self.quiet_steps} rank {self.rank} {text}")
 
     def _stop_at(self, number: int) -> tuple[int, str]:
-        """Return after which quiet step a rank broke off before this exchange, which and why; empty if none did."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lose` says
+        """Return after which quiet step a rank aborted before this exchange, which rank and why, or empty values."""
+        with contextlib.suppress(RuntimeError):  # the store is gone; `_lose` reports that
             if found := self._get(f"{_STOPPED} {number}"):
                 step, _, text = found.partition(" ")
                 return int(step), text
         return 0, ""
 
     def _set(self, key: str, value: object) -> None:
-        """Write to the store: the exchange or wait that this rank has reached, or why it broke off."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lose` says
+        """Write to the store the exchange or wait that this rank has reached, or why it aborted."""
+        with contextlib.suppress(RuntimeError):  # the store is gone; `_lose` reports that
             self._store.set(key, str(value))
 
     def _get(self, key: str) -> str:
-        """Return what ranks have written to the store under a key; empty if nothing."""
+        """Return the values of ranks in the store under a key, or empty."""
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
 
 def _differences(sites: Sequence[CallSite]) -> str:
-    """Return as text what is not the same on all ranks, and which ranks have which value."""
+    """Describe the facts that differ between ranks, and which ranks have which value."""
     found = list[str]()
     for part in dict.fromkeys(name for one in sites for name in one.parts):
         ranks = dict[str, list[str]]()

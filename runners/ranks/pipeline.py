@@ -39,9 +39,9 @@ class Neighbour:
         host: The group of messages and of tensors in host memory.
         group: The group of tensors on the device.
         device: The device that tensors are received on.
-        rank: The neighbour's rank.
-        me: This rank in words.
-        other: The neighbour in words.
+        rank: The rank of the neighbour.
+        me: This rank, in words.
+        other: The neighbour, in words.
         timeout: Seconds to wait.
         broken: Why nothing can be sent or received any more, or None.
     """
@@ -74,14 +74,14 @@ class Neighbour:
         return step, error, found
 
     def send(self, step: int, tensors: Proxies, error: str = "") -> None:
-        """Begin to send what the stage after receives. The caller may overwrite the tensors, in stream order.
+        """Begin to send tensors to the next stage. The caller may overwrite them afterwards, in stream order.
 
         Raise RankError if the other is gone, or ConfigError if the keys do not fit in the message.
         """
         specs = {key: (tuple(one.shape), one.dtype, one.is_cpu) for key, one in tensors.items()}
         raw = pickle.dumps((step, error[:_TEXT], specs))
         if len(raw) > _NBYTES:
-            raise ConfigError(f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes")
+            raise ConfigError(f"{len(specs)} proxies have too many or too long keys: a message has {_NBYTES} bytes")
         with outside_inference():
             message = torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
         sent = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors.values() if tensor.numel()]
@@ -93,7 +93,7 @@ class Neighbour:
                     work.wait()
 
     def flush(self) -> None:
-        """Wait until the stage after has received what was sent last. Raise RankError if it is late or gone."""
+        """Wait until the next stage has received the last tensors. Raise RankError if it is late or gone."""
         with self._exchange():
             sent, self._sent = self._sent, []
             for post in sent:
@@ -115,7 +115,7 @@ class Neighbour:
             if time.monotonic() - start < 0.99 * self.timeout:
                 raise
             raise TimeoutError(
-                f"said nothing for {self.timeout:g} s: it is dead, stuck, or does other steps"
+                f"sent nothing for {self.timeout:g} s: it is dead, stuck, or does other steps"
             ) from error
 
     @contextlib.contextmanager
@@ -148,7 +148,7 @@ class PipelineStage(Unique):
     The step of a stage that is not the last returns proxies: a mapping of tensors by key, such as hidden_states and
     residual, of the batch's live rows (`output_rows=TOKENS`). The next stage's runner reads them from the side argument
     that `proxies` names: `copied(..., source=side("pp_proxy_tensors.hidden_states"))`, as in
-    `standard.PipelineProxies`. Optional proxies may be absent: a message before each step says which are there.
+    `standard.PipelineProxies`. Optional proxies may be absent: a message before each step lists those that come.
 
     A runner with `ranks=` has the ranks that share the layers of its stage. Each of them has a pipeline of its own. If
     a step of one ends before its runner agrees with the others, all ranks of the stage raise. Stages then wait as long
@@ -187,7 +187,7 @@ class PipelineStage(Unique):
         found: Any = None if alone else checked_group(group)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(found), dist.get_world_size(found))
         paths = [slot.reads(name) for name, slot in runner.stage.declaration.slots.items()]
-        read = [path.parts for path in paths if isinstance(path, Path) and path.beside]
+        read = [path.parts for path in paths if isinstance(path, Path) and path.from_side]
         self._keys = {parts[1] for parts in read if parts[0] == proxies and parts[1:]}
         self._argument = proxies
         self._coordinator = runner.coordinator
@@ -199,12 +199,12 @@ class PipelineStage(Unique):
 
     @property
     def first(self) -> bool:
-        """Whether the stage begins with tokens."""
+        """Whether this is the first stage, which gets tokens."""
         return self.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether its outputs are the model's."""
+        """Whether this is the last stage, whose outputs are the model's."""
         return self.rank == self.size - 1
 
     def __call__(self, batch: Any, **side: Any) -> Any:
@@ -277,7 +277,7 @@ class PipelineStage(Unique):
         """
         device, ranks = self.runner.stage.backend.device, self._coordinator
         backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
-        if device.type != "cpu" and backends.get(device.type, "gloo") == "gloo":  # gloo sends from host memory alone
+        if device.type != "cpu" and backends.get(device.type, "gloo") == "gloo":  # gloo only sends from host memory
             raise ConfigError(
                 f"the group moves tensors by {backends}, not those on {device.type} between two ranks: make one that "
                 "does"
@@ -288,8 +288,8 @@ class PipelineStage(Unique):
         ranks.timeout = max(ranks.timeout, own_timeout + _HEADSTART)
         members = dist.get_process_group_ranks(group)
         me = members[self.rank]
-        for turn in range(2):
-            place = self.rank + (1 if self.rank % 2 == turn else -1)
+        for parity in range(2):
+            place = self.rank + (1 if self.rank % 2 == parity else -1)
             other = members[place] if 0 <= place < self.size else me
             try:
                 host: Any = dist.new_group(
@@ -304,7 +304,7 @@ class PipelineStage(Unique):
 
 @contextlib.contextmanager
 def _noting(error: BaseException) -> Iterator[None]:
-    """Run a block, and add its RankError as a note to an earlier error."""
+    """Run a block, and turn its RankError into a note of an earlier error."""
     try:
         yield
     except RankError as other:

@@ -1,4 +1,4 @@
-"""Shared memory: how the ranks of one host exchange bytes without a thread that must wake up."""
+"""Shared memory: lets the ranks of one host exchange bytes without waking a thread."""
 
 import mmap
 import os
@@ -46,14 +46,14 @@ class RankMemory:
         try:
             host = host_of()
             if place:
-                path, _ = place.removeprefix(host).split()  # ValueError if the host is another
+                path, _ = place.removeprefix(host).split()  # ValueError if the other rank is on another host
                 self._file = os.open(path, os.O_RDWR)
             else:
                 self._file = os.memfd_create("slotgraph")
                 place = f"{host} /proc/{os.getpid()}/fd/{self._file} {secrets.token_hex()}"
-                os.write(self._file, place.encode())  # in the first cell, which is unused so far
+                os.write(self._file, place.encode())  # in the first cell, which no exchange has used yet
                 os.truncate(self._file, whole)
-            weakref.finalize(group, lambda: os.close(self._file))  # the memory lives until then
+            weakref.finalize(group, lambda: os.close(self._file))  # the file is open as long as the group
             self._cells = mmap.mmap(self._file, whole)
             lockf(self._file, LOCK_EX | LOCK_NB, 1, self._rank)
             return place if self._cells[:].startswith(place.encode()) else ""
@@ -109,6 +109,6 @@ class RankMemory:
 
 
 def host_of() -> str:
-    """Return a text that is the same in processes that see each other on one host. Raise OSError if there is none."""
+    """Return an identifier of this host, the same for all processes that can share memory. Raise OSError if unknown."""
     boot, ids = pathlib.Path("/proc/sys/kernel/random/boot_id"), pathlib.Path("/proc/self/ns/pid")
     return f"{boot.read_text().strip()} {ids.readlink()}"

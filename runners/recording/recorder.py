@@ -35,8 +35,8 @@ def _text_of(error: Exception) -> str:
 class Recording(Watcher):
     """The recording of a runner's steps, from `record` until `close` or the end of its `with` block.
 
-    Values on the device are copied in the order of the stream, into pinned memory, without a wait. So a copy is what
-    the step found, and copies that were made before a device failed can be read after it did.
+    Values on the device are copied in stream order, into pinned memory, without a wait. So a copy has the values that
+    the step read, and copies that were made before a device failed can still be read.
 
     Attributes:
         path: The file.
@@ -48,7 +48,7 @@ class Recording(Watcher):
     steps: collections.deque[StepRecord]
     _outputs: bool
     _count: int = 0
-    _fault: str = ""  # why the device makes no more copies
+    _fault: str = ""  # the error after which the device makes no more copies
 
     def __attrs_post_init__(self) -> None:
         """Begin with the next step."""
@@ -63,7 +63,7 @@ class Recording(Watcher):
         return self.steps[-1] if self.steps and not self._fault else None
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Keep the batch's values and the runner's decision. The step itself raises what is wrong with a batch."""
+        """Keep the batch's values and the runner's decision. Errors of the batch are left to the step."""
         if self._fault:
             return
         step, runner = StepRecord(number=self._count), self._runner
@@ -72,7 +72,7 @@ class Recording(Watcher):
         self.steps.append(step)
         try:
             axes = [axis.name for axis in self._declaration.varying]
-            step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # drops the leading axis
+            step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # without the leading axis
             step.decision = runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
             step.notes += (f"nothing was decided: {_text_of(error)}",)
@@ -86,7 +86,7 @@ class Recording(Watcher):
         step.slots, step.fields = self._take(slots), self._take(fields)
 
     def filled(self, view: Inputs | None) -> None:
-        """Keep the messages of the ranks, and what they agreed on as the step's decision."""
+        """Keep the messages of the ranks, and their common decision as the step's."""
         del view
         ranks, step = self._declaration.ranks, self._step
         if ranks is not None and step is not None and not (ranks.quiet or step.messages):
@@ -94,7 +94,7 @@ class Recording(Watcher):
             step.decision = self._runner.agreed or step.decision
 
     def before_replay(self, view: Inputs) -> None:
-        """Copy what producers have written."""
+        """Copy the slots that producers have written."""
         info = view._slotgraph_view  # noqa: SLF001 - a fill sets it for runners
         staged = [(name, slot) for name, slot in self._declaration.slots.items() if slot.writers == BY_PRODUCER]
         if staged and info is not None and (step := self._step) is not None:
@@ -114,7 +114,7 @@ class Recording(Watcher):
         if not self.steps:
             return
         step = self.steps[-1]
-        if self._runner.agreed is not self._agreed:  # the ranks agreed before it failed
+        if self._runner.agreed is not self._agreed:  # the ranks had agreed before the step failed
             self.filled(None)
         lines = "".join(traceback.format_tb(error.__traceback__))
         step.raised = Raised(kind=type(error).__name__, message=str(error)[:_LONGEST], traceback=lines[-_LONGEST:])
@@ -146,7 +146,7 @@ class Recording(Watcher):
         notes = (f"the device failed: {self._fault}",) if self._fault else ()
         runner = RunnerRecord.of(self._runner)
         RecordedFile(versions=versions(), runner=runner, steps=tuple(self.steps), notes=notes).write(self.path)
-        if self._fault:  # there will be no other file
+        if self._fault:  # nothing will write the file later
             self.close()
         return self.path
 
@@ -155,7 +155,7 @@ class Recording(Watcher):
         self._runner.watch.remove(self)
 
     def __enter__(self) -> Self:
-        """Return the recording, whose block is recorded, and written at its end."""
+        """Return the recording. It is written at the end of the block."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
@@ -169,7 +169,7 @@ class Recording(Watcher):
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
     def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[RecordedValue, ...]:
-        """Copy values in the stream's order, and after them a flag that shows when the device has made the copies."""
+        """Copy values in stream order, and then a flag by which the host sees that the copies are done."""
         device, flag = self._backend.device, None
         values = tuple(RecordedValue.of(name, source, device) for name, source in sources if source is not None)
         try:
@@ -204,7 +204,7 @@ def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, 
         runner: Any runner.
         path: The file, `.safetensors`.
         last: How many steps are kept.
-        outputs: Whether to keep what the steps return, too.
+        outputs: Whether to keep the steps' outputs, too.
 
     Raises:
         ConfigError: An argument makes no sense, or the path cannot be written.

@@ -28,7 +28,7 @@ FORMAT: Final = 5
 """The number of this format. A file with another number is refused."""
 MOST, MOST_HEADER = 1 << 22, 1 << 25
 """The most characters of one piece of plain data, and of a file's header."""
-MOST_RANKS: Final = 1 << 20  # the most ranks of a file
+MOST_RANKS: Final = 1 << 20  # the largest number of ranks that a file may have
 _WHY, _LONGEST = 300, 2000
 """The most characters of why a value was not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
@@ -46,14 +46,14 @@ class RecordedValue:
     """
 
     name: str
-    kind: Literal["tensor", "array", "plain", "other"]  # "other" cannot be kept
+    kind: Literal["tensor", "array", "plain", "other"]  # values of kind "other" are not recorded
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    where: Literal["device", "host"] = "host"  # the place of a tensor
-    data: str = ""  # the JSON of plain data
-    why: str = ""  # why the file does not have the value
+    where: Literal["device", "host"] = "host"  # where a tensor was
+    data: str = ""  # plain data as JSON
+    why: str = ""  # if the file lacks the value, the reason
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
-    arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
+    arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set when the copy is done
 
     @classmethod
     def of(cls, name: str, source: Any, device: torch.device) -> "RecordedValue":
@@ -136,18 +136,18 @@ class StepRecord:
     """One step."""
 
     number: int  # its number in the recording, from 0
-    decision: Decision | None = None  # the runner's, or that of all ranks; None if there was none
+    decision: Decision | None = None  # the decision of the runner or of all ranks; None if there was none
     live: tuple[tuple[str, int], ...] = ()  # live rows by varying axis
     slots: tuple[RecordedValue, ...] = ()  # the batch's values of copied slots
     absent: tuple[str, ...] = ()  # optional slots that the batch lacked
     fields: tuple[RecordedValue, ...] = ()
     staged: tuple[RecordedValue, ...] = ()
-    outputs: tuple[RecordedValue, ...] | None = None  # the tensors that it returned, if they were asked for
+    outputs: tuple[RecordedValue, ...] | None = None  # its outputs, if they are recorded
     replays: int = 0
     raised: Raised | None = None
     notes: tuple[str, ...] = ()  # what is missing from the file, and why
-    messages: tuple[Message, ...] = ()  # what each rank sent, if they agreed on the step
-    alone: str = ""  # what this rank would have done alone
+    messages: tuple[Message, ...] = ()  # the message of each rank, if they agreed on the step
+    alone: str = ""  # this rank's own choice
 
     def values(self) -> Iterator[tuple[str, RecordedValue]]:
         """Return all values, each with the name of its elements in the file."""
@@ -163,8 +163,8 @@ class RunnerRecord:
     """The runner that was recorded.
 
     Attributes:
-        needed: What a runner must share to run its steps: sizes, copied slots and ranks, in text.
-        facts: What else to note if it differs.
+        needed: Facts that must be the same in a runner that runs its steps: sizes, copied slots and ranks, in text.
+        facts: Further facts, whose differences are only noted.
         ranks: Its ranks, or None.
     """
 
@@ -206,9 +206,9 @@ class RecordedFile:
     Attributes:
         runner: The runner that was recorded.
         steps: Its last steps, whose values have their elements.
-        versions: The versions of the process, by name.
-        notes: What went wrong outside of the steps.
-        name: The file's name, once it was read.
+        versions: Versions of Python, torch and others, by name.
+        notes: Faults outside of the steps.
+        name: The name of the file that was read.
     """
 
     format: int = FORMAT
@@ -228,7 +228,7 @@ class RecordedFile:
             need(file.is_file() or not file.exists(), "it is not a file")  # opening a pipe would wait for its writer
             with safe_open(file, framework="pt", device="cpu") as opened:
                 found = cls._of(opened)
-        except Exception as error:  # each layer has its own errors for a file that it cannot read
+        except Exception as error:  # each library raises other errors for an invalid file
             why = str(error)[:_LONGEST]
             raise RecordingError(f"{file.name}: it is not a recording that can be read: {why}") from error
         found.name = file.name
@@ -265,7 +265,7 @@ class RecordedFile:
         return found
 
     def write(self, path: pathlib.Path) -> None:
-        """Write the file in place of an earlier one. Only its owner may read it, since it has what users asked.
+        """Write the file in place of an earlier one. Only its owner may read it, since it contains users' prompts.
 
         Raises:
             RecordingError: The header is larger than one that can be read, or the file cannot be written.
@@ -273,7 +273,7 @@ class RecordedFile:
         text = json.dumps(to_data(self), allow_nan=False)
         if len(text) > MOST_HEADER:
             raise RecordingError(
-                f"{path.name}: {len(text):,} letters of plain data are more than a header takes: keep fewer steps"
+                f"{path.name}: {len(text):,} characters of plain data are more than a header can have: keep fewer steps"
             )
         tensors = {key: one.elements for step in self.steps for key, one in step.values() if one.elements is not None}
         try:
@@ -302,10 +302,10 @@ def need(holds: object, fault: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what this process runs on."""
+    """Return the versions of Python, the libraries and the device."""
     try:
         own = importlib.metadata.version("slotgraph")
-    except importlib.metadata.PackageNotFoundError:  # copied into another package
+    except importlib.metadata.PackageNotFoundError:  # the source was copied into another package
         own = "unknown"
     found = {"slotgraph": own, "python": platform.python_version(), "torch": str(torch.__version__)}
     return {**found, "cuda": torch.version.cuda or "none", "platform": platform.platform()}

@@ -1,4 +1,4 @@
-"""Replaying: runs recorded steps again, by the graph and eagerly, and finds the first places where results differ."""
+"""Replaying: runs recorded steps again, by the graph and eagerly, and finds the first differences of the results."""
 
 import functools
 import math
@@ -26,22 +26,22 @@ from .records import RanksRecord, RecordedFile, RecordedValue, RunnerRecord, Ste
 
 @final
 class RecordedRanks(Ranks):
-    """The ranks of a recorded runner, to make it again in one process, without a process group.
+    """Stands for the ranks of a recorded runner, so that one process can run it without a process group.
 
-    While a recorded step is replayed, the other ranks send what they sent then. At any other time they send what this
-    one sends.
+    While a recorded step is replayed, the other ranks seem to send their recorded messages, and at any other time the
+    same message as this rank.
     """
 
     alone = True
 
-    def __init__(self, record: RanksRecord) -> None:  # unlike the base, it has no group
+    def __init__(self, record: RanksRecord) -> None:  # unlike `Ranks`, it has no group
         self.group: Any = None
         self.rank, self.size = record.rank, record.size
         self.equal, self.shards = record.equal, record.shards
         self.timeout = self.capture_timeout = math.inf  # it waits for no other rank
         self.exchanges = 0
         self.broken = None
-        self.others: Sequence[Message] = ()  # messages of all ranks, while a recorded step is replayed
+        self.others: Sequence[Message] = ()  # the recorded messages, while a step is replayed
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
@@ -63,7 +63,7 @@ class RecordedRanks(Ranks):
         return lambda: messages
 
     def wait(self, event: Event, device: torch.device, what: str, seconds: float, *, together: bool) -> None:
-        """Wait until the device is past an event. No collective on it waits for another rank."""
+        """Wait until the device has passed an event. No collective on it waits for another rank."""
         del device, what, seconds, together
         event.synchronize()
 
@@ -80,7 +80,7 @@ class Replayed:
 
     number: int
     outcome: Literal["equal", "different", "raised", "left out"]
-    decision: Decision | None = None  # the decision of this runner, or of all ranks
+    decision: Decision | None = None  # the decision of the runner, or of all ranks
     lines: tuple[str, ...] = ()  # notes first, then differences
 
 
@@ -129,7 +129,7 @@ def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
 def batch_of(step: StepRecord, stage: Stage[Any]) -> Sample:
     """Make a recorded step's batch, in memory of its own.
 
-    Raise RecordingError if its values cannot be made, as `rebuilt`.
+    Raise RecordingError if a value cannot be made, as `rebuilt` does.
     """
     slots, fields = ({one.name: _value_of(one, stage) for one in part} for part in (step.slots, step.fields))
     return rebuilt(stage.declaration, slots, fields)
@@ -152,7 +152,7 @@ def _value_of(value: RecordedValue, stage: Stage[Any]) -> Any:
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     """Compare a recorded step's graph with the step, as the check `parity` does, then run it and compare with the file.
 
-    What it changes outside of its slots is kept only from the last run, for the next step.
+    Of the changes outside of its slots, only those of the last run are kept, for the next step.
     """
     missing = step.missing()
     if missing:
@@ -170,7 +170,8 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
             recorded.others = step.messages
             if not (recorded.quiet or step.messages):
                 lines.append(
-                    "what the other ranks told is not in the file: they are taken to bring what this one brings"
+                    "the other ranks' messages are not in the file: they are assumed to have the same batches as this "
+                    "one"
                 )
         apart = _apart(step, runner, lines)
         outcome = "different" if apart else "equal"
@@ -185,9 +186,9 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 
 def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
-    """Find what its graph does differently from the step, or returns differently from the file.
+    """Find differences between graph and step, and between graph and file.
 
-    Raises as the step does.
+    Raises the errors of the step.
     """
     found, produce = list[str](), functools.partial(_produce, step)
     if runner.graphs is not None:
@@ -268,7 +269,7 @@ def _decided(step: StepRecord | Replayed) -> dict[str, Any]:
 
 
 def _shown_step(step: StepRecord, place: str) -> Table:
-    """Return a table of one step's batch. place: Where it raised."""
+    """Return a table of one step's batch. place: The line of the error."""
     rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
     lines = list(step.notes)
     if step.messages:

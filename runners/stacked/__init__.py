@@ -1,1 +1,1 @@
-"""Steps of which a part, the stack, is captured by token counts: breaks, rehearsals, captures, and replays."""
+"""Steps of which one part, the stack, is captured for buckets of tokens: breaks, rehearsals, captures, and replays."""

@@ -17,9 +17,9 @@ from ..engine.bits import text_of
 from ..engine.current import CurrentStep, OwnValue, current_step
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
-"""Types that a graph keeps as values. Any other object is passed to breaks, each step's own."""
+"""Types that a graph keeps as values. Any other object is passed to breaks anew in each step."""
 EAGER: Final[Sequence[Any]] = []
-"""The places for the answer of a break that runs outside of graphs: only its caller gets the answer."""
+"""Passed as `places` to a break outside of graphs, where only the caller gets the result."""
 _COPIED: Final = object()
 """Marks a result that is a tensor with memory of its own."""
 FACTS: Final = operator.attrgetter("shape", "dtype")
@@ -28,13 +28,13 @@ R = TypeVar("R")
 
 
 def current_view(inputs: type[V]) -> V:
-    """Return the view of the step that runs now, for code that does not get it: an attention operator, a break's body.
+    """Return the view of the running step, for code without access to it, such as an attention operator or a break.
 
     Slots over tokens have the bucket's rows, those over requests as many as the batch has.
 
     Raises:
-        ReplayError: No step runs, or one of another declaration.
-        CaptureError: An operator asks inside a graph, which would keep the values of its capture.
+        ReplayError: No step is running, or its declaration is another one.
+        CaptureError: An operator inside of a graph calls it, and the graph would keep the values of the capture.
     """
     step = current_step()
     if step is None:
@@ -45,8 +45,8 @@ def current_view(inputs: type[V]) -> V:
         return step.view
     if step.operator is not None:
         raise CaptureError(
-            f"operator {step.operator} asks for the step's view inside of a graph, which would keep what it finds: run "
-            "it between graphs, by splits= or graph_break, or hand it the slots that it reads"
+            f"operator {step.operator} asks for the step's view inside of a graph, which would keep the values of the "
+            f"capture: run it between graphs, by splits= or graph_break, or pass it the slots that it reads"
         )
     return step.view if step.shown is None else step.shown  # type: ignore[return-value] # of the same declaration
 
@@ -55,10 +55,10 @@ def graph_break(body: Callable[P, R]) -> Callable[P, R]:
     """Mark a function at which a capture ends one graph and begins the next one.
 
     Each step calls it as it is, without gradients: it may read values on the host, and take any shape. Its tensor
-    arguments have the addresses of the capture and the contents of the step. What the captured part was given (the
-    view, a slot over requests, metadata) is replaced by this step's. Its results must have the shapes and dtypes that
-    they had at capture. They are copied to where later graphs read them, except for an argument that it returns, or a
-    view of one, which stays that memory. Elsewhere it is an ordinary function.
+    arguments have the addresses of the capture and the contents of the step. Arguments of the captured part that it
+    gets (the view, a slot over requests, metadata) are those of the running step. Its results must have the shapes and
+    dtypes that they had at capture. They are copied to memory that later graphs read, unless a result is an argument or
+    a view of one. Outside of a stack it is an ordinary function.
 
     It is a decorator and no context manager, because a replay calls the body again, and a `with` block has nothing to
     call.
@@ -67,7 +67,7 @@ def graph_break(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def broken(name: str, body: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function as `graph_break` does, under a name of its own."""
+    """Mark a function as `graph_break` does, with a given name for errors."""
 
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         step = current_step()
@@ -97,7 +97,7 @@ class Alias:
 
     @classmethod
     def of(cls, result: torch.Tensor, arguments: Sequence[Any]) -> "Alias | None":
-        """Return the argument whose memory a result is in, or None if the result has memory of its own."""
+        """Return the argument whose memory a result shares, or None if it shares none."""
         tensors = {place: one for place, one in enumerate(arguments) if isinstance(one, torch.Tensor)}
         shared = [place for place, one in tensors.items() if share_storage(one, result)]
         if not shared:
@@ -107,7 +107,7 @@ class Alias:
         return cls(nearest, None if part == whole else part)
 
     def is_kept(self, result: Any, argument: torch.Tensor) -> bool:
-        """Return whether a later result is in the same part of the argument."""
+        """Return whether the result of a later call is the same part of the argument."""
         part = self.part or _part_of(argument, argument)
         return isinstance(result, torch.Tensor) and _part_of(result, argument) == part
 
@@ -129,8 +129,8 @@ class Break:
     Attributes:
         name: Its name in errors.
         leaves: Its arguments at capture, flat.
-        sources: Sources of the arguments that differ by step, by index.
-        aliases: Results in the memory of arguments, until `result` has returned them.
+        sources: By index, functions that return the current step's argument, for arguments that differ by step.
+        aliases: Results that share memory with arguments, until `result` has returned them.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Break:
     _fixed: Any  # the arguments of the capture
     _given: Mapping[int, OwnValue]
     aliases: list[torch.Tensor] = attrs.field(factory=list)
-    _results: list[Any] = attrs.field(factory=list)  # each is a value, an `Alias`, or `_COPIED`
+    _results: list[Any] = attrs.field(factory=list)  # for each leaf of the result, a constant, an `Alias`, or `_COPIED`
     _structure: Any = None
     _is_one_tensor: bool = False
 
@@ -154,21 +154,21 @@ class Break:
         self._fixed = pytree.tree_unflatten(leaves, self._arguments)
 
     def __call__(self, places: Sequence[torch.Tensor] | None) -> Any:
-        """Call the function in the step that runs, and write the answer to the places that later graphs read.
+        """Call the function in the running step, and write its results to the tensors that later graphs read.
 
         Args:
-            places: Those places. None at capture, when they are not known yet, and `EAGER` outside of graphs.
+            places: These tensors. None at capture, before they are allocated, and `EAGER` outside of graphs.
 
         Returns:
-            At capture, the tensors that need a place. Else the answer.
+            At capture, the results for which tensors must be allocated. Otherwise all results.
         """
         step = current_step()
         if step is None:
             raise ReplayError(f"break {self.name!r} needs a step: replay through the runner, not the graph")
         if step.inside is not None:
             raise CaptureError(
-                f"break {self.name!r} is called inside break {step.inside!r}, which runs eagerly as a whole already: "
-                "leave out the inner mark"
+                f"break {self.name!r} is called inside break {step.inside!r}, all of which runs eagerly: remove the "
+                f"inner mark"
             )
         leaves = self.leaves
         args, kwargs = self._fixed
@@ -197,9 +197,9 @@ class Break:
         return answer
 
     def _keep(self, answer: Any, leaves: Sequence[Any], step: CurrentStep) -> list[torch.Tensor]:
-        """Note what the answer consists of, and return the tensors in it that need a place.
+        """Record the structure of the results, and return the tensors for which memory must be allocated.
 
-        Arguments are kept from now on only as memory, which later graphs may use again.
+        From now on arguments are kept only by address, so that later graphs may reuse their memory.
         """
         found, self._structure = pytree.tree_flatten(answer)
         copied = list[torch.Tensor]()
@@ -208,8 +208,8 @@ class Break:
                 self._results.append(leaf)
             elif not isinstance(leaf, torch.Tensor):
                 raise CaptureError(
-                    f"break {self.name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each "
-                    "step's own: return tensors, or tuples, lists and dicts of them"
+                    f"break {self.name!r} returned {type(leaf).__name__}, which graphs cannot receive anew in each "
+                    f"step: return tensors, or tuples, lists and dicts of them"
                 )
             elif (alias := Alias.of(leaf, leaves)) is not None:
                 self._results.append(alias)
@@ -224,7 +224,7 @@ class Break:
         return copied
 
     def result(self, places: Sequence[torch.Tensor]) -> Any:
-        """Return what the captured code gets: arguments as they are, and the places of all other tensors."""
+        """Return the results for the captured code: arguments unchanged, other tensors in memory that graphs read."""
         copied, aliases = iter(places), iter(self.aliases)
         self.aliases = []
         found = list[Any]()
@@ -236,7 +236,7 @@ class Break:
         return pytree.tree_unflatten(found, self._structure)
 
     def _move(self, answer: Any, leaves: Sequence[Any], places: Sequence[torch.Tensor]) -> None:
-        """Copy tensors to where later graphs read them. Raise ReplayError if anything else is not what it was."""
+        """Copy results to the tensors that later graphs read. Raise ReplayError if anything else has changed."""
         found, structure = pytree.tree_flatten(answer)
         if structure != self._structure:
             raise ReplayError(f"break {self.name!r} returned another structure than at capture")

@@ -1,4 +1,4 @@
-"""Capturing the stack of a step: what of a bucket is captured, with which arguments, and where it is split."""
+"""Captures the stack of a step: finds its arguments in a rehearsal, and splits it at named operators."""
 
 import contextvars
 import functools
@@ -45,7 +45,7 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     Raise CaptureError if the placeholder names an unknown slot, and ComputeError if a value does not fit.
     """
     declaration, capabilities = stage.declaration, stage.backend.capabilities
-    request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also if no slot has the axis
+    request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # even if no slot has the axis
     values = dict(stage.inputs.placeholder(request))
     for name in values.keys() - {*declaration.sources, *declaration.fields, *declaration.disabled}:
         raise CaptureError(
@@ -67,7 +67,7 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
 
 
 def live_viewer(stage: Stage[V], bucket: Bucket, **info: Any) -> Viewer[V]:
-    """Return what makes the views of a bucket: request slots are cut to the live requests, all else is padded.
+    """Return the maker of views of a bucket, with request slots cut to the live requests and all others padded.
 
     info: Further values of `ViewInfo`.
     """
@@ -105,7 +105,7 @@ def capture_stack(
     splitter: "Splitter | None",
     output_rows: Axis | None,
 ) -> tuple[StackCall, Around, State]:
-    """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
+    """Run the step on the declaration's placeholder, and return the call of its stack, with fixed arguments.
 
     splitter: Marks the breaks of the stack, if its code does not. Raise CaptureError if the step cannot be captured so.
     """
@@ -116,7 +116,7 @@ def capture_stack(
     with capture_errors(), stage.backend.stream(), torch.no_grad():
         fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), bucket.absent)
         view = live_viewer(stage, bucket)(fields, live)
-        shown = live_viewer(stage, bucket, **stage.capture_info)(None, live)  # its tensors are others than the step's
+        shown = live_viewer(stage, bucket, **stage.capture_info)(None, live)  # the view for graphs
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))
@@ -143,7 +143,7 @@ def capture_stack(
             around = functools.partial(rehearsal.around, view)
             if splitter is not None:
                 parts = around(functools.partial(with_current, call.at_capture(), splitter, code, *call.arguments()))
-                call.run = lambda *_, **__: parts()  # the parts have their arguments already
+                call.run = lambda *_, **__: parts()  # the traced parts already have their arguments
         if output_rows is not None:
             each = "request of the placeholder" if output_rows == BATCH else "padded token"
             cut_rows(outputs, sizes[output_rows], each)
@@ -157,7 +157,7 @@ _TRACED: Final[contextvars.ContextVar[list[Traced]]] = contextvars.ContextVar("s
 
 
 class Splitter:
-    """Has torch.compile trace a whole step, for all sizes of tokens, and makes breaks of the named operators.
+    """Traces a whole step by torch.compile, for all sizes of tokens, and turns the named operators into breaks.
 
     Args:
         operators: "namespace::operator" as in `torch.ops`, a Python function's name, or the operator or function
@@ -183,13 +183,13 @@ class Splitter:
         try:
             import torch._dynamo  # noqa: PLC0415 - it takes a second, which runners without splits save
 
-            # keep floats: the tracer would make tensors of them, which the host would read back
+            # keep floats constant: the tracer would make them tensors, which the host would read back
             values = torch._dynamo.config.patch(specialize_float=True)  # noqa: SLF001 - torch documents it by this name
             with warnings.catch_warnings(), values:
-                warnings.simplefilter("ignore")  # the tracer's own warnings
+                warnings.simplefilter("ignore")  # warnings of the tracer itself
                 outputs = self._compiled(*args, **kwargs)
         except Exception as error:
-            inner = getattr(error, "inner_exception", error)  # the tracer wraps errors of `cut`
+            inner = getattr(error, "inner_exception", error)  # unwrap errors of `cut`
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the step could not be traced whole: {_reason(error)}") from error
@@ -210,7 +210,7 @@ class Splitter:
         def entry(*args: Any, **kwargs: Any) -> Any:
             return run(*args, **kwargs)
 
-        # The tracer caches by code object and in the function's globals, so that each step needs its own of both.
+        # The tracer caches by code object and in the function's globals, so each step gets a copy of both.
         own = types.FunctionType(entry.__code__.replace(), dict(globals()), "entry", None, entry.__closure__)
         compiled: Callable[..., Any] = torch.compile(own, backend=_cutter(self.names), fullgraph=True, dynamic=True)
         return compiled
@@ -220,7 +220,7 @@ class Splitter:
 def _cutter(names: frozenset[str]) -> Callable[..., Any]:
     """Make a backend for torch.compile that splits what it traced.
 
-    torch keeps each for good, so it refers to no step.
+    torch keeps each backend for ever, so it must refer to no step.
     """
 
     def cut(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -248,7 +248,7 @@ def _cutter(names: frozenset[str]) -> Callable[..., Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what the tracer could not follow, where, and what to do about it if that is known."""
+    """Describe what the tracer could not follow, at which line, and what to do if that is known."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:

@@ -1,4 +1,4 @@
-"""Rehearsing a step before its stack is captured, to find out which of its values a replay would lack."""
+"""Rehearses a step before its stack is captured, to find values that a replay would not update."""
 
 import contextlib
 import functools
@@ -32,26 +32,26 @@ _DEPTH: Final = 5
 _CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
 """Types whose objects are not searched: they have the same tensors in each step."""
 _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda", "is_cpu", "requires_grad"})
-"""What a graph may ask of a slot over requests, since it is the same in each step."""
+"""Attributes that a graph may read of a slot over requests, since they are the same in each step."""
 _SIZES: Final = _FIXED | {"shape", "size", "numel"}
-"""What a graph may ask of a tensor that each step makes anew, since the bucket decides it."""
+"""Attributes that a graph may read of a tensor that each step makes anew, since the bucket determines them."""
 
 
 @attrs.define(eq=False, slots=False)
 class Rehearsal:
-    """One watched run of a step. The stack has arguments of its own, and its breaks run as between graphs.
+    """One watched run of a step. Its stack gets copies of its arguments, and breaks run as between graphs.
 
-    Each tensor that the step makes is recorded with its maker: the code around the stack (`anew`), or that of the stack
-    (`stored`, if anything else finds it). A replay runs the code around the stack and the breaks, but not the stack. So
-    if a graph or a break finds a tensor other than by passing it between the two, all later steps would use that of the
-    capture.
+    It records which code makes each tensor: the code around the stack (`anew`), or the stack's own (`stored`, if other
+    code finds it). A replay runs the code around the stack and the breaks, but not the stack. So if a graph or a break
+    gets a tensor from the other code in another way than as an argument or result, all later steps would use the tensor
+    of the capture.
 
     Attributes:
         stage: The stage of the step.
         stack: The part that is captured.
         buffers: The memory of its slots.
         breaks: Operators that are breaks, by name.
-        make: Makes a call of the stack's arguments.
+        make: Makes the `StackCall` of the stack's arguments.
         read: Indices of arguments whose memory graphs read.
         written: Indices of arguments whose memory graphs or breaks write.
     """
@@ -63,25 +63,25 @@ class Rehearsal:
     make: Callable[[Any], StackCall]
 
     def __attrs_post_init__(self) -> None:
-        """Start with nothing recorded."""
+        """Initialize the records."""
         self.read, self.written = set[int](), set[int]()
         self._calls = list[StackCall]()
-        self._origins: Sequence[Any] = ()  # the step's own arguments of the stack
-        self._outputs: Any = None  # what the stack has returned
+        self._origins: Sequence[Any] = ()  # the stack's arguments in the step
+        self._outputs: Any = None  # results of the stack
         over_requests = [one for one in self.buffers if BATCH in one.slot.axes and one.nbytes]
         self._requests = [(*span(one.tensor), one.name) for one in over_requests]
         self._anew, self._stored, self._handed = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._slots: Mapping[int, str] = {}
         self._arguments, self._originals = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
-        self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by place
-        self._met, self._overwritten = set[int](), set[int]()  # arguments also reached in another way
-        self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory
-        self._alive = list[torch.Tensor]()  # keeps the memory of those from other tensors
+        self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by index
+        self._met, self._overwritten = set[int](), set[int]()  # arguments that the stack also reaches in another way
+        self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory with each other
+        self._alive = list[torch.Tensor]()  # keep those alive, so that no other tensor gets their memory
         self._functions, self._operators = _Functions(self), _Operators(self)
         self._is_paused = False
 
     def run(self, view: Any, first: Any) -> StackCall:
-        """Run the step, and return the call of its stack, ready to be captured. Raise CaptureError if it cannot be.
+        """Run the step, and return the call of its stack. Raise CaptureError if it cannot be captured.
 
         first: The arguments of the stack in an earlier run.
         """
@@ -92,17 +92,17 @@ class Rehearsal:
         return call
 
     def around(self, view: Any, run: Callable[[], T]) -> T:
-        """Call a function where the step calls its stack. The code after it gets what the rehearsed stack returned.
+        """Run the step again, with `run` in place of its stack. The code after it gets the results of the rehearsal.
 
-        A stack runs in what its step has set up around it: casts, contexts, attributes. If the capture of the stack
-        fails, the step still runs to its end, because other ranks, which do not fail, wait for what it does there.
+        So the stack is captured under the casts, contexts and attributes that the step sets up. If the capture fails,
+        the step still runs to its end, because other ranks may wait for its collectives.
         """
         made, failed, is_inference = list[T](), list[CaptureError](), torch.is_inference_mode_enabled()
 
-        @untraced  # the step around it may be compiled
+        @untraced  # the code around the stack may be compiled
         def answer(*args: Any, **kwargs: Any) -> Any:
             try:
-                with torch.inference_mode(is_inference):  # a step's own mode must not reach a graph's tensors
+                with torch.inference_mode(is_inference):  # whatever mode the step has set
                     made.append(run())
             except CaptureError as error:
                 failed.append(error)
@@ -122,7 +122,7 @@ class Rehearsal:
         return made[0]
 
     def _answer(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stack in place of its code."""
+        """Run the stack under watch, when the step calls it."""
         if self._calls:
             raise CaptureError(self.stack.wrong_calls(2))
         with self._paused():
@@ -144,18 +144,18 @@ class Rehearsal:
         with self._paused():
             named = map_tensors(call.named(outputs), alias, hand)
             self._outputs = map_tensors(named, torch.clone)
-            try:  # the code around the stack gets this after a replay
+            try:  # results that the code around the stack also gets after a replay
                 return hand_out(named, CurrentStep(call.own, "capture", self._origins))
             except ReplayError as error:
                 raise CaptureError(str(error)) from None
 
     def watched(self, run: Callable[[], T]) -> T:
-        """Call a function under watch."""
+        """Call a function while all functions of torch are watched."""
         return run_under(self._functions, lambda: run_under(self._operators, run))
 
     @property
     def part(self) -> str | None:
-        """What runs now: the "step" around the stack, a "graph" or a "break" of it, or None if nothing is watched."""
+        """The part that is running: the "step" around the stack, a "graph", a "break", or None without a watch."""
         step = current_step()
         if self._is_paused or step is None:
             return None
@@ -165,7 +165,7 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Run a block without watching it, because it does what no step does."""
+        """Run a block unwatched, because it is not part of the step."""
         self._is_paused = True
         try:
             yield
@@ -173,7 +173,7 @@ class Rehearsal:
             self._is_paused = False
 
     def _begin(self, call: StackCall) -> CurrentStep:
-        """Record which memory arguments have, and return the step that the code of the stack runs in."""
+        """Record the memory of the arguments, and return the `CurrentStep` for the stack's code."""
         named = {**slots_of(call.view), **slots_of(call.own)}
         requests = {name for *_, name in self._requests}
         self._slots = {key: name for key, name in named.items() if name in requests}
@@ -195,7 +195,7 @@ class Rehearsal:
         return step
 
     def interrupt(self, run: Any, /) -> Any:
-        """Call a break as a backend does: it gets tensors in the same memory, and results have places."""
+        """Call a break as a backend does, with results copied to memory of their own."""
         one: Break = run
         with self._paused():
             for place, leaf in enumerate(one.leaves):
@@ -215,11 +215,11 @@ class Rehearsal:
         return places
 
     def borrow(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """Return the tensor itself: no later graph uses its memory."""
+        """Return the tensor itself, since a rehearsal reuses no memory."""
         return tensor
 
     def _check_given(self, what: str, leaf: Any) -> None:
-        """Raise CaptureError for an argument of a break whose value replays could not pass."""
+        """Raise CaptureError for an argument of a break whose current value a replay could not pass."""
         for tensor in _tensors_of(leaf):
             if tensor in self._anew:
                 raise CaptureError(_made_anew(f"{what} is handed", tensor))
@@ -229,25 +229,25 @@ class Rehearsal:
                 self._handed[tensor] = True
 
     def _check_stored(self, what: str, tensors: Iterable[torch.Tensor], *, only_named: bool = False) -> None:
-        """Raise CaptureError for a tensor that the code of the stack has made, and stored where other code finds it.
+        """Raise CaptureError for a tensor that the stack's code made and stored outside, where other code finds it.
 
-        only_named: Whether to raise only if it is found from the step, the stack, or an argument of the stack.
+        only_named: Whether to raise only if it is reachable from the step, the stack, or an argument of the stack.
         """
         for tensor in tensors:
             if tensor not in self._stored or tensor in self._handed:
                 continue
-            holder = [self._objects, self.stack.module, self.stage.step]  # the last one is searched first
+            holder = [self._objects, self.stack.module, self.stage.step]  # the last object is searched first
             names = [name for name, _, found in reached(holder, (*CLOSED, Rehearsal)) if found is tensor]
             if names or not only_named:
                 where = f", as {names[0].removeprefix('[2].')!r}" if names else ""
                 raise CaptureError(
-                    f"{what} reads a tensor that the code of the stack has stored, {text_of(tensor)}{where}: no replay "
-                    "runs that code, so that later steps would find what the capture has stored; hand it to the break "
-                    "as an argument, or return it from the stack"
+                    f"{what} reads a tensor that the code of the stack has stored, {text_of(tensor)}{where}: no "
+                    f"replay runs that code, so later steps would find the tensor of the capture; pass it to the "
+                    f"break as an argument, or return it from the stack"
                 )
 
     def see_function(self, name: str, given: Sequence[torch.Tensor]) -> None:
-        """Check a function of torch before it is called. Raise CaptureError if no replay would have its tensors."""
+        """Check a function of torch before the call. Raise CaptureError if a replay would not update its tensors."""
         step = current_step()
         if step is None or step.shown is None or step.inside is not None:
             what = "the step" if step is None or step.inside is None else f"break {step.inside!r}"
@@ -257,17 +257,17 @@ class Rehearsal:
             if id(tensor) in self._slots and name not in _FIXED:
                 raise CaptureError(_reads(name, self._slots[id(tensor)]))
             if tensor in self._anew and name not in _SIZES:
-                held = list(_at([tensor], self._arguments))
-                if not held:
+                hits = list(_at([tensor], self._arguments))
+                if not hits:
                     raise CaptureError(_made_anew(f"{name} reads", tensor))
                 raise CaptureError(
-                    f"argument {held[0]} of the stack, of type {type(self._objects[held[0]]).__name__}, holds a tensor "
-                    f"that each step makes anew, {text_of(tensor)}, and {name} reads it outside of a break: hand its "
-                    "tensors over as arguments of their own, or read it in a break"
+                    f"argument {hits[0]} of the stack, of type {type(self._objects[hits[0]]).__name__}, holds a tensor "
+                    f"that each step makes anew, {text_of(tensor)}, and {name} reads it outside of a break: pass the "
+                    f"tensor as an argument of the stack, or read it in a break"
                 )
 
     def note_made(self, given: Sequence[torch.Tensor], result: Any) -> None:
-        """Note which code made what a function of torch returned."""
+        """Record which code made the tensors that a function of torch returned."""
         known = {"step": self._anew, "graph": self._stored}.get(self.part or "")
         if known is None:
             return
@@ -287,7 +287,7 @@ class Rehearsal:
         for result in _at(changed, self._shared):
             raise CaptureError(
                 f"{name} writes a result of break {result!r} that shares memory with another one: graphs read copies "
-                "of both, so that the other would not see it; have the break return clones"
+                "of both, so the other result would not change; return clones from the break"
             )
         if self.part == "graph":
             for slot in _at(taken, self._requests):
@@ -295,7 +295,7 @@ class Rehearsal:
             self.read.update(_at(taken, self._arguments))
 
     def _conclude(self, call: StackCall, first: Sequence[Any]) -> None:
-        """Settle how arguments are passed. Raise CaptureError if copies of them would be wrong for graphs."""
+        """Decide how arguments are passed. Raise CaptureError if graphs must not work on copies of them."""
         for place in sorted(self.read):
             leaf = call.leaves[place]
             if not isinstance(leaf, torch.Tensor) and first[place] is not leaf:
@@ -304,7 +304,7 @@ class Rehearsal:
                 raise CaptureError(
                     f"the stack writes its argument {place}, {text_of(leaf)}, and it or a break also reaches that "
                     "memory without the argument, through an attribute, a closure or a global: graphs read a copy, so "
-                    "that one would not see what the other writes; use the argument alone"
+                    "one would not see the writes of the other; use only the argument"
                 )
         tensors = [place for place, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
         apart = [
@@ -320,7 +320,7 @@ class Rehearsal:
 
 
 class _Operators(OperatorWatch):
-    """Watches every operator of the stack, and those inside operators that breaks call."""
+    """Watches every operator of the stack, including those inside custom operators that breaks call."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         super().__init__()
@@ -376,17 +376,17 @@ def operator_name(target: Any) -> str:
     """Return an operator's name, "namespace::operator", or a Python function's own."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):  # noqa: SLF001 - no public names
         return "::".join(str(target).split(".")[:2])
-    return str(getattr(target, "_qualname", getattr(target, "__name__", target)))  # the first of a custom operator
+    return str(getattr(target, "_qualname", getattr(target, "__name__", target)))  # custom operators
 
 
 def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) -> Iterator[T]:
-    """Yield what is recorded for memory that overlaps one of these tensors."""
+    """Yield the records of memory that overlaps one of these tensors."""
     for start, stop in [span(tensor) for tensor in tensors if tensor.numel()] if known else ():
         yield from (what for low, high, what in known if low < stop and start < high)
 
 
 def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    """Return the tensors that an object leads to, itself included."""
+    """Return the tensors that are reachable from an object, itself included."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [] if isinstance(value, (*VALUES, *_CLOSED)) else [one for *_, one in reached(value, _CLOSED, _DEPTH)]

@@ -1,4 +1,4 @@
-"""A step whose stack is captured: the call that graphs capture, what stack and step pass each other, and replays."""
+"""Steps whose stack is captured: the call that is captured, its arguments and results, and replays."""
 
 import functools
 import operator
@@ -34,18 +34,18 @@ class Stack:
 
     Attributes:
         module: A module that the step calls, or None for the whole step.
-        name: How that was named.
+        name: Its name in errors.
     """
 
     module: nn.Module | None = None
     name: str = ""
 
     def code(self, stage: Stage[Any]) -> Callable[..., Any]:
-        """Return what is captured."""
+        """Return the captured function."""
         return stage.step if self.module is None else self.module.forward
 
     def run(self, stage: Stage[Any], view: Any, answer: Callable[..., Any]) -> Any:
-        """Run a step with `answer` in place of what is captured."""
+        """Run a step with `answer` in place of the captured function."""
         if self.module is None:
             return stage.run(view, answer) if stage.restored else answer(view)
         own = self.module.__dict__
@@ -65,17 +65,17 @@ class Stack:
 
 
 class StackCall:
-    """What is captured of one bucket: a function and its arguments. Tensors that are no slots have memory of their own.
+    """The captured call of one bucket: a function and its arguments. Tensors that are no slots are copied.
 
     Attributes:
-        backend: What captures it.
+        backend: The backend that captures it.
         run: The function.
         own: The step's view.
-        view: What the captured part sees instead.
-        hands_out: Whether some outputs are each step's own.
+        view: The view that the captured part gets instead.
+        hands_out: Whether some outputs are objects of the running step.
         leaves: The arguments of the capture, flat.
         inside: Indices of the arguments in the slots' memory.
-        sources: What each step has in place of an object that the captured part was given, by the object's identity.
+        sources: By identity of an argument object at capture, the function that returns the running step's object.
         written: Arguments that graphs or breaks write, and that graphs read.
     """
 
@@ -104,7 +104,7 @@ class StackCall:
             if isinstance(leaf, torch.Tensor) and holds(leaf):
                 self.inside.add(place)
             elif isinstance(leaf, torch.Tensor):
-                with outside_inference():  # a step outside of inference mode will write there
+                with outside_inference():  # so that steps outside of inference mode can write it
                     kept = leaf.detach().clone()
             self.leaves.append(kept)
         self.sources: dict[int, OwnValue] = {}
@@ -118,7 +118,7 @@ class StackCall:
         self.settle(frozenset(), frozenset(), ())
 
     def settle(self, read: Collection[int], written: Collection[int], apart: Sequence[tuple[int, int]]) -> None:
-        """Decide how each argument is passed, given what graphs read, and what graphs and breaks write.
+        """Decide how each argument is passed, given the arguments that graphs read, and that graphs or breaks write.
 
         apart: Pairs of arguments that may not share memory, because one of them is written.
         """
@@ -146,14 +146,14 @@ class StackCall:
         return pytree.tree_unflatten(self.leaves, self._structure)
 
     def at_capture(self, recording: Interrupts | None = None) -> CurrentStep:
-        """Return the step of the capture."""
+        """Return the `CurrentStep` for the capture."""
         arguments = [self.own if leaf is self.view else leaf for leaf in self.leaves]
         return CurrentStep(self.own, "capture", arguments, self._live, recording, self.view)
 
     def __call__(self) -> Any:
-        """Run the function as it is captured, and as a backend without graphs replays it."""
+        """Run the function, at capture, and at each replay of a backend without graphs."""
         step, (args, kwargs) = current_step(), self.arguments()
-        if step is not None and step.sources is self._live:  # a replay
+        if step is not None and step.sources is self._live:  # at a replay
             outputs = self.run(*args, **kwargs)
             return self.named(outputs) if self.hands_out else outputs
         with torch.no_grad():
@@ -162,9 +162,9 @@ class StackCall:
     def take(  # noqa: C901 - in one function, because each step calls it
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: CurrentStep
     ) -> None:
-        """Move a step's arguments to where graphs read them, and keep them flat for breaks."""
+        """Copy a step's arguments to the tensors that graphs read, and keep the flat list for breaks."""
         leaves, view = [*args, *kwargs.values()], step.view
-        if (*map(type, leaves), *kwargs) != self._kinds:  # flattening takes ten times as long
+        if (*map(type, leaves), *kwargs) != self._kinds:  # flattening would take ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if structure != self._structure:
                 raise ReplayError("the stack was called with other arguments than at capture")
@@ -196,14 +196,14 @@ class StackCall:
             if leaves[one] is not leaves[other]:
                 raise ReplayError(
                     f"arguments {one} and {other} of the stack were one object at capture, and are two now: breaks "
-                    "could not tell them apart"
+                    f"could not distinguish them"
                 )
         for one, other in self._apart:
             if share_memory(leaves[one], leaves[other]):
                 raise ReplayError(shared_arguments(one, other))
 
     def named(self, outputs: Any) -> Any:
-        """Replace outputs that are the step's own by their sources: arguments, the view, and parts of them."""
+        """Replace outputs that are objects of the step (arguments, the view, parts of these) by their sources."""
         self.hands_out = False
 
         def name(leaf: Any) -> Any:
@@ -226,17 +226,17 @@ class StackCall:
             if isinstance(kept, torch.Tensor) and place not in self.inside and share_storage(kept, output):
                 if output.dtype != kept.dtype:
                     raise CaptureError(
-                        f"the stack returns a part of its argument {place} as another dtype, {text_of(output)}, of "
-                        "which later steps cannot be handed their own: return a clone"
+                        f"the stack returns a part of its argument {place} as another dtype, {text_of(output)}, which "
+                        f"later steps cannot make from their own argument: return a clone"
                     )
                 return _part_of(place, kept, output)
         return None
 
 
 class Own:
-    """Replaces an output of a graph that is each step's own.
+    """Takes the place of an output that is an object of the running step.
 
-    It is no attrs class, because outputs may be attrs classes, whose fields are replaced.
+    It is no attrs class, because fields of attrs classes in outputs would be replaced.
     """
 
     def __init__(self, source: OwnValue) -> None:
@@ -244,12 +244,12 @@ class Own:
 
 
 def hand_out(outputs: Any, step: CurrentStep) -> Any:
-    """Return the outputs of a replay, with the step's own in place of `Own`."""
+    """Return the outputs of a replay, with each `Own` replaced by the object of the running step."""
     return map_tensors(outputs, lambda leaf: leaf, lambda leaf: leaf.source(step) if isinstance(leaf, Own) else leaf)
 
 
 def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> OwnValue:
-    """Return what takes the same part of each step's argument."""
+    """Return a function that takes the same part of each step's argument."""
     size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
 
     def part(step: CurrentStep) -> torch.Tensor:
@@ -257,7 +257,7 @@ def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> OwnValue:
         if leaf.stride() != kept.stride():
             raise ReplayError(
                 f"the stack returns a part of its argument {place}, whose strides are {leaf.stride()} in this step, "
-                f"and {kept.stride()} in its graphs: hand over a contiguous tensor, or return a clone"
+                f"and {kept.stride()} in its graphs: pass a contiguous tensor, or return a clone"
             )
         return leaf.as_strided(size, stride, leaf.storage_offset() + offset)
 
@@ -280,25 +280,25 @@ def share_memory(one: Any, other: Any) -> bool:
 
 
 def shared_arguments(one: int, other: int) -> str:
-    """Return why two arguments of a stack may not share memory."""
+    """Return the error text for two arguments of a stack that share memory and may not."""
     return (
-        f"arguments {one} and {other} of the stack share memory, and it writes one of them: graphs read copies, so "
-        "that what is written through one would not be seen through the other; hand over one of them, or a clone"
+        f"arguments {one} and {other} of the stack share memory, and it writes one of them: graphs read copies, so a "
+        f"write to one would not change the other; pass only one of them, or a clone"
     )
 
 
 def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
     return ReplayError(
-        f"argument {place} of the stack is {text_of(leaf)}, and was {text_of(kept)} at capture: hand over what "
-        "changes as a tensor of one shape, or in the view"
+        f"argument {place} of the stack is {text_of(leaf)}, and was {text_of(kept)} at capture: pass values that "
+        f"change as a tensor of one shape, or in the view"
     )
 
 
 def other_object(place: int, kept: Any) -> str:
-    """Return why a graph cannot use an argument that is made anew in each step."""
+    """Return the error text for an argument that a graph cannot use because each step makes it anew."""
     return (
-        f"argument {place} of the stack, of type {type(kept).__name__}, is another one than at capture, and graphs "
-        "read the memory of that: hand over its tensors as arguments of their own, or read it in a break"
+        f"argument {place} of the stack, of type {type(kept).__name__}, is another object than at capture, whose "
+        f"memory graphs read: pass its tensors as separate arguments, or read it in a break"
     )
 
 
@@ -334,7 +334,7 @@ class StackRoute(Route[V]):
             return without_gradients(self.run, view, live)
         hosts = self.filler.hosts
         step = CurrentStep(view, "replay")  # type: ignore[arg-type] # this route has a view
-        token = CURRENT.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call refers to it
+        token = CURRENT.set(weakref.ref(step))  # the step ends with this call, even if an interrupt comes
         try:
             outputs = self._stack.run(self._graphs.stage, view, functools.partial(self._answer, step))
             if hosts.notes:
@@ -349,7 +349,7 @@ class StackRoute(Route[V]):
         return outputs
 
     def _cut(self, outputs: Any, calls: int, live: Live) -> Any:
-        """Return the live rows of outputs. Raise ReplayError if they have others, or for other than one call."""
+        """Return the live rows of outputs. Raise ReplayError for a wrong row count or number of calls of the stack."""
         if calls != 1:
             raise ReplayError(f"{self._stack.wrong_calls(calls)}, and once at capture")
         if self._output_rows is None:
@@ -364,18 +364,18 @@ class StackRoute(Route[V]):
 
     @untraced  # the step around it may be compiled
     def _answer(self, step: CurrentStep, *args: Any, **kwargs: Any) -> Any:
-        """Run the stack of a step: take its arguments, and replay its graphs."""
+        """Replay the graphs of a step's stack on its arguments."""
         graphs, captured = self._graphs, self._captured
         call: StackCall = captured.step  # type: ignore[assignment] # made by `capture_stack`
         step.calls += 1
         call.take(args, kwargs, step)
         clock = graphs.clock
-        if graphs.filler.stream() != clock.stream:  # the step has changed the stream
+        if graphs.filler.stream() != clock.stream:  # the code around the stack may have changed the stream
             graphs.filler.order()
         before = clock.replays
         graphs.replay(captured)
         outputs = captured.graph.outputs
-        # never the graph's own tensor, whose shape a caller might change
+        # a new tensor, because a caller might reshape the graph's own
         outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
         outputs = graphs.stamped(outputs)
         if clock.replays != before + 1:
@@ -383,7 +383,7 @@ class StackRoute(Route[V]):
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
-        for place, kept in call.written:  # write back to the step's own tensors
+        for place, kept in call.written:  # copy written arguments back to the step's own tensors
             leaf = step.arguments[place]
             if leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)

@@ -1,4 +1,4 @@
-"""What standard declarations are made of: axes of a model's sizes, its dtype, and counts of a step's tokens by rank."""
+"""Parts of the standard declarations: axes for a model's sizes, its dtype, and token counts by rank."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -96,7 +96,7 @@ class Sharding:
         found = {field.name: look_up(settings, field.name) for field in attrs.fields(cls)}
         for name in [name for name, value in found.items() if value is None]:
             raise ConfigError(
-                f"settings have no {name!r}, which tells how tokens are sharded: give it, or standard.Sharding(...)"
+                f"settings have no {name!r}, which says how tokens are sharded: give it, or standard.Sharding(...)"
             )
         return cls(**found)
 
@@ -108,9 +108,9 @@ def count_batches(ranks: Ranks) -> int:
     """
     if not ranks.batches:
         raise ConfigError(
-            f"{ranks.size} ranks do not divide so that each {ranks.shards} of them share a batch, as Ranks(shards=) "
-            "says: make it of the group of all ranks that do, or take the slots that settings and batches give, "
-            "standard.ExpertParallel and standard.DataParallelCarried"
+            f"{ranks.size} ranks do not divide into groups of {ranks.shards} that share a batch, as Ranks(shards=) "
+            f"says: make Ranks of the group of all ranks, or use standard.ExpertParallel and "
+            f"standard.DataParallelCarried, which need no ranks"
         )
     return ranks.batches
 
@@ -146,14 +146,14 @@ def _live_part(step: Step, sharding: Sharding) -> int:
 
 
 def agreed_tokens(step: Step, ranks: Ranks) -> list[int]:
-    """Return the live tokens of each batch of the ranks in this very step. Raise ConfigError as `_of_batches` does."""
+    """Return the live tokens of each batch of the ranks in this step. Raises the errors of `_of_batches`."""
     return _of_batches(TOKENS, step, ranks)
 
 
 def agreed_requests(step: Step, ranks: Ranks) -> list[int]:
-    """Return the live requests of each batch of the ranks in this very step.
+    """Return the live requests of each batch of the ranks in this step.
 
-    Raise ConfigError as `_of_batches` does.
+    Raises the errors of `_of_batches`.
     """
     return _of_batches(BATCH, step, ranks)
 
@@ -167,18 +167,18 @@ def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
     if asked != batches:
         raise ConfigError(
             f"sizes has {DP} = {asked}, and {ranks.size} ranks, of which each {ranks.shards} in a row share a batch, "
-            f"bring {batches}: give DP the size {batches}, or Ranks(shards=) the number of ranks that share one"
+            f"have {batches} batches: give DP the size {batches}, or Ranks(shards=) the number of ranks that share one"
         )
     return list(ranks.live(axis)[:: ranks.shards])
 
 
 def padded_tokens(step: Step) -> list[int]:
-    """Return the padded token count for every rank: ranks that gather run one bucket, and move its padding, too."""
+    """Return the padded token count for every rank, since ranks that gather run one bucket and exchange its padding."""
     return [step.padded(TOKENS)] * step.padded(DP)
 
 
 def padded_requests(step: Step) -> list[int]:
-    """Return the padded request count for every rank: one row of logits a request."""
+    """Return the padded request count for every rank, since each request has one row of logits."""
     return [step.padded(BATCH)] * step.padded(DP)
 
 

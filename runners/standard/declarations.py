@@ -20,11 +20,11 @@ from .counts import CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, S
 
 
 class Requests(Inputs):
-    """Where each request's cache is, and how long each is.
+    """Where each request's cache is, and how long its sequence is.
 
-    req_pool_indices: padded rows look up row 0 of the request table, which no request is given.
+    req_pool_indices: padded rows use row 0 of the request table, which is reserved.
     seq_lens: padded rows run attention over the fewest tokens that the backend's kernels can take.
-    seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
+    seq_lens_cpu: attention is planned on the host; reading seq_lens back would wait for the device.
     """
 
     req_pool_indices: Tensor = copied(BATCH, dtype=int64, pad=0, poison=())
@@ -37,7 +37,7 @@ class Requests(Inputs):
 class BoundedContext(Requests):
     """A mixin: a request longer than the context is refused before anything is written.
 
-    seq_lens: lists and arrays are looked into; a tensor on the device is not, since that would wait for it.
+    seq_lens: values in lists and arrays are checked; those on the device are not, since that would wait for it.
     seq_lens_cpu: one position too many reads past the rope table and writes past the request's pages.
     """
 
@@ -48,9 +48,9 @@ class BoundedContext(Requests):
 
 
 class HostLengths(Inputs):
-    """A mixin: fused attention that takes lengths as a host argument, which an NPU's graphs get at each replay.
+    """A mixin: fused attention that takes lengths as a host argument, which an NPU updates at each replay.
 
-    actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as in seq_lens.
+    actual_seq_lengths_kv: lengths on the host, since reading seq_lens back would wait; padded rows as in seq_lens.
     """
 
     actual_seq_lengths_kv: Tensor = copied(
@@ -65,7 +65,7 @@ class HostLengths(Inputs):
 
 
 class ContextLengths(Inputs):
-    """A mixin: paged attention that takes lengths as a host tensor, which an NPU's graphs also get at each replay.
+    """A mixin: paged attention that takes lengths as a host tensor, which an NPU also updates at each replay.
 
     context_lens: int32, which the operator expects; padded rows as in seq_lens.
     """
@@ -84,8 +84,8 @@ class ContextLengths(Inputs):
 class DecodeInputs(Requests):
     """The inputs of one decode step, and where it writes its logits.
 
-    input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
-    positions: a stale position indexes the rope table past its end, an illegal access after hours.
+    input_ids: a stale id is still a row of the embedding table, and the result is not used.
+    positions: a stale position may index past the end of the rope table, an illegal access that is rare.
     out_cache_loc: padded rows write their keys and values, too; location 0 is kept free for that.
     next_token_logits: one allocation for all buckets, at an address that samplers and collectives know.
     """
@@ -120,7 +120,7 @@ class EagerInputs(DecodeInputs):
 class PrefillInputs(Inputs):
     """The inputs of the captured pieces of a prefill: tokens alone, so that no piece depends on the requests.
 
-    input_ids: padded rows are executed, by kernels that may sort or route by id: the same id each time.
+    input_ids: padded rows are executed by kernels that may sort or route by id, so their id is always the same.
     positions: padded rows are executed; a stale position indexes the rope table past its end.
     out_cache_loc: padded rows are executed, and write to location 0, which is kept free for that.
     """
@@ -168,13 +168,13 @@ class DraftPrefillInputs(PrefillInputs):
 class DraftInputs(Requests):
     """The inputs for drafting a tree: TOPK tokens a request, in STEPS steps of one graph.
 
-    input_ids: no batch has them; each step writes the ids of the branches that it continues, all rows of them.
-    positions: each step advances them in place; the graph puts them back, so that nothing else sees that.
+    input_ids: not in the batch; each step writes the ids of the branches that it continues, in all rows.
+    positions: each step advances them in place, and the graph restores them at the end.
     out_cache_loc: a location for each branch of each step; padded rows write to location 0, which is kept free.
     extend_seq_lens: each branch grows by one token a step.
-    topk_p: the probabilities of the first branches; 0 in padded rows, which win nothing.
+    topk_p: the probabilities of the first branches; 0 in padded rows, which then are never chosen.
     topk_index: the ids of these branches; 0 in padded rows, an id like any other.
-    hidden_states: the target's last one for each request; so large that it is copied alone, not in a group.
+    hidden_states: the target's last one for each request; so large that it is copied by itself, not in a group.
     """
 
     input_ids: Tensor = staged(TOKENS, dtype=int64, pad=keep("written before it is read, all rows"))
@@ -193,7 +193,7 @@ class DraftSampling(Inputs):
     draft_probs: the probabilities that the first branches were drawn from, to compare with the target's.
     sampling_seed: one a request, so that a run can be repeated.
     temperatures: logits are divided by them; 1 in padded rows, since 0 would make NaN of them.
-    top_ks: the whole vocabulary in padded rows, which cuts nothing off.
+    top_ks: the whole vocabulary in padded rows, so that nothing is cut off.
     """
 
     draft_probs: Tensor = copied(BATCH, VOCAB, dtype=float32, pad=0)
@@ -203,9 +203,9 @@ class DraftSampling(Inputs):
 
 
 class DraftExtendInputs(Requests):
-    """The inputs of the draft model after a verification: WIDTH tokens a request, as many as were drafted.
+    """The inputs of the draft model after a verification: WIDTH tokens for each request, as many as were drafted.
 
-    input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
+    input_ids: a stale id is still a row of the embedding table, and the result is not used.
     positions: a stale position indexes the rope table past its end.
     out_cache_loc: while a bucket is captured all rows write to location 1, in a step padded ones to 0, both kept free.
     hidden_states: the target's, one for each token; padded rows are executed, on zeros.
@@ -231,15 +231,15 @@ class DraftExtendInputs(Requests):
 
 
 class MultiLayerDraftExtendInputs(DraftExtendInputs):
-    """The inputs of a draft of several layers, one step a layer: FRONT tokens and the drafts, WIDTH a request in all.
+    """The inputs of a draft with several layers, one step per layer: WIDTH tokens per request, FRONT and the drafts.
 
-    One set serves all layers.
+    All layers share one set of inputs.
 
     hidden_states: each layer writes them in the graph for the next one, so that no tail is known to be clean.
     num_correct_drafts: 1 while a bucket is captured, an ordinary count; -1 in padded rows: nothing was drafted.
     num_accept_tokens: as num_correct_drafts.
     extend_start_loc: where each request's tokens begin, the same in each step.
-    front_tokens: FRONT in memory that the device can read, to find the drafts behind them.
+    front_tokens: the size of FRONT, in memory that the device can read, to find the drafts after them.
     select_index: the row of each request's last correct draft, in padded rows one of their own.
     """
 
@@ -254,7 +254,7 @@ class MultiLayerDraftExtendInputs(DraftExtendInputs):
 class SlidingWindow(Inputs):
     """A mixin: models with layers that see only a window and have their own KV pool.
 
-    out_cache_loc_swa: give it to the KV pool in the step, so that graphs write there without a translation.
+    out_cache_loc_swa: pass it to the KV pool in the step, so that graphs write there without translating locations.
     """
 
     out_cache_loc_swa: Tensor = copied(TOKENS, dtype=int32, pad=0, poison=())
@@ -303,7 +303,7 @@ class Mamba(Inputs):
 class EncoderDecoder(Inputs):
     """A mixin: models with an encoder, to whose output decoder layers attend.
 
-    encoder_lens: 0 at first, written for live rows alone; a stale length is one that some encoder output had.
+    encoder_lens: 0 at first, then written for live rows only; a stale length is still that of some encoder output.
     """
 
     encoder_lens: Tensor = copied(BATCH, dtype=int32, pad=once(0))
@@ -336,7 +336,7 @@ class NgramEmbedding(Inputs):
 class PipelineProxies(Inputs):
     """A mixin: the results of the pipeline stage before, from `runner(batch, pp_proxy_tensors=...)`.
 
-    pp_hidden_states: a stale row would enter what is computed over all rows at once, scales and routing.
+    pp_hidden_states: a stale row would affect results over all rows, such as scales and routing.
     pp_residual: as pp_hidden_states; absent if the model adds it before it sends its results on.
     """
 
@@ -360,7 +360,7 @@ class PipelineIndices(Inputs):
 
 
 class ExpertParallel(Inputs):
-    """A mixin: experts and gathered data parallelism, which must not route padded rows. Needs settings: see `Sharding`.
+    """A mixin: expert parallelism, which must not route padded rows. Needs settings: see `Sharding`.
 
     num_token_non_padded: live tokens of this rank's part of the padded bucket; the rest is routed to no expert.
     """
@@ -380,7 +380,7 @@ class ExpertParallelSharded(Inputs):
 class DataParallelGathered(Inputs):
     """A mixin: data-parallel attention whose ranks gather their tokens, all of them in the same bucket.
 
-    global_num_tokens: the padded count, live or not, also on an idle rank: collectives move whole buckets.
+    global_num_tokens: the padded count, even on an idle rank, since collectives exchange whole buckets.
     global_num_tokens_for_logprob: the same count, with a row of logits a token.
     """
 
@@ -391,7 +391,7 @@ class DataParallelGathered(Inputs):
 class DataParallelGatheredExtend(DataParallelGathered):
     """A mixin for draft-extend: as its base, with a row of logits a request.
 
-    global_num_tokens_for_logprob: the padded request count, since select_index leaves one row of each request.
+    global_num_tokens_for_logprob: the padded request count, since select_index chooses one row of each request.
     """
 
     global_num_tokens_for_logprob: Tensor = computed(counts.padded_requests, shape=DP, dtype=int32)
@@ -411,7 +411,7 @@ class DataParallelAgreed(Inputs):
 class DataParallelAgreedExtend(DataParallelAgreed):
     """A mixin for draft-extend: as its base, with a row of logits a request.
 
-    global_num_tokens_for_logprob: live requests of each batch, since select_index leaves one row of each.
+    global_num_tokens_for_logprob: live requests of each batch, since select_index chooses one row of each.
     """
 
     global_num_tokens_for_logprob: Tensor = computed(counts.agreed_requests, shape=DP, dtype=int32)

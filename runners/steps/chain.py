@@ -1,4 +1,4 @@
-"""The steps of one runner's loop: each begins with what the step before left in the slots."""
+"""The steps of one runner's loop: each starts from the slots that the step before left."""
 
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -29,23 +29,23 @@ class Chain(Generic[V]):
     """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
 
     Attributes:
-        hold_reason: Why the host must see each step before the next, or an empty text if steps can be launched ahead.
+        hold_reason: Why each step must be read before the next is launched, or "" if steps can be launched ahead.
     """
 
     def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
-        """Check everything. Nothing is run yet.
+        """Check the runner and the batch. Nothing is run yet.
 
         Args:
             runner: The runner, which captures graphs.
             batch: The first step's batch.
             buckets: The runner's buckets.
-            loop: The loop, as ranks know it.
-            by_calls: Why each step is a whole call of the runner, or empty if it is not.
+            loop: The loop that ranks agreed on.
+            by_calls: Why each step is a call of the runner, or "" if steps are replays.
         """
         declaration = runner.stage.declaration
         slots = declaration.slots
         if not declaration.rules:
-            raise ConfigError(f"no slot of {declaration.name} advances, so each step would repeat the first: say then=")
+            raise ConfigError(f"no slot of {declaration.name} advances, so steps would repeat the first: declare then=")
         graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # this runner captures
         pooled = next((buffer.name for buffer in graphs.buffers if buffer.pooled), None)
         if pooled is not None:
@@ -53,7 +53,7 @@ class Chain(Generic[V]):
         self._runner = runner
         self._buckets = buckets
         self._graphs = graphs
-        self._turn = graphs.buffers.turn
+        self._use = graphs.buffers.use
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
         self._loop = loop
@@ -71,14 +71,14 @@ class Chain(Generic[V]):
             )
         self._keys: Keys = ()
         self._rows: dict[Hashable, int] = {}
-        self._leaving: dict[Hashable, None] = {}  # these three make the next edit
+        self._leaving: dict[Hashable, None] = {}  # these three are the next edit
         self._joining: dict[Hashable, None] = {}
         self._writes: list[RowWrite] = []
         self._check_room(runner.size(batch, NO_SIDE)[-1])
         sizes = runner.sizes[buckets.largest]
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
-        self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # the slots of requests that join
+        self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots of a join
         read = {
             need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
         }
@@ -106,11 +106,11 @@ class Chain(Generic[V]):
         return growth
 
     def leave(self, keys: Keys) -> None:
-        """Note that requests leave before the next step."""
+        """Let requests leave before the next step."""
         self._leaving.update(dict.fromkeys(keys))
 
     def join(self, batch: Any, keys: Keys) -> None:
-        """Note that requests join before the next step. If it raises BatchError, nothing is changed."""
+        """Let requests join before the next step. If it raises BatchError, nothing is changed."""
         runner, edits = self._runner, self._edits
         sources = edits.gather(batch)
         write = edits.take_known(keys, sources, self._joined)
@@ -126,19 +126,19 @@ class Chain(Generic[V]):
         absent = runner.stage.absent(batch, NO_SIDE)
         if absent != self._absent:
             names = ", ".join(map(repr, sorted(absent ^ self._absent)))
-            raise BatchError(f"all requests of steps() bring the same optional slots, and these differ in {names}")
+            raise BatchError(f"all requests of steps() have the same optional slots, and these differ in {names}")
         self._check_room(self._requests + requests)
         runner.check_limits(batch)
-        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # before writes that change requests
+        self._writes.insert(0, write or edits.admit(keys, sources, self._joined))  # edits come after it
         self._joining.update(dict.fromkeys(keys))
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
-        """Note that slots of requests change before the next step. If it raises BatchError, nothing is changed."""
+        """Change slots of requests before the next step. If it raises BatchError, nothing is changed."""
         runner, declaration = self._runner, self._runner.stage.declaration
         for name in slots:
             if name not in declaration.sources or name in self._absent:
                 near = did_you_mean(name, declaration.sources.keys() - self._absent)
-                raise BatchError(f"edit names {name!r}, which is not a slot that these requests bring{near}")
+                raise BatchError(f"edit names {name!r}, which is not a slot that these requests have{near}")
         if runner.limits and any(limit.name in slots for limit in runner.limits):
             sample = rebuilt(declaration, slots, {})
             runner.check_limits(sample.batch, sample.side, slots)
@@ -166,7 +166,7 @@ class Chain(Generic[V]):
 
     @property
     def _agreed(self) -> int | None:
-        """The bucket that ranks agreed on last, or None if this rank need not ask."""
+        """The bucket that ranks agreed on last, or None if this rank may choose alone."""
         agreed = None if self._ranks.quiet or not self._number else self._runner.agreed
         return None if agreed is None else agreed.bucket
 
@@ -181,19 +181,21 @@ class Chain(Generic[V]):
         return keys
 
     def go_on(self, *, idle: bool) -> Keys | None:
-        """Run the step after the last one. Raise ReplayError if another batch was filled since.
+        """Run the next step. Raise ReplayError if another batch was filled since.
 
         Args:
-            idle: Whether this rank has no request, and none in a step that is not handed out yet.
+            idle: Whether this rank has no request, and none in a step that the user has not got yet.
 
         Returns:
             The step's requests in the order of their rows, or None if no rank has any, so that no step is run.
         """
-        turn, clock, filler = self._turn, self._graphs.clock, self._graphs.filler
-        if turn.fills != self._fills:
+        use, clock, filler = self._use, self._graphs.clock, self._graphs.filler
+        if use.fills != self._fills:
             raise ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
         if self._forks != FORKS.count:
-            raise ReplayError("this process was forked in the middle of steps(): graphs belong to the process before")
+            raise ReplayError(
+                "this process was forked in the middle of steps(): graphs belong to the process before it"
+            )
         if self._by_calls:
             return self._call(idle=idle)
         with self._runner.step_lock.open():
@@ -202,7 +204,7 @@ class Chain(Generic[V]):
                 return None
             self._number += 1
             stream = filler.stream()
-            if not stream == turn.stream == clock.stream or (turn.neighbours and not turn.follows(stream)):
+            if not stream == use.stream == clock.stream or (use.neighbours and not use.follows(stream)):
                 filler.order()
             if self._leaving or self._writes or moved or self._prepares:
                 self._prepare(moved=moved)
@@ -215,7 +217,7 @@ class Chain(Generic[V]):
         return self._keys
 
     def _agree(self, *, idle: bool) -> bool | None:
-        """Return whether other ranks change slots of this one, or None if all ranks are idle."""
+        """Return whether other ranks' sizes change slots of this rank, or None if all ranks are idle."""
         if not self._ranks.quiet and self._number % self._loop.every:
             return False
         requests, before = self._requests, self._sizes_of_ranks
@@ -231,7 +233,7 @@ class Chain(Generic[V]):
         return decision.bucket != self._captured.rows or before != self._sizes_of_ranks
 
     def _prepare(self, *, moved: bool) -> None:
-        """Do for the next step what its graph does not. moved: Whether other ranks change slots of this one."""
+        """Do the host's work for the next step. moved: Whether other ranks' sizes change slots of this rank."""
         edits, last, requests, wrote = self._edits, self._work, len(self._keys), self._moves_host
         is_edit = moved or bool(self._leaving or self._writes)
         if self._hosts.possible:
@@ -250,7 +252,7 @@ class Chain(Generic[V]):
         if self._edit_graph is not None:
             values = work.packed_values(self._fields) if writes and (resized or wrote) else {}
             before = last.counts
-            for write, rows in writes:  # usually one
+            for write, rows in writes:  # usually a single write
                 edits.send(work.counts, before, moves, write, rows, values)
                 self._edit_graph.replay()
                 before, moves, values = [0] * len(before), (), {}
@@ -258,11 +260,11 @@ class Chain(Generic[V]):
             work.compute(self._fields)
 
     def _rearrange(self) -> tuple[Moves, Writes]:
-        """Let requests leave and join. Return which rows move, and the rows of what is written."""
+        """Let requests leave and join. Return the rows that move, and the rows to write."""
         leaving, joining, writes = self._leaving, self._joining, self._writes
         self._leaving, self._joining, self._writes = {}, {}, []
         moves: Moves = ()
-        if leaving or joining:  # some may leave before they have joined
+        if leaving or joining:  # a request may leave before it has joined
             gone, new = [key for key in leaving if key not in joining], [key for key in joining if key not in leaving]
             self._keys, moves = rearrange(self._keys, self._rows, gone, new)
         if not writes or (moves and not joining):  # the kernel moves and writes rows in any order
@@ -280,7 +282,7 @@ class Chain(Generic[V]):
         if captured is None or rows is None:
             raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
         self._graphs.verify(captured)
-        self._captured, self._replay, self._fills = captured, captured.graph.replay, self._turn.fills
+        self._captured, self._replay, self._fills = captured, captured.graph.replay, self._use.fills
         self._counts = self._runner.tally.buckets[rows]
         work = self._works.get((rows, requests))
         if work is None:
@@ -300,7 +302,7 @@ class Chain(Generic[V]):
         return self._captured.live(None if each is None else each * len(self._keys))
 
     def outputs_key(self) -> tuple[int, int] | None:
-        """Return a key of outputs that are the same tensors each time, or None if they are new ones."""
+        """Return a key for outputs that are the same tensors in each step, or None if they are new tensors."""
         if self._by_calls or not self._captured.graph.is_recorded:
             return None
         return self._captured.rows, len(self._keys)

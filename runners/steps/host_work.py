@@ -1,4 +1,4 @@
-"""Host work of the steps of a loop: what no graph does, in steps with an edit and in steps without."""
+"""Host work of the steps of a loop: the work that no graph does, in steps with an edit and without."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ class HostWork:
     def of(
         cls, bucket: Bucket, live: Live, sides: Iterable[Placement], lanes: Collection[str], whole: Collection[str]
     ) -> "HostWork":
-        """Find what a bucket leaves to the host.
+        """Find the work that a bucket's graph leaves to the host.
 
         Args:
             bucket: The bucket.
@@ -86,12 +86,12 @@ class HostWork:
                     tail.fill_(number)
 
     def compute(self, fields: Mapping[str, Any]) -> None:
-        """Compute slots from the present contents of the slots that they read. fields: Those of the first batch."""
+        """Compute slots from the current contents of the slots that they read. fields: Those of the first batch."""
         if self.values:
             with torch.no_grad():
                 for value in self.values:
                     value.run(fields, self.step)
 
     def packed_values(self, fields: Mapping[str, Any]) -> dict[str, bytes]:
-        """Compute the values that travel in a packet, by slot. fields: Those of the first batch."""
+        """Compute the values for a packet, by slot. fields: The fields of the first batch."""
         return {one.computation.slot: one.bytes_of(fields, self.step) for one in self.packed}

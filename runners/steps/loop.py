@@ -28,7 +28,7 @@ OutputCopies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
 """Outputs in host memory, the tensors to copy to and from, and whether they are copied together."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []
-"""Memory of ended loops that the device may still write. Without this list torch would take it for free."""
+"""Memory of ended loops that the device may still write. This list keeps torch from reusing it."""
 
 
 class LaunchedStep:
@@ -51,7 +51,7 @@ class LaunchedStep:
 
     @property
     def outputs(self) -> Any:
-        """What the step returned, for live rows, in host memory. Waits only for this step's copy.
+        """The outputs of the step for live rows, in host memory. Waits only for this step's copy.
 
         The step `ahead` + 2 later overwrites it. Keep a clone, or make the runner with `outputs="copy"`.
 
@@ -62,7 +62,7 @@ class LaunchedStep:
 
     @property
     def lands(self) -> int:
-        """The number of the step that an edit made now reaches."""
+        """The number of the first step that an edit made now applies to."""
         return self._loop.launched
 
     def tokens(self) -> list[tuple[Any, Any]]:
@@ -78,7 +78,7 @@ class LaunchedStep:
         return self._loop.tokens(self.number, self.keys, self.outputs)
 
     def needs(self, slot: str) -> dict[Any, int]:
-        """Return what a slot has for each request in step `lands`, which is launched next and must find room for it.
+        """Return a slot's value for each request in step `lands`, the next to be launched, to reserve memory for it.
 
         Args:
             slot: One that `needs=` of `steps` names.
@@ -93,8 +93,8 @@ class LaunchedStep:
 
         Args:
             keys: The requests' keys.
-            now: Whether `tokens` drops their rows from now on. If not, the steps before `lands` still count, because
-                their end, such as a length, was known ahead.
+            now: Whether `tokens` drops their rows from now on. If not, the steps before `lands` still count: use that
+                if the end, such as a length, was known ahead.
 
         Raises:
             BatchError: There is no such request. Nothing is changed.
@@ -127,7 +127,7 @@ class LaunchedStep:
         self._loop.edit(keys, slots)
 
     def hold(self, why: str) -> None:
-        """Launch no further step until all launched ones were handed out: a request needs what the last one made.
+        """Launch no further step until all launched ones were handed out, because a request needs their results.
 
         Args:
             why: The reason, which statistics count, such as "grammar".
@@ -173,10 +173,10 @@ class StepLoop(Generic[V]):
         self._ahead = 0 if chain.hold_reason else ahead
         self._hold_reason = ""
         self._has_ended = False
-        self._since = dict.fromkeys(first, 0)  # the first step of each request that does not leave, by key
-        self._ended: list[tuple[Hashable, range]] = []  # requests that left, and steps that still count
+        self._since = dict.fromkeys(first, 0)  # by key, the first step of each request that has not left
+        self._ended: list[tuple[Hashable, range]] = []  # requests that have left, and their steps that still count
         self._stamps = GENERATIONS in runner.config.modes
-        self._changed = 0  # the first step with the present requests: all its rows count
+        self._changed = 0  # the first step with exactly the present requests, all of whose rows count
         self._ring: list[dict[tuple[int, int], OutputCopies]] = [{} for _ in range(ahead + 2)]
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
@@ -186,7 +186,7 @@ class StepLoop(Generic[V]):
             self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
 
     def _note_values(self, slot: str, keys: Iterable[Hashable], source: Any) -> None:
-        """Keep what a slot has in the next step for some requests.
+        """Store a slot's values in the next step for some requests.
 
         A tensor may be on the device, so it is read only later.
         """
@@ -194,7 +194,7 @@ class StepLoop(Generic[V]):
         self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
 
     def __iter__(self) -> Iterator[LaunchedStep]:
-        """Begin to hand out the steps. From now on a loop that is dropped is left, even before its first step."""
+        """Begin to hand out the steps. From now on a dropped loop counts as left, even before its first step."""
         steps = self._steps()
         next(steps)
         return steps  # type: ignore[return-value] # all others are steps
@@ -202,7 +202,7 @@ class StepLoop(Generic[V]):
     def _steps(self) -> Iterator[LaunchedStep | None]:
         """Yield None, and then the steps in order. Others are launched meanwhile."""
         waiting, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
-        others = not self._runner.coordinator.quiet  # they may have requests when this rank has none
+        others = not self._runner.coordinator.quiet  # other ranks may have requests when this rank has none
         try:
             with self._chain.looping():
                 yield None
@@ -233,7 +233,7 @@ class StepLoop(Generic[V]):
         self.launched += 1
         copies = self._copies(number)
         outputs, targets, sources, together = copies
-        if together and len(targets) > 1:  # for one tensor, the grouped call takes longer
+        if together and len(targets) > 1:  # the grouped call takes longer for one tensor
             without_gradients(_FOREACH_COPY, targets, sources)
         else:
             for target, source in zip(targets, sources, strict=True):
@@ -272,7 +272,7 @@ class StepLoop(Generic[V]):
         return copies
 
     def read(self, number: int, outputs: Any) -> Any:
-        """Wait for the copies of a step's outputs, and return these as the runner's options say."""
+        """Wait for the copies of a step's outputs, and return them, as clones if the runner's options ask for that."""
         runner = self._runner
         if self._is_overwritten(number):
             raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
@@ -296,9 +296,9 @@ class StepLoop(Generic[V]):
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
             )
         if not self._runner.cuts:
-            raise ConfigError("tokens() needs rows of requests, and outputs are whole: say output_rows=")
+            raise ConfigError("tokens() needs rows of requests, and outputs are whole: set output_rows=")
         requests = len(keys)
-        if requests and outputs.shape != (requests,):  # several rows or numbers for each
+        if requests and outputs.shape != (requests,):  # several rows or numbers for each request
             outputs = outputs.view(requests, -1).squeeze(1)
         pairs = list(zip(keys, outputs.tolist(), strict=True))
         if number >= self._changed:
@@ -345,7 +345,7 @@ class StepLoop(Generic[V]):
     def needs(self, slot: str) -> dict[Hashable, int]:
         """See `LaunchedStep.needs`."""
         if slot not in [*self._growths]:  # a list: `slot` may be unhashable
-            raise ConfigError(f"slot {slot!r} is not foretold: name it when steps() begins, needs=[{slot!r}]")
+            raise ConfigError(f"slot {slot!r} is not predicted: name it when steps() begins, needs=[{slot!r}]")
         found = dict[Hashable, int]()
         for key in self._since:
             step, values, row = self._values[slot][key]

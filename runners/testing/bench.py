@@ -1,4 +1,4 @@
-"""The benchmark of `slotgraph bench`: steps of a runner, of a declaration or of our own, by each way to fill them."""
+"""`slotgraph bench`: times steps of a runner, of a declaration or built-in ones, with each way to fill them."""
 
 import itertools
 import time
@@ -54,7 +54,7 @@ FULL: Final = (50, 20, 9)
 QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
 ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device you serve on."
-_WAITS: Final = "- stands where the host cannot get ahead of the device, and so its time cannot be measured alone."
+_WAITS: Final = "- means that the host cannot get ahead of the device, so that its time cannot be measured alone."
 Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 
@@ -65,7 +65,7 @@ def smallest_step(view: Any) -> Any:
 
 
 def declare_decode(slots: int, **more: Any) -> type[Inputs]:
-    """Declare a decode step of so many slots, at least 2: all copied but a count. more: Slots to add or replace."""
+    """Declare a decode step of `count` slots, at least 2: copied ones and one count. more: Slots to add or replace."""
     body: dict[str, Any] = {}
     for index in range(slots - 1):
         again, which = divmod(index, len(_SLOTS))
@@ -113,7 +113,7 @@ def ways_to_step(
 
 
 def captured(runner: RequestRunner[Any], lowering: LoweringName, bucket: int) -> DecodeRunner[Any]:
-    """Return the same runner by a lowering, with one bucket captured."""
+    """Return the same runner with another lowering, and with one captured bucket."""
     plain: Any = {"max_waste": 1.0, "debug": False, "lazy": False, "graphs": True, "progress": False}
     made = runner.remade(lowering=lowering, buckets=[bucket], **plain)
     made.capture()
@@ -150,11 +150,11 @@ def cases(
         sizes = shuffled(bucket)[:PADDED] if live == ANY else [int(live)] * SETS if live != GIVEN else ()
         timed = [drawn(size, number) for number, size in enumerate(sizes)]
         timed += [] if batches is None or callable(batches) else map(sized, batches)
-        others = [drawn(size, 0) for size in (bucket, 1, sizes[0])] if sizes else []  # batches that grow and shrink
+        others = [drawn(size, 0) for size in (bucket, 1, sizes[0])] if sizes else []  # of random sizes
         over = f"{len(declaration.slots)} slots", declaration, ground.backend, oracle
         every = [(one.sizes, one) for one in (*timed, *others)]
         filling = {name: way for name, way in ways.items() if name not in (BARE, COMPILED)}
-        verify(*over, filling, every, outputs=runner.cuts and runner.stage.step is smallest_step)  # a user's may draw
+        verify(*over, filling, every, outputs=runner.cuts and runner.stage.step is smallest_step)  # may be random
         why = ""
         try:
             verify(*over, {COMPILED: ways[COMPILED]} if COMPILED in ways else {}, every, outputs=False)
@@ -176,7 +176,7 @@ class BenchReport(Shown):
     Attributes:
         rows: A row for each way and case: slots, live and padded rows, lowering, microseconds of a step, and a note if
             it was not measured.
-        conditions: What was measured, where, and when.
+        conditions: The target, the machine, and the time.
     """
 
     rows: Sequence[Row]
@@ -219,21 +219,21 @@ def bench(
     backend: str | Backend = "auto",
     **options: Any,
 ) -> BenchReport:
-    """Measure what the inputs of a step cost by this library and by hand, all in turn in one run.
+    """Measure the cost of a step's inputs with this library and by hand, all alternating in one run.
 
     By hand they are written slot by slot, regrouped for foreach copies, and compiled by torch.compile; by this library
-    they are filled by each lowering that the backend has. All run the same step: a runner's own, or the smallest there
-    is, and each is first compared with the slot-by-slot lowering, byte for byte. A bare replay shows what the step
+    they are filled by each lowering that the backend has. All run the same step: the runner's own, or the smallest
+    possible. Each is first compared with the slot-by-slot lowering, byte for byte. A bare replay shows what the step
     takes alone. Runners that capture a part of their step are measured by their fills.
 
     Args:
         target: A runner, captured or not, which is measured in its largest bucket and captured once more for each
-            lowering, or a declaration. By default decode steps of our own.
+            lowering, or a declaration. By default built-in decode steps.
         batches: Batches, or a function of rows and a generator that makes one. Each may be a pair with side arguments.
             By default they are drawn, three quarters full and of sizes that were never seen.
-        slots: How many slots our own decode steps have.
+        slots: The number of slots of built-in decode steps.
         quick: Measure a few rounds only, and compile nothing.
-        backend: Where a declaration is measured, or our own.
+        backend: The backend for a declaration or for built-in steps.
         options: Options of the `DecodeRunner` of a declaration. By default it has one bucket of 256 requests, and 8
             rows on further varying axes and 3 on fixed ones.
 

@@ -1,4 +1,4 @@
-"""Ways to do the same: this library's and those by hand, compared with the oracle, and timed for pytest-benchmark."""
+"""Fills by this library and by hand: compares them with the oracle, and times them for pytest-benchmark."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,8 +32,8 @@ SETS: Final = 4
 With a single set, a step could find what the last one left, and skip the upload.
 """
 ORACLE: Final[LoweringName] = "slot_by_slot"
-PADDED: Final = 256  # by default, a bucket's rows
-ATTEMPTS: Final = 3  # measurements before a ratio counts as too high: another program may have used the core
+PADDED: Final = 256  # by default, the rows of a bucket
+ATTEMPTS: Final = 3  # measurements before a ratio counts as too high, since another program may have used the core
 KEY: Final = "slotgraph"  # the name of the figures in pytest-benchmark's `extra_info`
 _UNTIMED: Final = frozenset({ORACLE, "in_graph"})
 """Lowerings that are not timed in fills.
@@ -61,26 +61,26 @@ class Contestant:
 
 @attrs.frozen(eq=False)
 class Drawn(Sample):
-    """A batch that ways get in turn, with its sizes.
+    """A batch for the ways that are compared, with its sizes.
 
     Attributes:
         sizes: Its live rows on each axis.
         rows: The same on each varying axis, as a fill takes them.
-        untold: Sizes of axes that no source of it has.
+        given: Sizes of axes that none of its sources determines.
     """
 
     sizes: Sizes
     rows: Live
-    untold: Sizes = NO_SIZES
+    given: Sizes = NO_SIZES
 
 
 def draw(ground: Ground, live: Sizes, seed: int, values: Values = NO_VALUES, absent: Collection[str] = ()) -> Drawn:
     """Draw a batch of some sizes, see `Ground.part`."""
     slots, sizes = ground.declaration, ground.part(live)
     sample = ground.sample(sizes, seed, absent, values)
-    told = [slots.slots[name].axes for name in slots.sources if name not in absent]
-    untold = {axis: sizes[axis] for axis in set(slots.varying).difference(*told)} or NO_SIZES
-    return Drawn(sample.batch, sample.side, sizes, ground.live(sizes), untold)
+    read = [slots.slots[name].axes for name in slots.sources if name not in absent]
+    given = {axis: sizes[axis] for axis in set(slots.varying).difference(*read)} or NO_SIZES
+    return Drawn(sample.batch, sample.side, sizes, ground.live(sizes), given)
 
 
 def verify(
@@ -98,13 +98,13 @@ def verify(
     Tails that nothing reads, and absent slots, may have any values.
 
     Args:
-        title: What they run.
+        title: The name of the benchmark.
         declaration: The slots.
         backend: The device.
         oracle: The contestant to compare with.
         others: The other contestants, by name.
         batches: Batches, each with its sizes.
-        outputs: Whether to compare what they return: a step may return something else each time that it runs.
+        outputs: Whether to compare outputs, too. Leave it off for a step with random outputs.
     """
     __tracebackhide__ = True
     slots = declaration.slots
@@ -138,7 +138,7 @@ def verify(
 def ways_to_fill(
     ground: Ground, lowerings: Sequence[LoweringName] = (), hands: Sequence[str] = (PER_SLOT, REGROUPED)
 ) -> tuple[Contestant, dict[str, Contestant]]:
-    """Return the oracle, and fills of one bucket: by hand in the first way, by each lowering, and by hand in others."""
+    """Return the oracle, and fills of one bucket: slot by slot by hand, by each lowering, and others by hand."""
     padded, had = ground.most, ground.backend.capabilities.lowerings
     right = ground.stage.allocate(padded)
 
@@ -150,7 +150,7 @@ def ways_to_fill(
     def by(lowering: LoweringName) -> Contestant:
         layer = lowered(ground, lowering)
         fill = BucketBuffers(layer, ground.live(padded)).fill
-        return Contestant(lambda one: fill(one.batch, live=one.untold, **one.side), layer.buffers)
+        return Contestant(lambda one: fill(one.batch, live=one.given, **one.side), layer.buffers)
 
     ways = {hands[0]: by_hand(hands[0])}
     ways |= {name: by(name) for name in lowerings or [one for one in had if one not in _UNTIMED] or had}
@@ -161,7 +161,7 @@ def ways_to_fill(
 @final
 @attrs.frozen
 class Timer:
-    """Times several ways to do the same in one test. Each gets a row in pytest-benchmark's table.
+    """Times several implementations of the same work in one test. Each gets a row in pytest-benchmark's table.
 
     Attributes:
         benchmark: pytest-benchmark's fixture.
@@ -183,10 +183,10 @@ class Timer:
         lowerings: Sequence[LoweringName] = (),
         **options: Any,
     ) -> Figures:
-        """Time the fill of one bucket by each lowering, against two by hand, all compared with the oracle first.
+        """Time the fill of one bucket by each lowering and by two handwritten fills. All are first compared.
 
         Args:
-            backend: Where it is filled. The fixture gives it.
+            backend: The backend that fills. The fixture gives it.
             inputs: The declaration.
             padded: The bucket's sizes, by default 256 on each varying axis and 3 on each fixed one.
             live: The batch's sizes, by default three quarters of those.
@@ -225,18 +225,18 @@ class Timer:
         rounds: int = 20,
         steps: int = 20,
     ) -> Figures:
-        """Time your own ways to do the same, in turn, such as an engine's fill and this library's.
+        """Time several implementations of the same work, alternating, such as an engine's fill and this library's.
 
         If pytest-benchmark is disabled, each way runs once, and no ratio is checked.
 
         Args:
-            backend: Where it is done. The fixture gives it.
+            backend: The backend that they run on. The fixture gives it.
             ways: Calls that take a batch, by name. The first is the base of ratios, the second is what you measure.
-            batches: Batches of one size that take turns.
-            title: What is done.
+            batches: Batches of one size, used one after another.
+            title: The name of the benchmark.
             most: The largest ratio that is allowed.
-            rounds: Rounds in which the ways take turns.
-            steps: Steps of each round.
+            rounds: The number of rounds, in each of which every way runs.
+            steps: The number of steps of each way in a round.
 
         Returns:
             The times of each way.
@@ -276,8 +276,8 @@ class Timer:
     ) -> None:
         """Add a row for each way to pytest-benchmark's table.
 
-        Its fixture adds a row for one call, which then gets the times that were taken in turns. It can be used once, so
-        the other rows are of copies.
+        Its fixture adds the row of one call, whose times are replaced by the measured ones. It can be used once, so the
+        other rows come from copies of it.
         """
         rows = {name: self.benchmark if name == ours else copy.copy(self.benchmark) for name in ways}
         for name, row in rows.items():
@@ -286,5 +286,5 @@ class Timer:
             row.extra_info = {**row.extra_info, KEY: {"way": name, **attrs.asdict(figures)}}
             with torch.no_grad():
                 row.pedantic(ways[name], (batch,))
-            if row.stats is not None:  # it is not disabled
+            if row.stats is not None:  # None if disabled
                 row.stats.stats.data = [microseconds / 1e6 for microseconds in times[name]]

@@ -47,7 +47,7 @@ def fill_by_hand(
 ) -> ByHand:
     """Make a fill as engines write it: a tail reset and a copy for each slot, then what is computed.
 
-    One that is compiled is compiled at its first call, which raises if that is not possible here.
+    With COMPILED, the first call compiles, and raises if this machine cannot.
 
     Args:
         declaration: The slots.
@@ -60,13 +60,13 @@ def fill_by_hand(
     views = {name: buffers[name].view(padded) for name in declaration.slots}
     sources = [(name, plain_name(source), source) for name, source in declaration.sources.items()]
     computed = [name for name in declaration.functions if not in_graph or declaration.side(name) == HOST]
-    # neither a compiled function takes tensors of several devices, nor foreach where data goes up in packets
+    # compiled functions take tensors of one device only, and so does foreach if host data needs packets
     moves = way == COMPILED or (way == REGROUPED and backend.capabilities.packed_uploads)
     writing = functools.cache(functools.partial(_writing, declaration, backend, padded, views, way))
 
     @functools.cache
     def functions(live: Live) -> list[Any]:
-        """Return what a step of these sizes computes: constants of code by hand."""
+        """Return the bound functions for a step of these sizes, cached as handwritten code would."""
         known = {**declaration.given(declaration.step(live, padded)), **views}
         bound = [Computation.bind(name, declaration, known, views[name]) for name in computed]
         return [(one.target, one.function, one.fields) for one in bound]
@@ -87,7 +87,7 @@ def fill_by_hand(
             value = function(**{need: field.read(batch) for need, field in fields.items()})
             if isinstance(value, int | float):
                 target.fill_(value)
-            elif value is not None:  # with None it has written its slot itself
+            elif value is not None:  # a function that returns None has written its slot
                 target.copy_(value if type(value) is torch.Tensor else tensor_of(value, target.dtype))
 
     return fill
@@ -107,10 +107,10 @@ def _writing(
         rule = slot.rule()
         if isinstance(rule, Pad) and (slot.rewritten or name in declaration.sources):
             pads[name] = resolve_value(rule.value, backend.capabilities, padded)
-    if way == COMPILED:  # which takes no slots of several dtypes in one storage
+    if way == COMPILED:  # torch.compile rejects slots of several dtypes in one storage
         views = {name: from_dlpack(views[name]) for name in slots}
     text, file = text_by_hand(declaration, slots, pads, padded, way), f"<{declaration.name} {way}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # for debuggers
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # so that debuggers show the source
     names: dict[str, Any] = {**_NAMES, **{axis.name: size for axis, size in padded.items()}, **views}
     exec(compile(text, file, "exec"), names)  # noqa: S102 - the names are the declaration's own
     write = names["_write"]

@@ -1,4 +1,4 @@
-"""Comparison of fills with the oracle, on random steps that Hypothesis draws: its strategies, and the assertion."""
+"""Compares fills with the oracle, on random steps from Hypothesis: the strategies and the assertion."""
 
 import functools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _SEEDS: Final = st.integers(0, (1 << 32) - 1)
 
 
 @attrs.frozen(eq=False, repr=False)
-class Turn:
+class DrawnStep:
     """One step of a schedule: its sizes, its absent slots, and its batch, some slots of it as lists."""
 
     padded: Sizes
@@ -45,7 +45,7 @@ class Turn:
         """Return sizes and patterns on one line, without the numbers."""
         sizes = ", ".join(f"{axis}={self.live[axis]}/{self.padded[axis]}" for axis in sorted(self.padded))
         names_of = {"absent": self.absent, "as_lists": self.as_lists}
-        return f"Turn({sizes}{''.join(f', {key}={sorted(names)}' for key, names in names_of.items() if names)})"
+        return f"DrawnStep({sizes}{''.join(f', {key}={sorted(names)}' for key, names in names_of.items() if names)})"
 
 
 def batches(
@@ -102,10 +102,10 @@ def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
 
 
 @st.composite
-def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> list[Turn]:
+def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> list[DrawnStep]:
     """Draw steps over at most three buckets, so that each is filled several times. No bucket is empty."""
     buckets = draw(st.lists(_sizes(ground, max(least, 1), ground.most), min_size=1, max_size=3))
-    made, slots, capabilities = list[Turn](), ground.declaration.slots, ground.backend.capabilities
+    made, slots, capabilities = list[DrawnStep](), ground.declaration.slots, ground.backend.capabilities
     for _ in range(draw(st.integers(1, 5))):
         padded = draw(st.sampled_from(buckets))
         live, absent = draw(_sizes(ground, least, padded)), draw(_absences(ground))
@@ -120,7 +120,7 @@ def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> l
             value = path.read(sample.batch, sample.side)
             if isinstance(value, torch.Tensor):
                 put(sample, path, value.tolist())
-        made.append(Turn(padded, live, absent, frozenset(listed), sample))
+        made.append(DrawnStep(padded, live, absent, frozenset(listed), sample))
     return made
 
 
@@ -140,7 +140,7 @@ def assert_fill_equals_oracle(
 
     Random steps follow one another over buffers full of random bytes: live and padded sizes, batches, absent slots,
     tensors and lists. Hypothesis draws them, under its own settings. Slots that no computed slot reads get any numbers.
-    For the others see `values` of `slotgraph.testing.batches`.
+    For others, see `values` of `slotgraph.testing.batches`.
 
     Args:
         inputs: The declaration.
@@ -156,7 +156,7 @@ def assert_fill_equals_oracle(
     Raises:
         WrongBytesError: An AssertionError, which names lowering, step, slot and row.
     """
-    __tracebackhide__ = True  # pytest then shows the user's line
+    __tracebackhide__ = True  # so that pytest shows the user's line
     ground, own = Ground.of(inputs, backend, max_sizes, settings, relations), hypothesis.settings()
     declaration = ground.declaration
     read = {need for one in declaration.functions.values() for need in one.needs}
@@ -167,11 +167,11 @@ def assert_fill_equals_oracle(
         own,
         deadline=None,
         max_examples=max_examples or own.max_examples,
-        phases=[phase for phase in own.phases if phase is not hypothesis.Phase.explain],  # the message explains it
+        phases=[phase for phase in own.phases if phase is not hypothesis.Phase.explain],  # needs no explanation
         suppress_health_check={*own.suppress_health_check, hypothesis.HealthCheck.too_slow},  # first calls are slow
     )
     @hypothesis.given(schedule=drawn, seed=st.integers(0, 1 << 30))
-    def fills(lowering: LoweringName, schedule: list[Turn], seed: int) -> None:
+    def fills(lowering: LoweringName, schedule: list[DrawnStep], seed: int) -> None:
         _play(ground, lowering, schedule, seed)
 
     for lowering in lowerings or ground.backend.capabilities.lowerings:
@@ -182,29 +182,29 @@ def assert_fill_equals_oracle(
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers over a small range, with zeros as rare as any other, and none below zero for an unsigned dtype."""
+    """Draw numbers from a small range, all equally likely, and none below zero for an unsigned dtype."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, device="cpu", generator=generator).bool()
     low = -_SPREAD if dtype.is_signed else 0
     return torch.randint(low, _SPREAD, shape, device="cpu", generator=generator).to(dtype)
 
 
-def _play(ground: Ground, lowering: LoweringName, schedule: list[Turn], seed: int) -> None:
+def _play(ground: Ground, lowering: LoweringName, schedule: list[DrawnStep], seed: int) -> None:
     """Fill buffers by a lowering, and others by the oracle.
 
     After each step, slots that the step may write get random bytes.
     """
     layer, right, declaration = lowered(ground, lowering, seed), spoilt(ground, seed), ground.declaration
     bucket = functools.cache(functools.partial(BucketBuffers[Any], layer))
-    for number, turn in enumerate(schedule, 1):
-        batch, side = turn.sample.batch, turn.sample.side
+    for number, one in enumerate(schedule, 1):
+        batch, side = one.sample.batch, one.sample.side
         with torch.no_grad():
-            view = bucket(ground.live(turn.padded)).fill(batch, live=turn.live, absent=turn.absent, **side)
-            wanted = ground.oracle(right, batch, side, turn.live, turn.padded)
+            view = bucket(ground.live(one.padded)).fill(batch, live=one.live, absent=one.absent, **side)
+            wanted = ground.oracle(right, batch, side, one.live, one.padded)
             ground.backend.synchronize()
-            faults = [*fill_faults(vars(view), wanted, declaration.slots, turn.live), *untouched(layer.buffers, right)]
+            faults = [*fill_faults(vars(view), wanted, declaration.slots, one.live), *untouched(layer.buffers, right)]
             for buffers in (layer.buffers, right):
-                scribble(buffers, turn.padded, torch.Generator().manual_seed(seed))
+                scribble(buffers, one.padded, torch.Generator().manual_seed(seed))
         if faults:
-            step = f"step {number} of {len(schedule)}, {turn!r}"
+            step = f"step {number} of {len(schedule)}, {one!r}"
             raise WrongBytesError(f"{declaration.name} filled by {lowering!r}, {step}: {faults[0]}")

@@ -31,7 +31,7 @@ Slots = Mapping[str, torch.Tensor | None]
 
 def no_step(view: Any) -> NoReturn:
     """Raise RuntimeError: the declaration is only filled."""
-    raise RuntimeError(f"nothing runs on a {type(view).__name__} here")
+    raise RuntimeError(f"a {type(view).__name__} is only filled, and no step runs on it")
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +60,7 @@ class Ground:
         known = _leads(declaration, relations) | set(declaration.axes)
         for axis in max_sizes:
             if axis not in known or axis in relations:
-                raise ConfigError(f"max_sizes names {axis!r}, which no slot has, or relations= tells: leave it out")
+                raise ConfigError(f"max_sizes names {axis!r}, which no slot has, or relations= gives: leave it out")
         most = {axis: 3 if axis.fixed else 8 for axis in known} | dict(max_sizes)
         fixed = {axis: size for axis, size in most.items() if axis.fixed}
         stage = Stage.of(inputs, no_step, backend, fixed, settings, relations)
@@ -113,7 +113,7 @@ def lowered(ground: Ground, lowering: LoweringName, seed: int = 0) -> Layer[Any]
 
 
 def spoilt(ground: Ground, seed: int) -> Buffers:
-    """Allocate buffers with random bytes wherever no rule promises others."""
+    """Allocate buffers with random bytes wherever no rule prescribes the contents."""
     buffers = ground.stage.allocate(ground.most)
     spoil(buffers, ground.most, seed)
     buffers.distrust()
@@ -133,7 +133,7 @@ def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) 
 
 
 def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:
-    """Do what a step may do to slots that it writes: put random bytes in every padded row."""
+    """Put random bytes in every padded row that a step may write."""
     for buffer in buffers:
         if buffer.slot.rewritten or buffer.slot.writers == BY_STEP:
             view = buffer.view(padded)
@@ -157,9 +157,9 @@ def fill_faults(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Size
 
 
 def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
-    """Yield a sentence for each slot with rows written that a fill must not write.
+    """Yield a sentence for each slot in which a fill has written rows that it must not write.
 
-    These are rows of kept tails, of constants, and of other buckets.
+    These are rows of kept tails and constants, and rows beyond the bucket.
     """
     for buffer in mine:
         if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
@@ -184,5 +184,5 @@ def _leads(declaration: Declaration, relations: Relations) -> set[Axis]:
 
 
 def _followed(sizes: Sizes, relations: Relations) -> Sizes:
-    """Return sizes with those of the axes that follow from others."""
+    """Add the sizes of axes that follow from others."""
     return {**sizes, **{axis: size.at(sizes) for axis, size in relations.items()}}

@@ -1,4 +1,4 @@
-"""Timing: several ways to do the same take turns in one run, so that a machine's noise is the same for all of them.
+"""Timing: several implementations alternate in one run, so that a machine's noise is the same for all of them.
 
 On the host each step is timed by itself: if another process takes the core for some milliseconds, one step is an
 outlier, and not a whole round. On the device several steps are timed at once, queued behind other work.
@@ -69,11 +69,11 @@ class Figures:
 
 @attrs.define(eq=False)
 class Run:
-    """One way to run batches that take turns, and the times of its steps, in microseconds on host and device.
+    """One of the implementations to time, and the times of its steps, in microseconds on host and device.
 
     Args:
         way: Takes a batch.
-        batches: The batches that take turns, from round to round.
+        batches: The batches, used one after another, from round to round.
         around: Makes the context of a whole round.
         before: Called before each step, untimed, with the number of steps that are left.
     """
@@ -88,11 +88,11 @@ class Run:
     _turns: Iterator[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Let batches continue from round to round, and not start again."""
+        """Make an endless iterator over the batches, so that a round does not start at the first again."""
         self._turns = itertools.cycle(self.batches)
 
     def once(self, steps: int, wait: Callable[[], None]) -> None:
-        """Run one round. The step before it, untimed, leaves tails as the round's last step does."""
+        """Run one round. An untimed step before it leaves tails as the round's last step would."""
         way, turns, before, note, clock = self.way, self._turns, self.before, self.host.append, time.perf_counter_ns
         with self.around():
             for number in range(steps):
@@ -127,7 +127,7 @@ class Run:
 
 @torch.no_grad()
 def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, device_rounds: int = 0) -> None:
-    """Time all runs on the host, then on the device, if the backend has one. The runs take turns in each round.
+    """Time all runs on the host, then on the device, if the backend has one. The runs alternate in each round.
 
     A run has no device time if the host cannot get ahead of the device: some ways wait for it in each step. It runs
     without gradients, as engines do, on one thread, and without the garbage collector's pauses.

@@ -1,4 +1,4 @@
-"""Speculative decoding: runners that draft a tree of tokens, and runners that take over what a verify step accepted."""
+"""Speculative decoding: runners that draft a tree of tokens, and runners that continue from accepted tokens."""
 
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.runners.draft import DraftExtendRunner, DraftRunner, DraftStep, MultiLayerDraftExtendRunner

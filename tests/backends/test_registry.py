@@ -245,7 +245,7 @@ def test_each_reason_for_no_npu_is_told_apart(package: pytest.MonkeyPatch) -> No
     """No device, hidden devices, a driver that does not start, and forks, seen by torch_npu or not, are told apart."""
     package.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     present(package, is_available=lambda: False)
-    assert "but no NPU: `npu-smi info`" in reason("npu")
+    assert "there is no NPU: `npu-smi info`" in reason("npu")
     package.setenv("ASCEND_RT_VISIBLE_DEVICES", "9")
     assert "ASCEND_RT_VISIBLE_DEVICES='9'" in reason("npu")
     code = "Initialize:NPUToolkit.cpp NPU function error: aclInit, error code is 500000\nand a page more"

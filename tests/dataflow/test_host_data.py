@@ -111,7 +111,7 @@ def test_nested_lists_come_through_bit_by_bit(way: Way, rows: int, columns: int,
     assert same_bytes(made, value if rows else value.new_empty(0))
 
 
-RAGGED: Final = "its rows are ragged, or stand beside numbers: pad them to one length"
+RAGGED: Final = "its rows are ragged, or mixed with numbers: pad them to one length"
 REFUSED: Final[list[tuple[Any, torch.dtype, str]]] = [
     ([3.0, 1e300], torch.float32, r"float32 cannot hold 1e\+300"),
     ([[3.0, -1e39]], torch.float32, r"float32 cannot hold -1e\+39"),

@@ -288,7 +288,7 @@ def a_broken_fill_keeps_the_view(old: Any, self: Any, *given: Any, **named: Any)
         raise
 
 
-@fault(LAST, buffers.BufferTurn, "others", "invariants/test_memory.py::test_neighbours_take_turns")
+@fault(LAST, buffers.BufferUse, "others", "invariants/test_memory.py::test_neighbours_take_turns")
 def fills_of_neighbours_are_not_counted(old: Any, self: Any) -> int:
     """Count no fill of the pool's others: a view is replayed after one has filled the memory of both."""
     del old, self
@@ -475,7 +475,7 @@ def bytes_are_not_checked(old: Any) -> Any:
     return types.SimpleNamespace(crc32=lambda _: 0)
 
 
-@fault(FLIGHT, ring.Ring, "_turn", "backends/test_ring.py::test_nothing_is_overwritten_in_flight")
+@fault(FLIGHT, ring.Ring, "_enter", "backends/test_ring.py::test_nothing_is_overwritten_in_flight")
 def a_ring_waits_for_nothing(old: Any, self: Any, entered: int) -> None:
     """Enter a segment without a wait: a host that runs ahead overwrites an upload before the device has read it."""
     self._marks[entered] = None
@@ -538,5 +538,5 @@ def last_tokens_are_lost(old: Any, self: Any) -> None:
 @fault(AHEAD, chain.Chain, "go_on", "runners/steps/test_loops.py::test_a_call_of_the_runner_ends_the_loop")
 def a_loop_outlives_another_fill(old: Any, self: Any, *given: Any, **named: Any) -> Any:
     """Go on after a call of the runner: a loop hands out outputs of rows that are not its requests'."""
-    self._fills = self._turn.fills
+    self._fills = self._use.fills
     return old(self, *given, **named)

@@ -135,7 +135,7 @@ def test_a_graph_whose_update_broke_off_is_not_launched(monkeypatch: pytest.Monk
         patched.setattr(kind, "update", Mock(side_effect=RuntimeError("the workspace is too small")))
         with pytest.raises(ReplayError, match="the workspace is too small"):
             runner(batch)
-    with pytest.raises(ReplayError, match=r"update .* broke off \(the workspace is too small\): capture it anew"):
+    with pytest.raises(ReplayError, match=r"updating .* was interrupted \(the workspace is too small\): capture again"):
         runner(batch)
     assert not launches
 

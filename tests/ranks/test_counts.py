@@ -263,10 +263,13 @@ def test_tokens_that_follow_from_requests_are_told(four: Processes) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("undivided", "4 ranks do not divide so that each 3 of them share a batch"),
-        ("part", "2 ranks do not divide so that each 4 of them share a batch"),
-        ("sizes", "sizes has DP = 4, and 4 ranks, of which each 2 in a row share a batch, bring 2: give DP the size 2"),
-        ("axis", "ranks do not tell each other their live rows on TOKENS"),
+        ("undivided", "4 ranks do not divide into groups of 3 that share a batch"),
+        ("part", "2 ranks do not divide into groups of 4 that share a batch"),
+        (
+            "sizes",
+            "sizes has DP = 4, and 4 ranks, of which each 2 in a row share a batch, have 2 batches: give DP the size 2",
+        ),
+        ("axis", "ranks do not exchange their live rows on TOKENS"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(four: Processes, case: str, said: str) -> None:

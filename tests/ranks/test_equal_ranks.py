@@ -121,7 +121,7 @@ def test_steps_ahead_count_the_requests_of_this_step(backend: Backend, alone: Ra
         pytest.skip(f"{backend.name} has no {lowering}")
     runner = DecodeRunner(
         Advancing,
-        lambda view: view.ids * 0 + view.counts.sum() * 100 + view.total.to(view.ids.device),
+        lambda view: view.ids * 0 + view.counts.sum() * 100 + view.total.to(view.ids.device, non_blocking=True),
         buckets=[2, 4, 8],
         ranks=alone,
         backend=backend,

@@ -225,7 +225,7 @@ def nonsense(_: int) -> None:
         Ranks("tp")  # type: ignore[arg-type] # on purpose
     with pytest.raises(ConfigError, match="bucket 3 has 3 tokens, which do not divide among 2 shards"):
         runner_on(soon(shards=2), stepping.step, buckets=(2, 3))
-    with pytest.raises(ConfigError, match="lazy=True puts captures off"):
+    with pytest.raises(ConfigError, match="lazy=True captures at the first batch"):
         runner_on(soon(), stepping.step, lazy=True)
 
 

@@ -145,7 +145,7 @@ def test_ranks_that_differ_are_refused_when_they_are_made(two: Processes, what: 
     first, second = values
     for told, after in two.run(ranks_otherwise, what):
         wanted = (
-            f"RankError: Ranks were made otherwise on each rank: {what}=: {first} on rank 0, but {second} on rank 1"
+            f"RankError: Ranks were made with different arguments: {what}=: {first} on rank 0, but {second} on rank 1"
         )
         assert told.startswith(wanted), told
         assert after == ""

@@ -133,7 +133,7 @@ def test_a_rank_that_does_otherwise_is_named(two: Processes) -> None:
     """Every rank gets an error that says who did what."""
     why = "steps() needs a graph, and this batch has none: 9 rows are more than the largest bucket, 8"
     assert two.run(failing, "refused") == [
-        f"RankError: rank 1 refused its batch, so that no rank begins: {why}",
+        f"RankError: rank 1 refused its batch, so that no rank starts the loop: {why}",
         f"BatchError: {why}",
     ]
     first, second = two.run(failing, "differs")

@@ -385,10 +385,10 @@ def lost(rank: int, shards: int, where: int, dies: bool) -> list[str]:
     ("shards", "where", "dies", "wanted"),
     [
         *((1, where, True, dict.fromkeys({0, 1, 2, 3} - {where}, f"rank {where} is gone: its c")) for where in (0, 1)),
-        (1, 1, False, dict.fromkeys((0, 2, 3), "rank 1 said nothing for ")),
+        (1, 1, False, dict.fromkeys((0, 2, 3), "rank 1 sent nothing for ")),
         (2, 1, True, {0: "rank 1 did not come", 2: "rank 0 has nothing for rank 2: ", 3: "rank 3: rank 1 is gone"}),
         (2, 2, True, {0: "rank 0: rank 2 is gone", 1: "rank 0: rank 2 is gone", 3: "rank 0 did not come"}),
-        (2, 1, False, {0: "rank 1 did not come", 2: "rank 1 did not come", 3: "rank 3: rank 1 said nothing for "}),
+        (2, 1, False, {0: "rank 1 did not come", 2: "rank 1 did not come", 3: "rank 3: rank 1 sent nothing for "}),
     ],
 )
 def test_a_lost_rank_is_named_by_those_who_wait_for_it(

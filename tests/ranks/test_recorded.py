@@ -183,7 +183,8 @@ def test_steps_that_did_not_come_to_be_are_recorded(two: Processes, tmp_path: pa
     steps = replay_file(file, breaking(RecordedRanks.of(first))).steps
     assert [one.outcome for one in steps] == ["equal"] * 3
     assert (
-        "what the other ranks told is not in the file: they are taken to bring what this one brings" in steps[1].lines
+        "the other ranks' messages are not in the file: they are assumed to have the same batches as this one"
+        in steps[1].lines
     )
 
 

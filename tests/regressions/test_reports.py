@@ -273,7 +273,7 @@ def test_sglang_19507_phases_that_do_share() -> None:
     assert len({runner.graphs.buffers["ids"].tensor.data_ptr() for runner in (draft, verify)}) == 1
     view = draft.fill(DRAFT)
     assert torch.equal(verify(VERIFY), VERIFY["ids"] * 1001)
-    with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
+    with pytest.raises(ReplayError, match="another runner of the same pool was filled since"):
         draft.replay(view)
     with pytest.raises(ConfigError, match="no phase 'plan'"):
         pool["plan"]

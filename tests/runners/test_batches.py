@@ -44,18 +44,18 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "device": (lambda tensor: tensor.to("meta"), "move it there first"),
     "rank": (lambda tensor: tensor[..., None], "expected"),
     "scalar": (lambda tensor: tensor.flatten()[0], "expected"),
-    "short": (lambda tensor: tensor[:-1], "bring the same number of rows"),
-    "long": (lambda tensor: torch.cat([tensor, tensor[:1]]), "bring the same number of rows"),
-    "length one": (lambda tensor: tensor[:1], "bring the same number of rows"),
+    "short": (lambda tensor: tensor[:-1], "pass the same number of rows"),
+    "long": (lambda tensor: torch.cat([tensor, tensor[:1]]), "pass the same number of rows"),
+    "length one": (lambda tensor: tensor[:1], "pass the same number of rows"),
     "strided": (lambda t: torch.stack([t, t + 1], 1)[:, 0], "pass `.contiguous()`, or declare strided=True"),
     "list of bools": (lambda tensor: (tensor > 1).tolist(), "convert it, or declare converts="),
     "list of words": (texts, "got list: "),
-    "ragged list": (lambda t: [*t[:-1].tolist(), [[1], [2, 3]]], "stand beside numbers: pad them to one length"),
-    "short list": (lambda tensor: tensor[:-1].tolist(), "bring the same number of rows"),
+    "ragged list": (lambda t: [*t[:-1].tolist(), [[1], [2, 3]]], "mixed with numbers: pad them to one length"),
+    "short list": (lambda tensor: tensor[:-1].tolist(), "pass the same number of rows"),
     "deep list": (lambda tensor: tensor[..., None].tolist(), "expected"),
     "array of another dtype": (lambda tensor: other_dtype(tensor).numpy(), "convert it, or declare converts="),
     "array of objects": (lambda tensor: tensor.numpy().astype(object), "got ndarray: "),
-    "long array": (lambda tensor: torch.cat([tensor, tensor[:1]]).numpy(), "bring the same number of rows"),
+    "long array": (lambda tensor: torch.cat([tensor, tensor[:1]]).numpy(), "pass the same number of rows"),
     "None": (lambda _: None, "is missing; "),
     **{
         type(one).__name__: (functools.partial(lambda one, _: one, one), f"got {type(one).__name__}")
@@ -88,7 +88,7 @@ def test_every_fault_of_a_batch_is_told_at_once(runner: DecodeRunner[PlainInputs
         assert re.search(r"slot 'ids': expected int64 of shape \[6\].*got float32; round it you", str(refused.value))
         assert "slot 'weights': expected float32 of shape [6] on cpu, got float64" in str(refused.value)
     good = random_batch(6, seed=3)
-    with pytest.raises(BatchError, match=r"slot 'pairs': .*a list of tensors: bring one tensor, such as torch"):
+    with pytest.raises(BatchError, match=r"slot 'pairs': .*a list of tensors: pass one tensor, for example from torch"):
         runner({**good, "pairs": [*good["pairs"]]})
     with pytest.raises(MissingSourceError, match=r"'weights'.* is missing; .*has 'weight': did you mean 'weights'?"):
         runner({name.replace("weights", "weight"): one for name, one in good.items()})

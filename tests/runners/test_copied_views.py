@@ -100,7 +100,7 @@ def test_a_copy_of_a_view_is_a_batch(maker: str, how: str) -> None:
             assert torch.equal(runner(made), runner(batch))
         with pytest.raises(BatchError, match="only a view, which a fill handed out, can be narrowed"):
             made.narrow(BATCH, 0, 1)
-        with pytest.raises(AttributeError, match="slot 'ends' is not brought by a batch"):
+        with pytest.raises(AttributeError, match="slot 'ends' is not in a batch"):
             _ = made.ends
 
 
@@ -158,7 +158,7 @@ def test_evolve_makes_a_batch_of_a_view() -> None:
     assert torch.equal(made.ids, view.ids + 1)
     for name in ("ends", "live", "seven"):
         assert getattr(view, name) is not None
-        with pytest.raises(AttributeError, match=f"slot '{name}' is not brought by a batch.*attrs.evolve.*fill"):
+        with pytest.raises(AttributeError, match=f"slot '{name}' is not in a batch.*attrs.evolve.*fill"):
             getattr(made, name)
     batch = Copied(**batch_of(3, seed=1), off=None)
     assert evolve(batch, note="other").note == "other"
@@ -174,5 +174,5 @@ def test_a_function_that_reads_a_computed_slot_of_the_batch_is_told() -> None:
         twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
 
     runner = EagerRunner(Asking, lambda view: view.again, backend="cpu")
-    with pytest.raises(AttributeError, match="slot 'twice' is not brought by a batch"):
+    with pytest.raises(AttributeError, match="slot 'twice' is not in a batch"):
         runner(Asking(ids=torch.tensor([1]), again=torch.tensor([2])))

@@ -251,7 +251,7 @@ def test_mode_is_off_where_the_state_is_too_large(monkeypatch: pytest.MonkeyPatc
             runner(batch)
     told = [(event["event"], event["mode"], event["runner"]) for event in events]
     assert told == [("debug_off", "poison", "DecodeRunner"), ("debug_off", "parity", "DecodeRunner")]
-    assert "the step changes 256 B on cpu beside its slots" in events[0]["reason"]
+    assert "the step changes 256 B on cpu besides its slots" in events[0]["reason"]
     with structlog.testing.capture_logs() as events, debugged(runner, "parity", [cache[3:6]]):
         runner(batch)
     assert events == []
@@ -307,7 +307,7 @@ def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEBUG_VARIABLE, ",".join(MODES))
     eager = EagerRunner(PlainInputs, plain_step, backend="cpu")  # which has neither graphs nor tails
     assert eager.watch.watchers == ()
-    with pytest.raises(ConfigError, match="debug mode parity looks at graphs, and this EagerRunner has none"):
+    with pytest.raises(ConfigError, match="debug mode parity checks graphs, and this EagerRunner has none"):
         debugged(eager, "parity").__enter__()
 
 
@@ -397,7 +397,7 @@ def test_views_that_another_runner_has_overwritten() -> None:
     two.capture()
     view, batch = one.fill(random_batch(3, 1)), random_batch(3, 2)
     two.fill({**batch, "ids": batch["ids"] + 1000})  # of which no table has a row
-    said = "another runner of this one's pool"
+    said = "another runner of the same pool"
     with structlog.testing.capture_logs() as logs, pytest.raises(ReplayError, match=said):
         one.replay(view)
     assert logs == []

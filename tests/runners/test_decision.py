@@ -243,7 +243,7 @@ def test_prefill_tells_what_slots_tell(data: st.DataObject) -> None:
         if requested:
             assert view.requests.tolist() == [requests, 3 if tokens <= 8 else requests]
         else:
-            with pytest.raises(errors.BatchError, match="no slot of Drawn tells the rows on BATCH: narrow"):
+            with pytest.raises(errors.BatchError, match="no slot of Drawn has rows on BATCH: narrow"):
                 view.narrow(BATCH, 0, 1, tokens=(0, 1))
         assert torch.equal(runner(batch)[:, 0], batch["ids"].double() * 3)
     refused = BreakableRunner(of_issue(TOKENS, BATCH, live=True), step, output_rows=TOKENS, **options)

@@ -383,7 +383,7 @@ def test_a_backend_without_the_lowering_refuses_it(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match="'in_graph': this backend has foreach, slot_by_slot; or say 'auto'"):
             DecodeRunner(Quick, digest_step, backend=kind(), lowering="in_graph")
     monkeypatch.setattr(kind, "fusion", lambda _: None)
-    with pytest.raises(ConfigError, match=r"fusion\(\) gives none"):
+    with pytest.raises(ConfigError, match=r"fusion\(\) returned None"):
         DecodeRunner(Quick, digest_step, backend=kind(), lowering="fused")
 
 

@@ -130,7 +130,7 @@ def test_rows_of_outputs_may_be_tokens(backend: Backend, kind: str) -> None:
     [
         ({"inputs": TokensOnly}, "output_rows is BATCH, which no slot of TokensOnly has: pass another, or None"),
         ({"sizes": {TOKENS: 4}}, "sizes of BATCH and TOKENS follow from max_batch= and buckets="),
-        ({"inputs": Paged}, "Paged needs sizes= for PAGES: the most rows that a batch brings"),
+        ({"inputs": Paged}, "Paged needs sizes= for PAGES: the most rows that a batch has"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:

@@ -225,7 +225,9 @@ def test_requests_of_different_lengths_are_cut_by_both_ranges() -> None:
         assert (part.ids.tolist(), part.lens.tolist(), part.counts.tolist()) == ([13, 14, 15, 16], [1, 3], [2, 4])
         assert (part.flags.tolist() if flags else part.flags) == ([2, 6] if flags else None)
         assert part.note.tolist() == [2 if remark else 1]
-        with pytest.raises(BatchError, match=r"say which tokens these rows have, narrow\(BATCH, a, b, tokens=\(c, d\)"):
+        with pytest.raises(
+            BatchError, match=r"pass the range of their tokens, too, narrow\(BATCH, a, b, tokens=\(c, d\)"
+        ):
             view.narrow(BATCH, 1, 3)
 
 

@@ -87,7 +87,7 @@ def test_refusals(cpu: str) -> None:
             slotgraph.check(runner, only=only)
     with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is not a slot of PlainInputs"):
         slotgraph.check(runner, read_outside=["idz"])
-    with pytest.raises(errors.ConfigError, match="batches= has none"):
+    with pytest.raises(errors.ConfigError, match="batches= is empty"):
         slotgraph.check(runner, [])
     with pytest.raises(errors.ReplayError, match=r"not captured: call capture\(\) before check\(\)"):
         slotgraph.check(DecodeRunner(PlainInputs, plain_step, buckets=[2], backend=cpu))

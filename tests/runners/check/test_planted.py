@@ -445,7 +445,7 @@ def test_the_page_has_no_other_rows() -> None:
 def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     """The same step without a bug passes all checks, with notes on what was held."""
     report = passed(runner_of(sound, backend))
-    assert report.notes == ("slot 'places' was checked against its pad=0: it says where the step writes",)
+    assert report.notes == ("slot 'places' was checked against its pad=0: it decides where the step writes",)
     assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races", "weights"), 13)
 
 

@@ -88,7 +88,7 @@ def test_only_runners_that_read_host_slots_wait(lowering: str) -> None:
     for step, waits in ((plain_step, False), (hosted_step, True)):
         runner, backend = lazy_runner(Hosted, step, lowering=lowering)
         runner(hosted_batch(3, 1))
-        assert (runner.graphs.buffers.turn.reading is not None) == runner.graphs.filler.hosts.notes == waits
+        assert (runner.graphs.buffers.use.reading is not None) == runner.graphs.filler.hosts.notes == waits
         backend.synchronize()
 
 

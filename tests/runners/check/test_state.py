@@ -112,7 +112,7 @@ def test_too_large_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPat
         with pytest.raises(CheckError):  # as a step may
             large.add_(1)
 
-    said = r"changes 3\.9 KiB on cpu beside its slots \(.*float32 tensor of shape \[1000\].*\), .*50%.*give state="
+    said = r"changes 3\.9 KiB on cpu besides its slots \(.*float32 tensor of shape \[1000\].*\), .*50%.*give state="
     with pytest.raises(CheckError, match=said):
         State.found(CPU, [], run)
     assert torch.equal(small, kept[0])
@@ -131,7 +131,7 @@ def test_what_was_made_smaller_is_told() -> None:
     kept = torch.randn(100)
     found = State.found(CPU, [], lambda: kept.add_(1))
     kept.untyped_storage().resize_(40)
-    with pytest.raises(CheckError, match="made smaller"), found.kept():
+    with pytest.raises(CheckError, match="has become smaller"), found.kept():
         pytest.fail("it was not kept")
 
 

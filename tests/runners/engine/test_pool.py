@@ -290,7 +290,7 @@ def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> Non
         with pytest.raises(ComputeError, match="nothing to count"):
             paged({"table": table})
         FAILS[0] = False
-        with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
+        with pytest.raises(ReplayError, match="another runner of the same pool was filled since"):
             wide.replay(view)
 
 
@@ -302,6 +302,6 @@ def test_a_capture_waits_for_steps_on_other_streams(backend: Backend, monkeypatc
     run({"draft": draft}, "draft", 3, 1)
     waits: list[tuple[int, int]] = []
     monkeypatch.setattr(type(backend), "order", lambda _, first, then: waits.append((first, then)))
-    draft.graphs.buffers.turn.stream = 77
+    draft.graphs.buffers.use.stream = 77
     extend.capture()
     assert waits[0] == (77, extend.graphs.filler.stream())

@@ -185,7 +185,7 @@ def test_a_dropped_runner_leaves_the_metrics(cpu: str) -> None:
     kept, dropped = plain_runner(cpu), plain_runner(cpu)
     collector.add("kept", kept)
     collector.add("dropped", dropped)
-    with pytest.raises(ConfigError, match=r"^label 'dropped' is that of another runner: give each its own"):
+    with pytest.raises(ConfigError, match=r"^label 'dropped' belongs to another runner: give each a different one"):
         collector.add("dropped", kept)
 
     def names() -> set[str]:

@@ -44,7 +44,7 @@ def test_switches_take_plain_words(text: str, monkeypatch: pytest.MonkeyPatch) -
 def test_other_words_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other word is refused by the variable's name, with the words that there are."""
     monkeypatch.setenv(NO_COPY_VARIABLE, text)
-    with pytest.raises(ConfigError, match=f"SLOTGRAPH_EAGER_NO_COPY='{text}': say 1, true, yes or on, else 0, false"):
+    with pytest.raises(ConfigError, match=f"SLOTGRAPH_EAGER_NO_COPY='{text}': use 1, true, yes or on, or 0, false"):
         EagerRunner(Ids, lambda view: view.ids, backend="cpu")
     assert not hands_through(no_copy=False)
     monkeypatch.setenv(DEBUG_VARIABLE, text)

@@ -238,7 +238,7 @@ def test_sources_that_cannot_be_stood_in_for() -> None:
 
     with pytest.raises(RecordingError, match="slot 'a': its source is a Own, which"):
         rebuilt(Hidden.slotgraph, {"a": torch.ones(1)}, {})
-    with pytest.raises(RecordingError, match=r"slot 'b': its source batch\.x\.real holds another source"):
+    with pytest.raises(RecordingError, match=r"slot 'b': its source batch\.x\.real contains another source"):
         rebuilt(Nested.slotgraph, {"a": torch.ones(1), "b": torch.ones(1)}, {})
     fields = {"x": {"kept": 1}}
     assert rebuilt(Nested.slotgraph, {"b": 2}, fields).batch == {"x": {"kept": 1, "real": 2}}

@@ -231,7 +231,7 @@ def test_an_argument_written_through_a_context_is_refused(backend: Backend, kind
 
     said = refusal(kind, backend, lambda breaks, hidden: breaks.write_anew(hidden * 2) + hidden, outer)
     assert f"the stack writes its argument 0, {double_on(backend)}" in said
-    assert "use the argument alone" in said
+    assert "use only the argument" in said
     said = refusal(kind, backend, lambda breaks, hidden: breaks.with_anew(hidden.mul_(2)), outer)
     assert f"the stack writes its argument 0, {double_on(backend)}" in said
     reading = lambda breaks, hidden: breaks.with_anew(hidden * 2)
@@ -267,7 +267,7 @@ def test_an_attribute_that_the_stack_stores_is_refused(backend: Backend, kind: s
     said = refusal(kind, backend, body, outer)
     assert f"{reader} " in said
     assert "reads a tensor that the code of the stack has stored" in said
-    assert "hand it to the break as an argument, or return it from the stack" in said
+    assert "pass it to the break as an argument, or return it from the stack" in said
     CONTEXT.stored = None
 
 

@@ -41,7 +41,7 @@ def plus_rows(hidden: torch.Tensor, pool: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("at_capture", "later", "said"),
     [
-        (2, 3, "argument 2 of the stack is 3, and was 2 at capture: hand over what changes as a tensor"),
+        (2, 3, "argument 2 of the stack is 3, and was 2 at capture: pass values that change as a tensor"),
         (2, 2.0, r"is 2\.0, and was 2 at capture"),
         (None, "name", "is 'name', and was None"),
         (Mode.ONE, Mode.TWO, "is <Mode.TWO: 2>, and was <Mode.ONE: 1>"),
@@ -97,7 +97,7 @@ def test_graphs_may_use_tensors_of_an_object_that_lives_on(backend: Backend, kin
         assert torch.equal(ours, eager(batch))
     chosen[0] = 1
     assert torch.equal(rows_of(pools[0]), rows_of(pools[1]))
-    with pytest.raises(errors.ReplayError, match=f"argument 2 .*, of type {kind.__name__}, is another one than"):
+    with pytest.raises(errors.ReplayError, match=f"argument 2 .*, of type {kind.__name__}, is another object than"):
         runner(batch_of([8], 1, backend.device))
 
 
@@ -165,12 +165,12 @@ UNLIKE: list[tuple[Any, Any, str]] = [
     (
         scaled,
         lambda view, hidden, inner: inner(hidden, view.narrow(TOKENS, 0, 2) if LATER else view),
-        "argument 1 of the stack, of type Prefill, is another one than at capture",
+        "argument 1 of the stack, of type Prefill, is another object than at capture",
     ),
     (
         lambda hidden, places: hidden * places[:, None],
         lambda view, hidden, inner: inner(hidden, torch.ones_like(view.positions) if LATER else view.positions),
-        "argument 1 of the stack, of type Tensor, is another one than at capture",
+        "argument 1 of the stack, of type Tensor, is another object than at capture",
     ),
 ]
 

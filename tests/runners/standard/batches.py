@@ -66,7 +66,7 @@ def batch_of(
             continue
         taken = (resolve_dtype(slot.dtype, CUDA), *slot.converts_from())
         value = noise(extent(slot.shape, live), taken[(turn + seed) % len(taken)], seed + turn)
-        holder = beside if source.beside else batch
+        holder = beside if source.from_side else batch
         for part in source.parts[:-1]:
             holder = holder.setdefault(part, {})
         holder[source.parts[-1]] = value if slot.placement == "host" else value.to(device)

@@ -220,5 +220,7 @@ def test_every_standard_declaration_is_captured(kind: str) -> None:
 def test_a_declaration_without_tokens_is_refused_for_that(kind: str) -> None:
     """Not for the default of an option that nobody gave."""
     for name in ("DataParallelCarried", "Mamba", "Requests"):
-        with pytest.raises(errors.DeclarationError, match=f"{name}: no copied slot tells the size of TOKENS: declare"):
+        with pytest.raises(
+            errors.DeclarationError, match=f"{name}: no copied slot determines the size of TOKENS: declare"
+        ):
             make(kind, CLASSES[name], Model(None))

@@ -86,7 +86,7 @@ def test_read_chooses_what_is_copied(cpu: str) -> None:
     with pytest.raises(ConfigError, match="read= makes a tensor of its own"):
         next(chosen.steps(batch(3, 4), read=lambda outputs: outputs["twice"] + 1))
     whole = decoder(Counting, count, backend=cpu, buckets=(4,), output_rows=None)
-    with pytest.raises(ConfigError, match="outputs are whole: say output_rows="):
+    with pytest.raises(ConfigError, match="outputs are whole: set output_rows="):
         next(whole.steps(batch(3, 4))).tokens()
 
 
@@ -162,7 +162,7 @@ def test_all_requests_bring_the_same_slots(cpu: str) -> None:
     for mask, other in (({}, {"mask": [7]}), ({"mask": [7]}, {})):
         steps = runner.steps(batch(1) | mask, keys=["a"])
         step = next(steps)
-        with pytest.raises(BatchError, match="bring the same optional slots, and these differ in 'mask'"):
+        with pytest.raises(BatchError, match="have the same optional slots, and these differ in 'mask'"):
             step.join(batch(2) | other, ["b"])
         step.join(batch(2) | mask, ["b"])
         assert next(steps).tokens() == [("a", made(1, 1)), ("b", made(2, 0))]

@@ -112,7 +112,7 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ground, "fill_slot_by_slot", wrong)
     message = found(Small, lowerings=("foreach",), shrunk=True)
-    assert "step 1 of 1, Turn(BATCH=1/1, TOKENS=1/5)" in message
+    assert "step 1 of 1, DrawnStep(BATCH=1/1, TOKENS=1/5)" in message
     assert "slot 'ids', row 4 (its tail): it holds 0, and the oracle's 99" in message
 
 
@@ -129,7 +129,7 @@ def test_sizes_that_do_not_fit() -> None:
     """An axis that no slot has, or that follows from another, is said."""
     with pytest.raises(ConfigError, match="max_sizes names HIDDEN, which no slot has, or"):
         assert_fill_equals_oracle(standard.DecodeInputs, {HIDDEN: 3}, settings=standard.Sharding())
-    with pytest.raises(ConfigError, match="max_sizes names TOKENS, which no slot has, or relations= tells"):
+    with pytest.raises(ConfigError, match="max_sizes names TOKENS, which no slot has, or relations= gives"):
         assert_fill_equals_oracle(FullInputs, {TOKENS: 3}, relations={TOKENS: BATCH * 2})
 
 
