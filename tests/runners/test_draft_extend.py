@@ -222,7 +222,7 @@ def test_what_cannot_be_chained_is_refused() -> None:
         ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),
         ({"steps": [3]}, r"steps= is a list of functions"),
         *(({"chained": [n]}, f"chained names '{n}', which is not a copied slot of Derived") for n in ("idss", "twice")),
-        ({"chained": ["ids"]}, r"slot 'twice' is computed once, from 'ids', of which each step has its own"),
+        ({"chained": ["ids"]}, r"slot 'twice' is computed once, from 'ids', of which each step has a copy"),
     ]
     for options, message in wrong:
         given = {"steps": [lambda *_: None] * 2, "chained": ["lens"], "width": 1, **options}
