@@ -85,7 +85,7 @@ class DecodeInputs(Requests):
     """The inputs of one decode step, and where it writes its logits.
 
     input_ids: a stale id is still a row of the embedding table, and the result is not used.
-    positions: a stale position may index past the end of the rope table, an illegal access that may come only after hours.
+    positions: a stale position may index past the end of the rope table: an illegal access, perhaps after hours.
     out_cache_loc: padded rows write their keys and values, too; location 0 is kept free for that.
     next_token_logits: one allocation for all buckets, at an address that samplers and collectives know.
     """
