@@ -240,8 +240,7 @@ class Backend(abc.ABC):
         """Return an event recorded now on the current stream.
 
         Args:
-            again: An event of this backend that is no longer needed. It is recorded anew if that is faster than a new
-                event.
+            again: An old event of this backend to reuse. The backend may record it again instead of making a new one.
         """
 
     @abc.abstractmethod

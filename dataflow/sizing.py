@@ -178,7 +178,7 @@ class Sizer:
         return tuple([base + slope * rows[lead] for lead, base, slope in self.lines])
 
     def _no_batch(self, batch: Any) -> list[str]:
-        """Describe an argument that is no batch, because no slot's source is in it."""
+        """Return an error text, in a list, for an argument that has no source of a slot and so is no batch."""
         names = [*self._names]
         is_tensor = isinstance(batch, torch.Tensor)  # a tensor's own attributes may have the names of slots
         if isinstance(batch, Mapping) or (not is_tensor and any(look_up(batch, one) is not None for one in names)):

@@ -3,7 +3,7 @@
 import abc
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -32,16 +32,16 @@ def look_up(holder: object, name: str) -> Any:
     return getattr(holder, name, None)
 
 
-def keys_of(batch: Any) -> set[str]:
-    """Return a batch's keys, or the names of its attributes.
+def keys_of(batch: Any) -> KeysView[str]:
+    """Return a batch's keys, or the names of its attributes, in their order.
 
     Return none for tensors, lists and other library types.
     """
     if isinstance(batch, Mapping):
-        return {*map(str, batch)}
+        return dict.fromkeys(map(str, batch)).keys()
     if type(batch).__module__.partition(".")[0] in _NOT_OF_USERS:
-        return set()
-    return {*(getattr(batch, "__dict__", None) or dir(batch))}
+        return dict[str, None]().keys()
+    return dict.fromkeys(getattr(batch, "__dict__", None) or dir(batch)).keys()
 
 
 class Source(abc.ABC):
@@ -280,7 +280,7 @@ def compute_of(function: Callable[..., Any]) -> Compute:
 
 @attrs.frozen
 class _Term:
-    """Stands for a slot while `linear` tries a rule. Only an integer can be added or subtracted."""
+    """A symbolic slot, on which `linear` calls a rule. It supports the addition and subtraction of integers."""
 
     slot: str
     add: int = 0

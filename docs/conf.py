@@ -29,7 +29,7 @@ html_title = f"{project} {version}"
 html_copy_source = False
 
 
-def _led(text: str, folder: Path, page: Path) -> str:
+def _linked(text: str, folder: Path, page: Path) -> str:
     """Make a text's relative links lead to pages and pictures of the book, and all others to the repository.
 
     Args:
@@ -38,7 +38,7 @@ def _led(text: str, folder: Path, page: Path) -> str:
         page: The folder of the page that shows it.
     """
 
-    def led(link: re.Match[str]) -> str:
+    def linked(link: re.Match[str]) -> str:
         path, mark, heading = link[1].partition("#")
         target = (folder / path).resolve()
         if not path or not target.exists():  # code may look like a link
@@ -47,16 +47,16 @@ def _led(text: str, folder: Path, page: Path) -> str:
             return f"]({os.path.relpath(target, page)}{mark}{heading})"
         return f"]({_PROJECT['urls']['Source']}/blob/main/{target.relative_to(_DOCS.parent)}{mark}{heading})"
 
-    return re.sub(r"\]\(([^):\s]+)\)", led, text)
+    return re.sub(r"\]\(([^):\s]+)\)", linked, text)
 
 
 def _tree(text: str) -> str:
     """Return the index with a tree of pages in place of each list, and README's text before it."""
     readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
     found = [readme.split("<!-- /teaser -->")[0]]
+    below = [f"reference/{path.stem}" for path in sorted((_DOCS / "reference").glob("*.md"))]
     for title, listed in re.findall(r"^## (.+)\n\n((?:- .+\n)+)", text, re.MULTILINE):
         names = re.findall(r"^- \[.+?\]\((.+?)\.md\)", listed, re.MULTILINE)
-        below = [f"reference/{path.stem}" for path in sorted((_DOCS / "reference").glob("*.md"))]
         pages = [*names, *below * ("reference" in names)]
         found.append("\n".join(["```{toctree}", f":caption: {title}", ":maxdepth: 1", "", *pages, "```", ""]))
     return "\n".join(found)
@@ -66,11 +66,11 @@ def _read(app: Sphinx, page: str, content: list[str]) -> None:
     """Make the index and the changelog what they are in the book, and lead links to where they go from there."""
     folder = Path(app.env.doc2path(page)).parent
     if page == "index":
-        content[0] = _led(_tree(content[0]), _DOCS.parent, folder)
+        content[0] = _linked(_tree(content[0]), _DOCS.parent, folder)
     elif page == "changes":
-        content[0] = _led((_DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8"), _DOCS.parent, folder)
+        content[0] = _linked((_DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8"), _DOCS.parent, folder)
     else:
-        content[0] = _led(content[0], folder, folder)
+        content[0] = _linked(content[0], folder, folder)
 
 
 def setup(app: Sphinx) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from ..dataflow.errors import ConfigError
 from ..dataflow.hostdata import HOST_KINDS, tensor_of
+from ..dataflow.sources import keys_of, look_up
 
-Sizes = tuple[int | None, ...]
+DimSizes = tuple[int | None, ...]
 """The size of one dim in each batch, None where the batch lacks the value."""
 OF_TOKENS: Final = frozenset(
     {"input_ids", "positions", "out_cache_loc", "slot_mapping", "input_embeds", "mrope_positions"}
@@ -27,7 +28,7 @@ _HEAD: Final = """\
 
 
 @attrs.frozen
-class Sample:
+class SampledSlot:
     """The values of one name.
 
     Attributes:
@@ -49,7 +50,7 @@ class Sample:
         """The values that are not missing."""
         return [value for value in self.values if value is not None]
 
-    def sizes(self) -> Iterator[Sizes]:
+    def sizes(self) -> Iterator[DimSizes]:
         """Yield the sizes of each dim."""
         for dim in range(self.present[0].dim()):
             yield tuple(None if value is None else value.shape[dim] for value in self.values)
@@ -68,9 +69,9 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     Raises:
         ConfigError: No size differs between the batches.
     """
-    rows = [one if isinstance(one, Mapping) else vars(one) for one in batches]
-    names = [key for key in dict.fromkeys(itertools.chain.from_iterable(rows)) if _is_name(key)]
-    read = {key: _sample(key, [row.get(key) for row in rows]) for key in names}
+    names = filter(_is_name, dict.fromkeys(itertools.chain.from_iterable(map(keys_of, batches))))
+    values = {key: [look_up(batch, key) for batch in batches] for key in names}
+    read = {key: _sampled(key, each) for key, each in values.items() if not any(map(callable, each))}
     samples = [one for one in read.values() if one is not None]
     axes = _axes(samples)
     if not axes:
@@ -80,11 +81,11 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     on_device = any(not value.is_cpu for one in samples for value in one.present)
     imports = ["Axis"] if own else []
     lines = ["import torch", f"from slotgraph import {', '.join([*used, *imports, 'Inputs', 'copied'])}", ""]
-    if len(samples) < len(names):
+    if len(samples) < len(read):
         lines = ["from typing import Any", "", *lines]
     if own:
         lines += [*(f'{axis} = Axis("{axis}")' for axis in own), ""]
-    lines += ["", _HEAD.format(count=len(rows)), f"class {name}(Inputs):"]
+    lines += ["", _HEAD.format(count=len(batches)), f"class {name}(Inputs):"]
     for key, one in read.items():
         if one is None:
             lines.append(f"    {key}: Any  # a field, no slot: functions of computed slots may read it")
@@ -93,11 +94,11 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     return "\n".join([*lines, ""])
 
 
-def _is_name(key: object) -> bool:
-    return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) and not key.startswith("_")
+def _is_name(key: str) -> bool:
+    return key.isidentifier() and not keyword.iskeyword(key) and not key.startswith("_")
 
 
-def _sample(name: str, values: Sequence[Any]) -> Sample | None:
+def _sampled(name: str, values: Sequence[Any]) -> SampledSlot | None:
     """Read the values of one name. Return None if they are no tensors, arrays or lists of numbers."""
     if all(value is None for value in values) or not all(
         isinstance(value, (type(None), torch.Tensor, *HOST_KINDS)) for value in values
@@ -109,13 +110,12 @@ def _sample(name: str, values: Sequence[Any]) -> Sample | None:
     except (TypeError, ValueError, RuntimeError):
         if not (was_list and all(isinstance(row, list | tuple) for value in values for row in value or ())):
             return None
-        made = [
-            None if value is None else torch.empty(len(value), 0, dtype=torch.int64, device="cpu") for value in values
-        ]
-        return Sample(name, made, is_ragged=True, was_list=True)
+        counts = [None if value is None else len(value) for value in values]
+        made = [None if rows is None else torch.empty(rows, 0, dtype=torch.int64, device="cpu") for rows in counts]
+        return SampledSlot(name, made, is_ragged=True, was_list=True)
     dims = {value.dim() for value in made if value is not None}
     on_host = all(value is None or (isinstance(value, torch.Tensor) and value.is_cpu) for value in values)
-    return Sample(name, made, was_list=was_list, was_on_host=on_host) if len(dims) == 1 else None
+    return SampledSlot(name, made, was_list=was_list, was_on_host=on_host) if len(dims) == 1 else None
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
@@ -123,9 +123,9 @@ def _tensor(value: Any) -> torch.Tensor | None:
     return value if value is None or isinstance(value, torch.Tensor) else tensor_of(value, torch.int64)
 
 
-def _axes(samples: Sequence[Sample]) -> dict[tuple[str, Sizes], str]:
+def _axes(samples: Sequence[SampledSlot]) -> dict[tuple[str, DimSizes], str]:
     """Find, by slot and sizes, the axis of each dim whose size varies, or its expression over another axis."""
-    found, named = dict[tuple[str, Sizes], str](), dict[str, Sizes]()
+    found, named = dict[tuple[str, DimSizes], str](), dict[str, DimSizes]()
     varying = [
         (one, dim, sizes) for one in samples for dim, sizes in enumerate(one.sizes()) if len({*sizes} - {None}) > 1
     ]
@@ -145,7 +145,7 @@ def _axes(samples: Sequence[Sample]) -> dict[tuple[str, Sizes], str]:
     return found
 
 
-def _follows(sizes: Sizes, axis: str, known: Sizes) -> str | None:
+def _follows(sizes: DimSizes, axis: str, known: DimSizes) -> str | None:
     """Return sizes as an expression over an axis, as source code, or None if they do not depend on it."""
     pairs = [(size, base) for size, base in zip(sizes, known, strict=True) if size is not None and base]
     if len({base for _, base in pairs}) < 2:  # noqa: PLR2004 - one pair fits anything
@@ -158,7 +158,7 @@ def _follows(sizes: Sizes, axis: str, known: Sizes) -> str | None:
     return axis if ratio == 1 else f"{axis} * {int(ratio)}"
 
 
-def _declared(one: Sample, axes: Mapping[tuple[str, Sizes], str], *, on_device: bool) -> Iterator[str]:
+def _declared(one: SampledSlot, axes: Mapping[tuple[str, DimSizes], str], *, on_device: bool) -> Iterator[str]:
     """Yield the lines that declare a slot: a comment on what is unknown, and the declaration."""
     first = one.present[0]
     shape = [axes.get((one.name, sizes)) or str(first.shape[dim]) for dim, sizes in enumerate(one.sizes())]
@@ -180,5 +180,5 @@ def _declared(one: Sample, axes: Mapping[tuple[str, Sizes], str], *, on_device: 
         *["pad=..."] * is_padded,
         *["default=None"] * (len(one.present) < len(one.values)),
     ]
-    yield from (f"    # {note}" for note in notes if note)
+    yield from (f"    # {note}" for note in notes)
     yield f"    {one.name}: torch.Tensor = copied({', '.join([*shape, *options])})"

@@ -87,10 +87,16 @@ def slotgraph(
     del version
 
 
-def _do(command: str, given: Mapping[str, Any]) -> None:
-    """Run a command with its arguments."""
+def _commands() -> Any:
+    """Return what the commands do."""
     from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
 
+    return commands
+
+
+def _do(command: str, given: Mapping[str, Any]) -> None:
+    """Run a command with its arguments."""
+    commands = _commands()
     commands.run(getattr(commands, command), **given)
 
 
@@ -212,9 +218,7 @@ def demo(*, backend: _Backend = _AUTO) -> None:
       slotgraph demo
       slotgraph demo --backend cuda
     """
-    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
-
-    commands.demo(backend)
+    _commands().demo(backend)
 
 
 @app.command()
@@ -239,9 +243,7 @@ def suggest(
       slotgraph suggest my_engine.samples:batches
       slotgraph suggest samples.py:make_batches --output inputs.py
     """
-    from slotgraph.runners.commands import app as commands  # noqa: PLC0415 - it imports torch
-
-    commands.suggest(target, name, output)
+    _commands().suggest(target, name, output)
 
 
 @app.command()

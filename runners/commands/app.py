@@ -65,10 +65,15 @@ def run(command: Callable[..., Result], form: str, output: pathlib.Path | None, 
     else:
         width, bold = shutil.get_terminal_size((WIDE, 0)).columns, functools.partial(typer.style, bold=True)
         text = "\n".join(table.lines(width, bold) for table in shown.tables())
-    with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
-        typer.echo(text, file, nl=False)
+    _write(text, output)
     if not is_well:
         raise typer.Exit(FAILED)
+
+
+def _write(text: str, output: pathlib.Path | None) -> None:
+    """Print a text, or write it to a file."""
+    with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
+        typer.echo(text, file, nl=False)
 
 
 def exit_refused(message: str, option: str | None = None) -> NoReturn:
@@ -335,8 +340,7 @@ def suggest(target: str, name: str, output: pathlib.Path | None) -> None:
     with reported():
         why = "no batches: name several, or a function without arguments that returns them"
         source = suggested(find(target, lambda value: isinstance(value, list | tuple), why), name)
-    with contextlib.nullcontext() if output is None else output.open("w", encoding="utf-8") as file:
-        typer.echo(source, file, nl=False)
+    _write(source, output)
 
 
 def check(

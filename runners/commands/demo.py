@@ -18,6 +18,7 @@ from ...dataflow.tails import keep
 from ..check.checks import check
 from ..decode import DecodeRunner
 from ..testing.bench import BARE, QUICK, cases, declare_decode, runner_of
+from ..testing.benchmarks import PADDED
 from ..testing.by_hand import PER_SLOT
 from ..testing.timing import Spread, measure
 
@@ -28,7 +29,7 @@ STEPS = (([11, 42, 7], [1, 2, 3]), ([12, 43], [1, 2]))
 """Two steps: the ids of their requests, and the row in the table of each. In the second, the third request waits."""
 BAR = 34
 """Columns of the longest bar."""
-LIVE = 200
+TIMED = 200
 """Live rows of the step that is timed."""
 THOUGHT = "no one reads padded rows"
 BY_HAND = """\
@@ -104,9 +105,9 @@ def finding(backend: Backend) -> str:
 
 def costs(backend: Backend) -> dict[str, float]:
     """Return the host's microseconds for a decode step of 12 inputs: by hand, by this library, and without inputs."""
-    runner = runner_of(declare_decode(12), buckets=[256], output_rows=TOKENS, backend=backend)
+    runner = runner_of(declare_decode(12), output_rows=TOKENS, backend=backend)
     names = {PER_SLOT: "by hand", backend.capabilities.lowerings[0]: "slotgraph", BARE: "no inputs"}
-    runs = {row["lowering"]: run for row, run in cases(runner, (LIVE,), (PER_SLOT,)) if row["lowering"] in names}
+    runs = {row["lowering"]: run for row, run in cases(runner, (TIMED,), (PER_SLOT,)) if row["lowering"] in names}
     measure([*runs.values()], backend, *QUICK)
     return {name: Spread.of(runs[way].host).median for way, name in names.items()}
 
@@ -130,7 +131,7 @@ def show(backend: Backend, console: Console) -> None:
     console.print("\n[bold]3. A check finds the mistake before anybody is served[/bold]")
     say(f'Somebody says pad=keep("{THOUGHT}"). slotgraph.check(runner) puts other values there:')
     say(escape(finding(backend)), "yellow")
-    console.print(f"\n[bold]4. What the inputs of a decode step cost: 12 slots, {LIVE} of 256 rows[/bold]")
+    console.print(f"\n[bold]4. What the inputs of a decode step cost: 12 slots, {TIMED} of {PADDED} rows[/bold]")
     found = costs(backend)
     for name, each in found.items():
         bar = "\u2588" * max(1, round(BAR * each / max(found.values())))

@@ -63,10 +63,10 @@ class GraphRoute(Route[V]):
     """A graph of the whole step."""
 
     needs_view: ClassVar[bool] = False
+    captured: Captured
 
     def __init__(self, graphs: GraphSet[V], captured: Captured, counts: Counts) -> None:
         super().__init__(captured.filling, graphs.stage.viewer(captured.filling.bucket), counts, captured)
-        self._captured = captured
         self._graphs = graphs
         self._rows_each = graphs.rows_each
         self._last_outputs: torch.Tensor | None = None
@@ -76,13 +76,13 @@ class GraphRoute(Route[V]):
     def run(self, view: V | None, live: Live) -> Any:
         """Replay the graph."""
         del view
-        self._graphs.replay(self._captured)
+        self._graphs.replay(self.captured)
         self.counts.steps += 1
         self.counts.live += live[-1]
         rows = None if self._rows_each is None else live[-1] * self._rows_each
-        outputs = self._captured.graph.outputs
+        outputs = self.captured.graph.outputs
         if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a new container, since the caller may change it
-            return self._graphs.stamped(self._captured.live(rows))
+            return self._graphs.stamped(self.captured.live(rows))
         if rows is None:
             return outputs.detach()  # an alias, since the caller may reshape it
         if outputs is self._last_outputs and rows == self._last_rows:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import attrs
-import jinja2
 import rich.box
 import rich.console
 import rich.table
@@ -103,7 +102,8 @@ def html(shown: Shown, *, is_whole: bool = True) -> str:
         is_whole: Whether to return a whole page, not a part for a notebook.
     """
     facts = {} if isinstance(shown, Page) else to_data(shown)
-    return _PAGE.render(tables=[*shown.tables()], facts=facts, is_whole=is_whole)
+    page: str = _template().render(tables=[*shown.tables()], facts=facts, is_whole=is_whole)
+    return page
 
 
 def printable(text: str) -> str:
@@ -126,6 +126,11 @@ def cell(value: Any) -> str:
     return printable(str(value or "-"))
 
 
-_JINJA: Final = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-_JINJA.filters["cell"] = cell
-_PAGE: Final = _JINJA.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+@functools.cache
+def _template() -> Any:
+    """Return the template of pages."""
+    import jinja2  # noqa: PLC0415 - few programs show a page, and the import takes 10 ms
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["cell"] = cell
+    return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))

@@ -153,7 +153,7 @@ class PipelineStage(Unique):
     A runner with `ranks=` has the ranks that share the layers of its stage. Each of them has a pipeline of its own. If
     a step of one ends before its runner agrees with the others, all ranks of the stage raise. Stages then wait as long
     as `Ranks` do, if that is longer, and four more seconds a stage, and their ranks wait for each other a second longer
-    than for another stage. So the first to raise is the one that waits for the lost rank.
+    than for another stage. So the rank that waits for the lost rank raises first.
 
     Args:
         runner: What runs the stage's step.

@@ -310,6 +310,8 @@ def slots_of(view: Inputs) -> dict[int, str]:
 class StackRoute(Route[V]):
     """A step whose stack replays the graphs of a bucket instead of running its code."""
 
+    captured: Captured
+
     def __init__(
         self,
         graphs: GraphSet[V],
@@ -323,7 +325,6 @@ class StackRoute(Route[V]):
         super().__init__(captured.filling, viewer, counts, captured)
         self._graphs = graphs
         self._stack = stack
-        self._captured = captured
         self._output_rows = rows
         varying = graphs.stage.declaration.varying
         self._requests = varying.index(BATCH) if BATCH in varying else 0
@@ -357,7 +358,7 @@ class StackRoute(Route[V]):
         if self._output_rows == BATCH:
             rows, kept, each = live[self._requests], None, "request"
         else:
-            rows, kept, each = self._captured.rows, live[-1], "padded token"
+            rows, kept, each = self.captured.rows, live[-1], "padded token"
         if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
             return outputs if kept is None else outputs[:kept]
         return cut_rows(outputs, rows, each, kept, ReplayError)
@@ -365,7 +366,7 @@ class StackRoute(Route[V]):
     @untraced  # the step around it may be compiled
     def _answer(self, step: CurrentStep, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs of a step's stack on its arguments."""
-        graphs, captured = self._graphs, self._captured
+        graphs, captured = self._graphs, self.captured
         call: StackCall = captured.step  # type: ignore[assignment] # made by `capture_stack`
         step.calls += 1
         call.take(args, kwargs, step)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -75,6 +76,24 @@ def test_what_samples_cannot_tell_stays_open() -> None:
     assert "it came in lists" in source
     assert "it is the same in all batches" in source
     assert "maybe: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=..., default=None)" in source
+
+
+@attrs.frozen
+class Slotted:
+    """A batch of a class with slots and a method."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def size(self) -> int:
+        """Return the number of rows."""
+        return len(self.x)
+
+
+def test_objects_of_all_kinds_are_batches() -> None:
+    """Their attributes are read as fills read them, and methods are not slots."""
+    slots = made(suggest([Slotted(torch.ones(n), torch.ones(n, 2)) for n in (2, 5)])).slotgraph.slots
+    assert {name: ", ".join(map(str, slot.shape)) for name, slot in slots.items()} == {"x": "BATCH", "y": "BATCH, 2"}
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 60)] * 2), min_size=3, max_size=5, unique=True), st.randoms())
