@@ -3,7 +3,8 @@
 import abc
 import inspect
 import operator
-from collections.abc import Callable, KeysView, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -267,15 +268,29 @@ def compute_of(function: Callable[..., Any]) -> Compute:
         return function
     if not callable(function):
         raise TypeError(f"a computed slot needs a function, got {function!r}")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:  # a function in C, or an object that imitates a function
-        raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
+    parameters = parameters_of(function)
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
+
+
+def parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]:
+    """Return a function's parameters, or those of what it wraps, if it passes keywords on.
+
+    Raise TypeError if they cannot be read.
+    """
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError) as error:  # a function in C, or an object that imitates a function
+        raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None or not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return parameters
+    if isinstance(function, types.MethodType):
+        wrapped = types.MethodType(wrapped, function.__self__)
+    return parameters_of(wrapped)
 
 
 @attrs.frozen

@@ -76,7 +76,7 @@ class DraftRunner(RequestRunner[V]):
         super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
 
 
-def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str], view: V) -> Drafts:
+def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str], view: V, /) -> Drafts:
     """Run every step, and choose the nodes that the next one continues from. This is captured."""
     slots = view.__dict__
     frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
@@ -204,7 +204,7 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         step = functools.partial(self._in_chain, tuple(steps), chained)
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
-    def _in_chain(self, steps: tuple[ChainedStep[V], ...], chained: tuple[str, ...], view: V) -> tuple[Any, ...]:
+    def _in_chain(self, steps: tuple[ChainedStep[V], ...], chained: tuple[str, ...], view: V, /) -> tuple[Any, ...]:
         """Run every step on its own view, with initial values in the later ones' slots. This is captured."""
         views, stage = [view, *(copy.copy(view) for _ in steps[1:])], self.stage
         for name in chained:

@@ -103,7 +103,7 @@ class EagerRoute(Route[V]):
         """Run the step on its view."""
         filler, stage = self.filler, self.filler.stage
         hosts = filler.hosts
-        step = stage.run if stage.restored else stage.step
+        step = stage.run if stage.restored else stage.call
         filler.buffers.use.eager_runs += 1
         if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first such step
             outputs = hosts.look(lambda: _run(step, view), self.filling.bucket.absent)

@@ -1,10 +1,12 @@
 """The stage of a runner: a declaration under its settings, a backend, a step, and sizes."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic
 
 import attrs
 import torch
+from torch import nn
 
 from ...backends import choose
 from ...backends.base import Backend
@@ -14,7 +16,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.bucket import Bucket
 from ...dataflow.inputs import Inputs, V
-from ...dataflow.sources import Side
+from ...dataflow.sources import Side, parameters_of
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .current import shown_class
@@ -34,6 +36,41 @@ def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
     return {**sizes, **{axis: size for axis, size in known.items() if axis in axes}}
 
 
+def _as_function(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the parameters of a step. Those of a module are those of its `forward`."""
+    if isinstance(step, functools.partial):
+        return functools.partial(_as_function(step.func), *step.args, **step.keywords)
+    if isinstance(step, nn.Module):
+        return getattr(step, "_orig_mod", step).forward  # torch.compile wraps a module in another
+    return step
+
+
+def _call_of(step: Callable[..., Any], declaration: Declaration) -> Callable[[Any], Any]:
+    """Return a step as a function of the view: the step itself, or one that passes what its parameters name.
+
+    Raise ConfigError if one required parameter names neither a slot nor a field, and another does.
+    """
+    try:
+        every = parameters_of(_as_function(step))
+    except TypeError:  # it does not reveal its parameters
+        return step
+    known = {*declaration.slots, *declaration.disabled, *declaration.fields}
+    parameters = [one for one in every if not str(one).startswith("*")]
+    free = known.difference(getattr(step, "keywords", ()))  # functools.partial has bound the others
+    names = [one.name for one in parameters if one.name in free and one.kind is not one.POSITIONAL_ONLY]
+    required = [one.name for one in parameters if one.default is one.empty]
+    strange = [name for name in required if name not in names]
+    if not names or strange == required != []:
+        return step
+    if strange:
+        raise ConfigError(
+            f"the step asks for {strange[0]!r}, which is neither a slot nor a field of {declaration.name}: a step takes "
+            f"the view alone, or names what it takes of it; bind other arguments by functools.partial"
+            f"{did_you_mean(strange[0], known)}"
+        )
+    return lambda view: step(**{name: getattr(view, name) for name in names})
+
+
 @attrs.frozen(eq=False)
 class Stage(Generic[V]):
     """A declaration class that is ready to run: its enabled slots, its backend, and the step that runs on its views.
@@ -43,7 +80,8 @@ class Stage(Generic[V]):
         views: The class of its views.
         declaration: Its slots and fields, as the settings enable them.
         backend: The device.
-        step: The function that runs on the views.
+        step: The function that runs on the views, as it was given.
+        call: The step as a function of the view.
         sizes: Sizes of the fixed axes, and capacities of further varying ones.
         relations: Axes that follow from others.
         restored: Slots that are restored after a step.
@@ -54,7 +92,8 @@ class Stage(Generic[V]):
     views: type[V]
     declaration: Declaration
     backend: Backend
-    step: Callable[[V], Any]
+    step: Callable[..., Any]
+    call: Callable[[V], Any]
     sizes: Sizes
     relations: Mapping[Axis, Dim]
     restored: tuple[str, ...]
@@ -64,7 +103,7 @@ class Stage(Generic[V]):
     def of(
         cls,
         inputs: type[V],
-        step: Callable[[V], Any],
+        step: Callable[..., Any],
         backend: str | Backend = "auto",
         sizes: Sizes = NO_SIZES,
         settings: object = None,
@@ -94,7 +133,8 @@ class Stage(Generic[V]):
             given, state = state, (None,) if single else tuple(state)
             if not all(isinstance(one, torch.Tensor) for one in state):
                 refuse("state", "a list of the tensors that the step changes besides its slots", given)
-        return cls(inputs, shown_class(inputs), declaration, choose(backend), step, sizes, follow, restored, state)
+        views, backend, call = shown_class(inputs), choose(backend), _call_of(step, declaration)
+        return cls(inputs, views, declaration, backend, step, call, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
         """Allocate buffers of a capacity on the backend. Further arguments are those of `buffers.allocate`."""
@@ -164,7 +204,7 @@ class Stage(Generic[V]):
         Slots declared as `restored` are restored afterwards, and outputs that contain their tensors are copies. If the
         step raises, they are not restored: after a step on a padded view, the caller must mark all tails as dirty.
         """
-        step = self.step if step is None else step
+        step = self.call if step is None else step
         slots = view.__dict__
         kept = [(slots[name], slots[name].clone()) for name in self.restored if slots[name] is not None]
         outputs = step(view)

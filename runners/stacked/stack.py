@@ -42,7 +42,7 @@ class Stack:
 
     def code(self, stage: Stage[Any]) -> Callable[..., Any]:
         """Return the captured function."""
-        return stage.step if self.module is None else self.module.forward
+        return stage.call if self.module is None else self.module.forward
 
     def run(self, stage: Stage[Any], view: Any, answer: Callable[..., Any]) -> Any:
         """Run a step with `answer` in place of the captured function."""
@@ -52,7 +52,7 @@ class Stack:
         before = own.get("forward")
         own["forward"] = answer
         try:
-            return stage.run(view) if stage.restored else stage.step(view)
+            return stage.run(view) if stage.restored else stage.call(view)
         finally:
             if before is None:
                 del own["forward"]
