@@ -33,11 +33,11 @@ from .engine.config import (
 )
 from .engine.graphs import Captured, Filler, GraphSet, ReadBatch
 from .engine.hooks import watchers_of
-from .engine.outputs import rows_each
+from .engine.outputs import Out, rows_each
 from .engine.pool import Phase
 from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
-from .engine.stage import NO_SIZES, Stage, joined
+from .engine.stage import NO_SIZES, Stage, StepFunction, joined
 from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
@@ -113,7 +113,7 @@ def _brief(value: Any) -> str:
     return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
 
 
-class GraphRunner(Runner[V]):
+class GraphRunner(Runner[V, Out]):
     """A runner that captures graphs. Subclasses are final, or abstract."""
 
     _is_debugged = False
@@ -334,13 +334,13 @@ class GraphRunner(Runner[V]):
         route.filling.bucket.admit(call.sources, call.live)
 
 
-class RequestRunner(GraphRunner[V]):
+class RequestRunner(GraphRunner[V, Out]):
     """Captures a whole step for buckets of requests. Subclasses are final, and define the step."""
 
     def __init__(
         self,
         inputs: type[V],
-        step: Callable[[V], Any],
+        step: StepFunction[V, Out],
         given: Mapping[str, Any],
         *,
         output_rows: Axis | None,
@@ -368,7 +368,7 @@ class RequestRunner(GraphRunner[V]):
     def _route_of(self, captured: Captured) -> Route[V]:
         return GraphRoute(self.graphs, captured, self.tally.buckets[captured.rows])
 
-    def remade(self, **options: Any) -> "DecodeRunner[V]":
+    def remade(self, **options: Any) -> "DecodeRunner[V, Out]":
         """Make a decode runner of the same step with some other options. It has separate memory and graphs."""
         stage = self.stage
         own = {"sizes": stage.sizes, "width": self.config.width, "backend": stage.backend, "state": stage.state}
@@ -404,7 +404,7 @@ class RequestRunner(GraphRunner[V]):
 
 
 @final
-class DecodeRunner(RequestRunner[V]):
+class DecodeRunner(RequestRunner[V, Out]):
     """Captures a step for buckets of requests, and replays the smallest that a batch fits.
 
     Args:
@@ -430,7 +430,7 @@ class DecodeRunner(RequestRunner[V]):
         BindError: A tensor cannot be adopted.
     """
 
-    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[DecodeArguments]) -> None:
+    def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[DecodeArguments]) -> None:
         super().__init__(inputs, step, options, output_rows=TOKENS)
 
     def steps(
@@ -442,7 +442,7 @@ class DecodeRunner(RequestRunner[V]):
         read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
         agree_every: int = 1,
-    ) -> Iterator[LaunchedStep]:
+    ) -> Iterator[LaunchedStep[Out]]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
         Between two steps the host only says what changes: `step.leave`, `step.join`, `step.edit`. A step without a

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias, Unpack, final
+from typing import Any, Final, Generic, TypeAlias, Unpack, final
 
 import attrs
 import torch
@@ -15,11 +15,13 @@ from ..dataflow.errors import CaptureError, ConfigError
 from ..dataflow.inputs import V
 from .decode import DraftArguments, ExtendArguments, RequestRunner
 from .engine.config import check_step, checked, checked_names, declaration_of
+from .engine.outputs import Out
+from .engine.stage import StepFunction
 from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
 
 CHAINED: Final = ("input_ids", "hidden_states")
-ChainedStep: TypeAlias = Callable[[V, V | None], Any]
+ChainedStep: TypeAlias = Callable[[V, V | None], Out]
 POSITIONS: Final = ("positions", "mrope_positions")
 _IDS: Final = "input_ids"
 
@@ -47,7 +49,7 @@ Forward: TypeAlias = Callable[[V, DraftStep], tuple[torch.Tensor, torch.Tensor |
 
 
 @final
-class DraftRunner(RequestRunner[V]):
+class DraftRunner(RequestRunner[V, Drafts]):
     """Drafts a tree of tokens for each request: `steps` deep, with topk nodes a step, by one replay.
 
     TOKENS is BATCH * topk. TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request. The runner
@@ -138,7 +140,7 @@ def _advancing(declaration: Declaration) -> Sequence[str]:
 
 
 @final
-class DraftExtendRunner(RequestRunner[V]):
+class DraftExtendRunner(RequestRunner[V, Out]):
     """Runs a step over `width` tokens a request, and returns one row a request.
 
     Every request has `width` tokens, those that were accepted first. Declare what depends on it, such as
@@ -154,13 +156,13 @@ class DraftExtendRunner(RequestRunner[V]):
     """
 
     def __init__(
-        self, inputs: type[V], step: Callable[[V], Any], *, width: int, **options: Unpack[ExtendArguments]
+        self, inputs: type[V], step: StepFunction[V, Out], *, width: int, **options: Unpack[ExtendArguments]
     ) -> None:
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
 
 @final
-class MultiLayerDraftExtendRunner(RequestRunner[V]):
+class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]], Generic[V, Out]):
     """Runs several steps one after another in one graph. Each may write what the next one reads.
 
     A call returns a tuple, one entry a step.
@@ -178,7 +180,7 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
     def __init__(
         self,
         inputs: type[V],
-        steps: Sequence[ChainedStep[V]],
+        steps: Sequence[ChainedStep[V, Out]],
         *,
         width: int,
         chained: Sequence[str] = CHAINED,
@@ -204,7 +206,9 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         step = functools.partial(self._in_chain, tuple(steps), chained)
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
-    def _in_chain(self, steps: tuple[ChainedStep[V], ...], chained: tuple[str, ...], view: V, /) -> tuple[Any, ...]:
+    def _in_chain(
+        self, steps: tuple[ChainedStep[V, Out], ...], chained: tuple[str, ...], view: V, /
+    ) -> tuple[Out, ...]:
         """Run every step on its own view, with initial values in the later ones' slots. This is captured."""
         views, stage = [view, *(copy.copy(view) for _ in steps[1:])], self.stage
         for name in chained:

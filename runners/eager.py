@@ -1,6 +1,5 @@
 """The eager runner: the same declaration, never padded, with buffers that grow on demand."""
 
-from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack, final
 
 from ..backends.base import Backend
@@ -10,9 +9,10 @@ from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
 from .engine.config import config_of, switch_of
 from .engine.graphs import ReadBatch
+from .engine.outputs import Out
 from .engine.routes import EagerRoutes, Route
 from .engine.runner import Runner
-from .engine.stage import Stage
+from .engine.stage import Stage, StepFunction
 from .engine.statistics import Decision
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
@@ -32,7 +32,7 @@ class EagerArguments(TypedDict, total=False):
 
 
 @final
-class EagerRunner(Runner[V]):
+class EagerRunner(Runner[V, Out]):
     """Runs a step on unpadded views of a declaration.
 
     Buffers grow to the next power of two on each axis when a batch needs more. With `no_copy` nothing is copied: the
@@ -51,7 +51,7 @@ class EagerRunner(Runner[V]):
         ConfigError: An argument does not fit.
     """
 
-    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[EagerArguments]) -> None:
+    def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[EagerArguments]) -> None:
         config = config_of(type(self), options)
         stage = Stage.of(inputs, step, **options)
         declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying

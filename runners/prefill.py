@@ -14,14 +14,14 @@ from ..dataflow.inputs import V
 from .decode import GraphRunner, StackArguments
 from .engine.config import config_of
 from .engine.graphs import Captured
-from .engine.outputs import rows_each
+from .engine.outputs import Out, rows_each
 from .engine.routes import Route
-from .engine.stage import Stage
+from .engine.stage import Stage, StepFunction
 from .stacked.recipe import Operator, Splitter, capture_stack, live_viewer
 from .stacked.stack import Stack, StackRoute
 
 
-class StackRunner(GraphRunner[V]):
+class StackRunner(GraphRunner[V, Out]):
     """A runner that captures the stack of a step. Subclasses are final, and define its breaks.
 
     A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, for any number of
@@ -31,7 +31,7 @@ class StackRunner(GraphRunner[V]):
     is_whole = False
 
     def __init__(
-        self, inputs: type[V], step: Callable[[V], Any], given: Mapping[str, Any], splitter: Splitter | None = None
+        self, inputs: type[V], step: StepFunction[V, Out], given: Mapping[str, Any], splitter: Splitter | None = None
     ) -> None:
         """Take the arguments of its subclasses. splitter: Finds the breaks, if the code does not mark them."""
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
@@ -67,7 +67,7 @@ class StackRunner(GraphRunner[V]):
 
 
 @final
-class PrefillRunner(StackRunner[V]):
+class PrefillRunner(StackRunner[V, Out]):
     """Captures the pieces of a step between named operators, for buckets of tokens. The operators run eagerly.
 
     Args:
@@ -85,7 +85,7 @@ class PrefillRunner(StackRunner[V]):
     def __init__(
         self,
         inputs: type[V],
-        step: Callable[[V], Any],
+        step: StepFunction[V, Out],
         *,
         splits: Collection[Operator],
         **options: Unpack[StackArguments],
@@ -94,7 +94,7 @@ class PrefillRunner(StackRunner[V]):
 
 
 @final
-class BreakableRunner(StackRunner[V]):
+class BreakableRunner(StackRunner[V, Out]):
     """Captures the stack of a model, its inner layers, for buckets of tokens, and runs the rest eagerly around it.
 
     Functions marked with `graph_break` that the stack calls run between graphs, on this step's own metadata, so that
@@ -110,7 +110,7 @@ class BreakableRunner(StackRunner[V]):
         options: Those of `StackArguments`, as for `DecodeRunner`. Buckets are tokens.
     """
 
-    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[StackArguments]) -> None:
+    def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[StackArguments]) -> None:
         super().__init__(inputs, step, options)
 
 

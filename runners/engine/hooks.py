@@ -35,6 +35,7 @@ class Watcher:
         """Called with the error of a fill or step before the caller gets it."""
 
 
+T = TypeVar("T")
 WATCHERS: Final[dict[str, Callable[..., Watcher]]] = {}
 """How to make the watcher of each debug mode, in the order in which they watch. `debug` fills it."""
 
@@ -68,7 +69,7 @@ class Watch:
                 watcher.filled(view)
         return view
 
-    def replay(self, replay: Callable[[], Any], view: Inputs) -> Any:
+    def replay(self, replay: Callable[[], T], view: Inputs) -> T:
         """Run the step, and call the watchers before and after."""
         with self._failures():
             for watcher in self.watchers:
@@ -101,7 +102,6 @@ class Loop:
     bit: int = 0
 
 
-T = TypeVar("T")
 RunStep = Callable[[], Any]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from typing_extensions import TypeVar
 
 from ...backends.operators import storage_key
 from ...dataflow.axes import BATCH, TOKENS, Axis
@@ -16,6 +17,9 @@ from ...dataflow.inputs import Inputs
 from .config import axis_text
 
 Generation = Callable[[], int]
+
+Out = TypeVar("Out", default=Any)
+"""What a step returns, and so the calls of its runner."""
 
 
 def map_tensors(
@@ -82,9 +86,12 @@ def constant_leaf(leaf: Any, why: str, otherwise: str = "", error: type[Exceptio
     )
 
 
-def own_copy(outputs: Any) -> Any:
+def own_copy(outputs: Out) -> Out:
     """Copy outputs, so that no later step overwrites them. Raise ConfigError for objects that cannot be copied."""
-    return map_tensors(outputs, torch.clone, lambda leaf: constant_leaf(leaf, "which outputs='copy' cannot copy"))
+    copied: Out = map_tensors(
+        outputs, torch.clone, lambda leaf: constant_leaf(leaf, "which outputs='copy' cannot copy")
+    )
+    return copied
 
 
 def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:

@@ -23,7 +23,7 @@ from .config import RunnerConfig
 from .current import StepLock, Unique, opaque
 from .graphs import Captured, GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
-from .outputs import own_copy
+from .outputs import Out, own_copy
 from .pool import Phase
 from .routes import EagerRoutes, Route
 from .sampling import Sample, sample_batch
@@ -52,7 +52,7 @@ class Filled(Generic[V]):
 
 
 @opaque
-class Runner(Unique, abc.ABC, Generic[V]):
+class Runner(Unique, abc.ABC, Generic[V, Out]):
     """Fills a declaration's slots from a batch and runs a step on the view. Subclasses are final, or abstract.
 
     A call is a fill and a replay, and watchers see both. A function under torch.compile may call it.
@@ -169,7 +169,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         live = self.size(batch, side)
         return self._decide(live, self.stage.absent(batch, side), batch), live
 
-    def __call__(self, batch: Any, **side: Any) -> Any:
+    def __call__(self, batch: Any, **side: Any) -> Out:
         """Run one step and return its outputs for the live rows, valid until the next replay.
 
         Outputs lie in the graph's memory, and the next call overwrites them: use them before it, or keep a `clone()`.
@@ -193,7 +193,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             self._filled = None
             view = route.viewer(batch, call.live) if route.needs_view else None
             alone = self._is_alone
-            outputs = route.run(view, call.live) if alone else self.coordinator.run(route.run, view, call.live)
+            outputs: Out = route.run(view, call.live) if alone else self.coordinator.run(route.run, view, call.live)
             return own_copy(outputs) if self._owned else outputs
 
     def fill(self, batch: Any, **side: Any) -> V:
@@ -211,7 +211,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return self.watch.fill(lambda: self._fill_view(batch, side), batch, side)
         return self._fill_view(batch, side)
 
-    def replay(self, view: V) -> Any:
+    def replay(self, view: V) -> Out:
         """Run the step on the view that was filled last, and return its outputs for the live rows.
 
         Args:
@@ -233,7 +233,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             self._filled = Filled(view, route, call.live)
             return view
 
-    def _replay_view(self, view: V) -> Any:
+    def _replay_view(self, view: V) -> Out:
         with self.step_lock.open():
             filled = self._filled
             if filled is None or filled.view is not view:
@@ -246,7 +246,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 )
             try:
                 filler.order()
-                outputs = self.coordinator.run(filled.route.run, view, filled.live)
+                outputs: Out = self.coordinator.run(filled.route.run, view, filled.live)
                 return own_copy(outputs) if self._owned else outputs
             except BaseException:  # the step may have overwritten filled slots
                 self._filled = None
@@ -330,7 +330,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             own, live = self._decide_alone(batch, side)
         coordinator.agree_ahead(own, live)
 
-    def idle(self, batch: Any = None, **side: Any) -> Any:
+    def idle(self, batch: Any = None, **side: Any) -> Out | None:
         """Take part in the other ranks' step without a request, and return outputs without rows.
 
         If all ranks are idle, nothing is run, and None is returned.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Generic
+from typing import Any, Concatenate, Final, Generic, TypeAlias
 
 import attrs
 import torch
@@ -20,8 +20,10 @@ from ...dataflow.sources import Side, parameters_of
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .current import shown_class
-from .outputs import map_tensors
+from .outputs import Out, map_tensors
 
+StepFunction: TypeAlias = Callable[[V], Out] | Callable[Concatenate[torch.Tensor, torch.Tensor, ...], Out]
+"""A function of the view, or of slots. Type checkers take a function of one tensor for neither."""
 NO_SIZES: Final[Sizes] = {}
 NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 

@@ -19,7 +19,7 @@ from ...dataflow.guard import outside_inference, without_gradients
 from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE
 from ..engine.config import GENERATIONS, refuse
-from ..engine.outputs import Stamped, chosen_parts, constant_leaf, map_tensors, own_copy
+from ..engine.outputs import Out, Stamped, chosen_parts, constant_leaf, map_tensors, own_copy
 from ..engine.runner import Runner
 from .chain import Chain
 
@@ -31,7 +31,7 @@ _IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []
 """Memory of ended loops that the device may still write. This list keeps torch from reusing it."""
 
 
-class LaunchedStep:
+class LaunchedStep(Generic[Out]):
     """One step of `steps()`, which the device may still be running.
 
     Attributes:
@@ -39,7 +39,7 @@ class LaunchedStep:
         keys: The key of each live request, in the order of the rows.
     """
 
-    def __init__(self, loop: "StepLoop[Any]", number: int, keys: Keys, outputs: Any) -> None:
+    def __init__(self, loop: "StepLoop[Any, Out]", number: int, keys: Keys, outputs: Any) -> None:
         self.number = number
         self.keys: tuple[Any, ...] = keys
         self._loop = loop
@@ -50,7 +50,7 @@ class LaunchedStep:
         return f"<step {self.number} of {len(self.keys)} requests>"
 
     @property
-    def outputs(self) -> Any:
+    def outputs(self) -> Out:
         """The outputs of the step for live rows, in host memory. Waits only for this step's copy.
 
         The step `ahead` + 2 later overwrites it. Keep a clone, or make the runner with `outputs="copy"`.
@@ -58,7 +58,8 @@ class LaunchedStep:
         Raises:
             StaleOutputError: A step `ahead` + 2 later was launched, which uses the same host memory.
         """
-        return self._loop.read(self.number, self._outputs)
+        outputs: Out = self._loop.read(self.number, self._outputs)
+        return outputs
 
     @property
     def lands(self) -> int:
@@ -138,7 +139,7 @@ class LaunchedStep:
         self._loop.hold(why)
 
 
-class StepLoop(Generic[V]):
+class StepLoop(Generic[V, Out]):
     """The loop of `steps`: launches steps, copies their outputs to the host, and checks what edits name.
 
     Attributes:
@@ -147,7 +148,7 @@ class StepLoop(Generic[V]):
 
     def __init__(
         self,
-        runner: Runner[V],
+        runner: Runner[V, Any],
         chain: Chain[V],
         batch: Any,
         keys: SomeKeys | None,
@@ -193,15 +194,15 @@ class StepLoop(Generic[V]):
         values = functools.cache(source.detach().clone().tolist if isinstance(source, torch.Tensor) else [*source].copy)
         self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
 
-    def __iter__(self) -> Iterator[LaunchedStep]:
+    def __iter__(self) -> Iterator[LaunchedStep[Out]]:
         """Begin to hand out the steps. From now on a dropped loop counts as left, even before its first step."""
         steps = self._steps()
         next(steps)
         return steps  # type: ignore[return-value] # all others are steps
 
-    def _steps(self) -> Iterator[LaunchedStep | None]:
+    def _steps(self) -> Iterator[LaunchedStep[Out] | None]:
         """Yield None, and then the steps in order. Others are launched meanwhile."""
-        waiting, counts = collections.deque[LaunchedStep](), self._runner.tally.ahead
+        waiting, counts = collections.deque[LaunchedStep[Out]](), self._runner.tally.ahead
         others = not self._runner.coordinator.quiet  # other ranks may have requests when this rank has none
         try:
             with self._chain.looping():
@@ -224,7 +225,7 @@ class StepLoop(Generic[V]):
             flights = (*_IN_FLIGHT, *self._in_flight.values())
             _IN_FLIGHT[:] = [(event, copies) for event, copies in flights if not event.query()]
 
-    def _launch(self, *, idle: bool) -> LaunchedStep | None:
+    def _launch(self, *, idle: bool) -> LaunchedStep[Out] | None:
         """Launch the next step, with the edit before it. Return None if no rank has a request."""
         chain, number = self._chain, self.launched
         keys = chain.go_on(idle=idle) if number else chain.start(self._batch, tuple(self._since))
