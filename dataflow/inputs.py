@@ -293,7 +293,7 @@ def _field_faults(cls: type) -> Faults:
     for field in _attributes(cls):
         yield from ((field.name, fault) for fault in field.metadata.get(FAULTS, ()))
         default = field.default
-        is_word = inspect.isfunction(default) and default.__module__ == slot.__module__
+        is_word = inspect.isfunction(default) and default.__globals__ is slot.__globals__
         if is_word or isinstance(default, _UNMADE) or _holds_slots(default):
             yield field.name, _undeclared(field.name, field if is_word else default, "its default is not a field")
         elif slot_in(field) is None and (fault := _default_fault(field)):

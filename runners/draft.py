@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeAlias, Unpack, final
+from typing import Any, Final, TypeAlias, Unpack, final
 
 import attrs
 import torch
@@ -162,7 +162,7 @@ class DraftExtendRunner(RequestRunner[V, Out]):
 
 
 @final
-class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]], Generic[V, Out]):
+class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]]):
     """Runs several steps one after another in one graph. Each may write what the next one reads.
 
     A call returns a tuple, one entry a step.
@@ -206,9 +206,7 @@ class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]], Generic[V, 
         step = functools.partial(self._in_chain, tuple(steps), chained)
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
-    def _in_chain(
-        self, steps: tuple[ChainedStep[V, Out], ...], chained: tuple[str, ...], view: V, /
-    ) -> tuple[Out, ...]:
+    def _in_chain(self, steps: Sequence[ChainedStep[V, Out]], chained: Sequence[str], view: V, /) -> tuple[Out, ...]:
         """Run every step on its own view, with initial values in the later ones' slots. This is captured."""
         views, stage = [view, *(copy.copy(view) for _ in steps[1:])], self.stage
         for name in chained:

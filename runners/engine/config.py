@@ -432,6 +432,26 @@ def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
 def keywords_of(kind: type) -> frozenset[str]:
     """Return the keywords of a runner's constructor, including its options."""
     parameters = inspect.signature(kind).parameters.values()
-    options = (get_args(one.annotation)[0] for one in parameters if one.kind is one.VAR_KEYWORD)
-    named = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
-    return frozenset(named.union(*(one.__annotations__ for one in options)))
+    return frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+
+
+_DEFAULTS: Final[Mapping[str, Any]] = {"sizes": {}, "absent": (), "bind": {}, "output_rows": ...}
+"""Defaults of keywords that are no options, unless they are None. Each runner has its own of `output_rows`."""
+
+
+class KeywordSignature:
+    """The signature of runner classes, with every option as a keyword. Runners themselves have that of `__call__`."""
+
+    def __get__(self, runner: object, kind: Any) -> inspect.Signature:
+        """Return the signature of a class. Raise AttributeError for a runner."""
+        if runner is not None:
+            raise AttributeError("__signature__")
+        own, config, found = inspect.signature(kind.__init__), RunnerConfig(), list[inspect.Parameter]()
+        for one in [*own.parameters.values()][1:]:
+            if one.kind is not one.VAR_KEYWORD:
+                found.append(one)
+                continue
+            for name, annotation in get_args(one.annotation)[0].__annotations__.items():
+                default = getattr(config, name, _DEFAULTS.get(name))
+                found.append(inspect.Parameter(name, one.KEYWORD_ONLY, default=default, annotation=annotation))
+        return own.replace(parameters=found)

@@ -19,7 +19,7 @@ from ...dataflow.plan import Absent
 from ...dataflow.sizing import Sizer, limits_of
 from ...dataflow.sources import NO_SIDE, Side
 from ...dataflow.views import ViewInfo
-from .config import RunnerConfig
+from .config import KeywordSignature, RunnerConfig
 from .current import StepLock, Unique, opaque
 from .graphs import Captured, GraphSet, ReadBatch, Reader
 from .hooks import Coordinator, Watch
@@ -75,6 +75,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         tally: Counts steps.
     """
 
+    __signature__: ClassVar = KeywordSignature()
     is_whole: ClassVar[bool] = True
     cuts: bool = True
     graphs: GraphSet[V] | None = None

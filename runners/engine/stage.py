@@ -66,8 +66,8 @@ def _call_of(step: Callable[..., Any], declaration: Declaration) -> Callable[[An
         return step
     if strange:
         raise ConfigError(
-            f"the step asks for {strange[0]!r}, which is neither a slot nor a field of {declaration.name}: a step takes "
-            f"the view alone, or names what it takes of it; bind other arguments by functools.partial"
+            f"the step asks for {strange[0]!r}, which is neither a slot nor a field of {declaration.name}: a step "
+            f"takes the view alone, or names what it takes of it; bind other arguments by functools.partial"
             f"{did_you_mean(strange[0], known)}"
         )
     return lambda view: step(**{name: getattr(view, name) for name in names})

@@ -5,11 +5,21 @@ Less common names are in `slotgraph.standard`, `.errors`, `.speculative`, `.rank
 """
 
 import importlib
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
 import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults before the user sets others
 
 __version__ = "0.1.0"
+_SUBMODULES = {"backends", "config", "errors", "extend", "pool", "ranks", "speculative", "standard", "testing"}
+
+
+def _publish(module: str, shown: dict[str, Any]) -> None:
+    """Let a module's public classes and functions carry its name, as tracebacks, `help` and pickles show it."""
+    for name in shown["__all__"]:
+        if isinstance(shown[name], type | types.FunctionType):
+            shown[name].__module__ = module
+
 
 if TYPE_CHECKING:
     from slotgraph import errors as errors
@@ -18,7 +28,7 @@ if TYPE_CHECKING:
     from slotgraph._face import __all__ as __all__
 else:
 
-    def __getattr__(name: str) -> object:
+    def __getattr__(name: str) -> Any:
         """Import the public names at the first use of one, so that the command line's help needs no torch."""
         shown = globals()
         shown.update(vars(importlib.import_module("slotgraph._face")) | shown)
@@ -27,5 +37,5 @@ else:
         raise AttributeError(f"module 'slotgraph' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """Return all names, even before their first use."""
-        return [*__getattr__("__all__"), *globals()]
+        """Return the public names, even before their first use, and the public submodules that are imported."""
+        return [*__getattr__("__all__"), *_SUBMODULES.intersection(globals()), "__version__"]

@@ -5,6 +5,7 @@ Their first use imports this module, and torch with it; `import slotgraph` does 
 
 import slotgraph.errors
 import slotgraph.standard  # noqa: F401 - shown without a further import
+from slotgraph import _publish
 from slotgraph.dataflow.axes import BATCH, TOKENS, Axis, Step
 from slotgraph.dataflow.capabilities import CACHE_LOC, SEQ_LEN_FILL
 from slotgraph.dataflow.inputs import Inputs
@@ -28,3 +29,5 @@ __all__ = [
     "debugged", "explain", "graph_break", "keep", "output", "record", "staged", "suggest",
 ]
 # fmt: on
+
+_publish("slotgraph", globals())

@@ -1,5 +1,6 @@
 """Speculative decoding: runners that draft a tree of tokens, and runners that continue from accepted tokens."""
 
+from slotgraph import _publish
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.runners.draft import DraftExtendRunner, DraftRunner, DraftStep, MultiLayerDraftExtendRunner
 from slotgraph.runners.tree import Accepted, Drafts, Tree, accept, ancestors, best_tree, top_tokens
@@ -18,3 +19,5 @@ __all__ = [
     "best_tree",
     "top_tokens",
 ]
+
+_publish(__name__, globals())

@@ -1,7 +1,8 @@
 """Standard declarations, ready to subclass: what decode, prefill and speculative steps read in LLM engines."""
 
 # fmt: off
-from slotgraph.runners.standard.counts import (  # noqa: I001 - several names a line
+from slotgraph import _publish  # noqa: I001 - several names a line
+from slotgraph.runners.standard.counts import (
     CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, STEPS, TOPK, VOCAB, Sharding, model_dtype,
 )
 from slotgraph.runners.standard.declarations import (
@@ -22,3 +23,5 @@ __all__ = [
     "Requests", "Sharding", "SlidingWindow", "TargetVerifyInputs", "model_dtype",
 ]
 # fmt: on
+
+_publish(__name__, globals())
