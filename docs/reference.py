@@ -45,7 +45,8 @@ INTRO: Final = """
 # Reference
 
 The public names, one page a module. What is not listed here may change between releases.
-In types, `V` is your declaration class, a subclass of [`Inputs`](reference/slotgraph.md#inputs).
+In types, `V` is your declaration class, a subclass of [`Inputs`](reference/slotgraph.md#inputs), and `Out` is what
+your step returns.
 """
 MARK: Final = "<!-- generated: standard slots -->\n"
 
@@ -139,6 +140,17 @@ def said_of(entry: Entry) -> str:
                 if re.match(rf"{entry.name}\b.*=", ast.unparse(line)) and ast.unparse(after)[0] in "\"'":
                     return inspect.cleandoc(ast.literal_eval(ast.unparse(after)))
     raise LookupError(f"nothing is said of {entry.name}: write a docstring below its definition")
+
+
+def file_of(value: Any) -> Path:
+    """Return the file that defines a class or a function. Public ones name the public module as theirs."""
+    if inspect.isroutine(value):
+        return Path(inspect.getsourcefile(inspect.unwrap(value)) or "")
+    for path, module in sys.modules.copy().items():
+        is_ours = path.startswith("slotgraph.") and vars(module).get(value.__name__) is value
+        if is_ours and re.search(rf"^class {value.__name__}\b", inspect.getsource(module), re.MULTILINE):
+            return Path(module.__file__ or "")
+    raise LookupError(f"no module of slotgraph defines {value.__name__}")
 
 
 # ---- text
@@ -279,9 +291,7 @@ def entry_text(entry: Entry) -> Iterator[str]:
         yield from (prose(said_of(entry), name), "", f"It is {shown}.", "")
         return
     yield from class_head(entry, before) if inspect.isclass(value) else function(name, value, name, before)
-    is_error = inspect.isclass(value) and issubclass(value, Exception)  # these name the public module as theirs
-    file = inspect.getsourcefile(slotgraph.dataflow.errors if is_error else inspect.unwrap(value))
-    source = Path(file or "").resolve().relative_to(DOCS.parent)
+    source = file_of(value).resolve().relative_to(DOCS.parent)
     yield from (f"Source: [{source}](../../{source})", "")
     yield from class_body(name, value) if inspect.isclass(value) else ()
 

@@ -13,9 +13,6 @@ from typing import Any, Final
 
 import attrs
 
-from slotgraph.config import RunnerConfig
-from slotgraph.runners.engine.stage import Stage
-
 DOCS: Final = Path(__file__).resolve().parent
 KNOWN: Final = tomllib.loads((DOCS / "reference.toml").read_text(encoding="utf-8"))
 HIDDEN: Final = frozenset(" ".join(KNOWN["hidden"].values()).split())
@@ -54,29 +51,17 @@ def source_of(value: Any) -> str | None:
         return None
     if isinstance(value, str):
         return json.dumps(value)
-    text = repr(dict(value) if isinstance(value, Mapping) else value).replace("'", '"')
+    text = "..." if value is ... else repr(dict(value) if isinstance(value, Mapping) else value).replace("'", '"')
     return re.sub(
         r"^(\w+)\((absent|name)=.*", lambda found: f"{found[1]}()" if found[2] == "absent" else found[0], text
     )
 
 
-def option_default(name: str) -> str | None:
-    """Return the default of a runner's option."""
-    if name in KNOWN["defaults"]:
-        return str(KNOWN["defaults"][name])
-    field = getattr(attrs.fields(RunnerConfig), name, None)
-    return source_of(field.default if field else inspect.signature(Stage.of).parameters[name].default)
-
-
 def parameters(value: Any) -> Iterator[Row]:
-    """Yield the parameters of a function or a class. The options of a runner are parameters, too."""
+    """Yield the parameters of a function or a class."""
     fields = {field.name: field for field in attrs.fields(value)} if attrs.has(value) else {}
     for one in inspect.signature(value).parameters.values():
-        options = next(filter(typing.is_typeddict, typing.get_args(one.annotation)), None)
-        if options is not None:
-            for name, annotation in inspect.get_annotations(options).items():
-                yield Row(name, annotation, option_default(name), inspect.Parameter.KEYWORD_ONLY)
-        elif one.name != "self" and f"{getattr(value, '__name__', '')}.{one.name}" not in HIDDEN:
+        if one.name != "self" and f"{getattr(value, '__name__', '')}.{one.name}" not in HIDDEN:
             field = fields.get(one.name)
             default = field.default.factory() if hasattr(getattr(field, "default", None), "factory") else one.default
             yield Row(one.name, field.type if field else one.annotation, source_of(default), one.kind)
@@ -129,8 +114,8 @@ def type_text(kind: Any) -> str:
     origin, arguments, found = typing.get_origin(kind), typing.get_args(kind), list(alternatives(kind))
     if kind is ...:
         return "..."
-    if isinstance(kind, list):
-        return f"[{', '.join(map(type_text, kind))}]"
+    if isinstance(kind, list) or origin is typing.Concatenate:
+        return f"[{', '.join(map(type_text, arguments or kind))}]"
     if origin is typing.Literal:
         return f"Literal[{', '.join(found)}]"
     if len(found) > 1:

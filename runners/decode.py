@@ -409,7 +409,8 @@ class DecodeRunner(RequestRunner[V, Out]):
 
     Args:
         inputs: The declaration class.
-        step: Called with its view; returns tensors with one row a token.
+        step: Called with its view, or with the slots and fields that its parameters name; returns tensors with one row
+            a token.
         sizes: Sizes of the fixed axes, and capacities of varying ones besides BATCH and TOKENS.
         settings: What `when=` of slots refers to.
         bind: Tensors to adopt as buffers, by slot.
@@ -423,7 +424,8 @@ class DecodeRunner(RequestRunner[V, Out]):
             that a custom operator writes may be too large for that: give the parts that padded rows write, or `()`.
         ranks: The processes that run each step together, in one bucket.
         backend: A backend or its name.
-        options: Those of `RunnerConfig` that this runner uses.
+        options: `buckets`, `max_batch`, `max_waste`, `width`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
+            `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.
 
     Raises:
         ConfigError: An argument does not fit.

@@ -40,12 +40,12 @@ class EagerRunner(Runner[V, Out]):
 
     Args:
         inputs: The declaration class.
-        step: Called with its view.
+        step: Called with its view, or with the slots and fields that its parameters name.
         sizes: Sizes of the fixed axes.
         settings: What `when=` of slots refers to.
         ranks: The processes that run each step together, and exchange their sizes.
         backend: A backend or its name.
-        options: Those of `RunnerConfig` that this runner uses.
+        options: `no_copy`, as `RunnerConfig` describes it.
 
     Raises:
         ConfigError: An argument does not fit.

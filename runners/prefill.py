@@ -72,14 +72,16 @@ class PrefillRunner(StackRunner[V, Out]):
 
     Args:
         inputs: The declaration class.
-        step: Called with its view.
+        step: Called with its view, or with the slots and fields that its parameters name.
         splits: The operators at which the step is cut, such as "mylib::attention". They run eagerly in each step, and
             find its live metadata in the view, which they get as an argument or from `current_view`.
         stack: The module within the step that is captured, or a dotted path to it. By default it is the whole step.
             Token slots have a bucket's rows, all of which are executed. Request slots have the batch's, up to
             `max_batch`, and may be read in splits, and outside of the stack.
         output_rows: TOKENS, the default, to cut outputs to the live tokens. Other values are as for `BreakableRunner`.
-        options: Those of `StackArguments`, as for `DecodeRunner`. Buckets are tokens.
+        options: `sizes`, `settings`, `absent`, `phase`, `state`, `ranks` and `backend`, as for `DecodeRunner`;
+            `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`,
+            `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.
     """
 
     def __init__(
@@ -103,11 +105,13 @@ class BreakableRunner(StackRunner[V, Out]):
 
     Args:
         inputs: The declaration class.
-        step: Called with its view. It calls the stack once.
+        step: Called with its view, or with the slots and fields that its parameters name. It calls the stack once.
         stack: The module within the step that is captured, or a dotted path to it. By default it is the whole step.
         output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole. By
             default BATCH if the declaration has slots over requests, else TOKENS.
-        options: Those of `StackArguments`, as for `DecodeRunner`. Buckets are tokens.
+        options: `sizes`, `settings`, `absent`, `phase`, `state`, `ranks` and `backend`, as for `DecodeRunner`;
+            `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`,
+            `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.
     """
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[StackArguments]) -> None:

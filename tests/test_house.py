@@ -218,7 +218,7 @@ def test_errors_and_declarations_are_public() -> None:
     """Each error can be imported from `slotgraph.errors`, each standard declaration from `slotgraph.standard`."""
     errors = [one for one in below(SlotGraphError) if one.__name__.endswith(("Error", "Errors"))]
     inputs = [one for one in below(slotgraph.Inputs) if "slotgraph" in vars(one)]  # the others are of views
-    declared = [one for one in inputs if one.__module__ == "slotgraph.runners.standard.declarations"]
+    declared = [one for one in inputs if one.__module__ == "slotgraph.standard"]
     assert len(errors) > 10
     assert len(declared) > 20
     public: list[tuple[Any, list[Any]]] = [

@@ -131,7 +131,7 @@ class Stage(Generic[V]):
             raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")
         restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
         if state is not None:
-            single = isinstance(state, torch.Tensor) or not isinstance(state, Iterable)
+            single = isinstance(state, str | torch.Tensor) or not isinstance(state, Iterable)
             given, state = state, (None,) if single else tuple(state)
             if not all(isinstance(one, torch.Tensor) for one in state):
                 refuse("state", "a list of the tensors that the step changes besides its slots", given)

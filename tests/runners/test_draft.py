@@ -32,6 +32,12 @@ class ToyInputs(standard.DraftInputs):
     """The standard's, in the toy model's dtype."""
 
 
+class ViewInputs(ToyInputs):
+    """With a slot that is called as the parameter of the draft's own step."""
+
+    view: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+
 class BareInputs(Inputs):  # no more than a draft needs
     topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
     topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
@@ -191,6 +197,15 @@ def test_positions_of_three_parts_advance_together(backend: "Backend") -> None:
     assert view.mrope_positions.tolist() == [[*row, 0, 0] for row in batch["mrope_positions"].tolist()]
     first, second = seen[:2]  # of the first run for the capture
     assert torch.equal(first + 1, second)
+
+
+def test_a_slot_may_be_called_view(backend_name: str) -> None:
+    """The draft's own step gets the view, whatever slots are called."""
+    toy = Toy(2, 3, load(backend_name)().device)
+    given = {"buckets": [2], "backend": backend_name, **OPTIONS}
+    runner = ready(DraftRunner(ViewInputs, toy, topk=2, steps=3, **given))
+    batch = batch_of(2, 2, 3, 1, load(backend_name)().device)
+    assert_right(runner({**batch, "view": batch["req_pool_indices"]}), batch, 2, 3)
 
 
 def test_what_cannot_be_drafted_is_refused() -> None:

@@ -30,10 +30,10 @@ from slotgraph import (
     standard,
 )
 from slotgraph.config import RunnerConfig
-from slotgraph.extend import once, side
+from slotgraph.extend import LaunchedStep, once, side
 from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.metrics import Collector, exposition
-from slotgraph.speculative import DraftExtendRunner
+from slotgraph.speculative import DraftExtendRunner, DraftRunner, Drafts, DraftStep, MultiLayerDraftExtendRunner
 
 HIDDEN = Axis("HIDDEN", fixed=True)
 PAGES = Axis("PAGES")
@@ -147,6 +147,53 @@ def runners_are_typed(batch: DecodeInputs) -> None:
     assert_type(runner.decide(batch).reason, str)
     EagerRunner(DecodeInputs, step, backend="cpu", sizes={PAGES: 64})(batch)
     DecodeRunner(Mine, own_step, sizes={standard.VOCAB: 8, standard.HIDDEN: 4}, settings=standard.Sharding())
+
+
+def by_name(input_ids: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A step that names slots."""
+    return input_ids, len(seq_lens)
+
+
+def forward(view: DecodeInputs, step: DraftStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a draft calls."""
+    return view.input_ids, step.hidden_states
+
+
+def chained(view: DecodeInputs, after: DecodeInputs | None) -> torch.Tensor:
+    """One of several steps."""
+    return view.input_ids if after is None else after.input_ids
+
+
+class Model(torch.nn.Module):
+    """Calls of modules are Any to torch itself."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A row a token."""
+        return input_ids + positions
+
+
+def outputs_are_typed(batch: DecodeInputs, view: DecodeInputs, only_view: DecodeRunner[DecodeInputs]) -> None:
+    """A runner returns what its step returns, by its annotations: in a call, a replay, and a loop of steps."""
+    decode = DecodeRunner(DecodeInputs, step)
+    assert_type(decode, DecodeRunner[DecodeInputs, torch.Tensor])
+    assert_type(decode(batch), torch.Tensor)
+    assert_type(decode.replay(decode.fill(batch)), torch.Tensor)
+    assert_type(decode.idle(), torch.Tensor | None)
+    assert_type(decode.remade(), DecodeRunner[DecodeInputs, torch.Tensor])
+    for launched in decode.steps(batch):
+        assert_type(launched, LaunchedStep[torch.Tensor])
+        assert_type(launched.outputs, torch.Tensor)
+    assert_type(DecodeRunner(DecodeInputs, by_name)(batch), tuple[torch.Tensor, int])
+    assert_type(DecodeRunner(DecodeInputs, Model())(batch), Any)
+    assert_type(EagerRunner(DecodeInputs, by_name)(batch), tuple[torch.Tensor, int])
+    assert_type(PrefillRunner(DecodeInputs, step, splits=["own::attention"])(batch), torch.Tensor)
+    assert_type(BreakableRunner(DecodeInputs, by_name).replay(view), tuple[torch.Tensor, int])
+    assert_type(DraftRunner(DecodeInputs, forward, topk=2, steps=2)(batch), Drafts)
+    assert_type(DraftExtendRunner(DecodeInputs, step, width=2)(batch), torch.Tensor)
+    several = MultiLayerDraftExtendRunner(DecodeInputs, [chained, chained], width=2)
+    assert_type(several(batch), tuple[torch.Tensor, ...])
+    assert_type(only_view(batch), Any)
+    DecodeRunner(DecodeInputs, own_step)  # type: ignore[arg-type]
 
 
 def each_runner_has_its_options() -> None:

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import pickle
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -131,8 +132,22 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
 
 def arguments_of(runner: str) -> list[str]:
     """Everything that a runner is constructed with but its options."""
-    parameters = inspect.signature(RUNNERS[runner]).parameters
-    return [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD]
+    options = {*RunnerConfig.options()} - {"backend", "width"}
+    return [name for name in inspect.signature(RUNNERS[runner]).parameters if name not in options]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_signatures_have_every_keyword(runner: str) -> None:
+    """With its default, as `help` and completion show it, and the docstring names it. A runner has that of a call."""
+    kind: Any = RUNNERS[runner]
+    signature = inspect.signature(kind)
+    assert not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    config, own = RunnerConfig(), {"sizes": {}, "absent": (), "bind": {}, "output_rows": ...}
+    for name in keywords_of(kind) - {"chained"}:
+        default = signature.parameters[name].default
+        assert default is inspect.Parameter.empty or default == getattr(config, name, own.get(name)), name
+    assert [name for name in keywords_of(kind) if not re.search(rf"\b{name}\b", inspect.getdoc(kind) or "")] == []
+    assert [*inspect.signature(make(runner)).parameters] == ["batch", "side"]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
