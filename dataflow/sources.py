@@ -3,7 +3,6 @@
 import abc
 import inspect
 import operator
-import types
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
@@ -282,15 +281,11 @@ def parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]
     Raise TypeError if they cannot be read.
     """
     try:
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+        found = inspect.signature(function, follow_wrapped=False).parameters.values()
+        passes_on = any(one.kind is one.VAR_KEYWORD for one in found)
+        return inspect.signature(function).parameters.values() if passes_on else found
     except (TypeError, ValueError) as error:  # a function in C, or an object that imitates a function
         raise TypeError(f"its parameters cannot be read ({error}): write a function that calls it") from error
-    wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is None or not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return parameters
-    if isinstance(function, types.MethodType):
-        wrapped = types.MethodType(wrapped, function.__self__)
-    return parameters_of(wrapped)
 
 
 @attrs.frozen

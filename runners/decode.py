@@ -5,7 +5,7 @@ import bisect
 import functools
 import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, final
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, final, overload
 
 import attrs
 import torch
@@ -44,17 +44,24 @@ from .ranks.group import Ranks
 from .steps.chain import Chain
 from .steps.loop import LaunchedStep, StepLoop
 
+Read = TypeVar("Read")
 
-class CaptureArguments(TypedDict, total=False):
-    """The arguments of every runner that captures, besides its declaration and its step: see `DecodeRunner`."""
+
+class StageArguments(TypedDict, total=False):
+    """The arguments of every runner besides its declaration and its step: see `DecodeRunner`."""
 
     sizes: Sizes
     settings: object
+    ranks: Ranks | None
+    backend: str | Backend
+
+
+class CaptureArguments(StageArguments, total=False):
+    """The arguments of every runner that captures."""
+
     absent: Sequence[Collection[str]]
     phase: Phase | None
     state: Iterable[torch.Tensor] | None
-    ranks: Ranks | None
-    backend: str | Backend
     buckets: tuple[int, ...] | list[int]
     max_batch: int
     max_waste: float
@@ -435,6 +442,30 @@ class DecodeRunner(RequestRunner[V, Out]):
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[DecodeArguments]) -> None:
         super().__init__(inputs, step, options, output_rows=TOKENS)
 
+    @overload
+    def steps(
+        self,
+        batch: Any,
+        *,
+        keys: Iterable[Hashable] | None = None,
+        ahead: int = 0,
+        read: None = None,
+        needs: Collection[str] = (),
+        agree_every: int = 1,
+    ) -> Iterator[LaunchedStep[Out]]: ...
+
+    @overload
+    def steps(
+        self,
+        batch: Any,
+        *,
+        keys: Iterable[Hashable] | None = None,
+        ahead: int = 0,
+        read: Callable[[Out], Read],
+        needs: Collection[str] = (),
+        agree_every: int = 1,
+    ) -> Iterator[LaunchedStep[Read]]: ...
+
     def steps(
         self,
         batch: Any,
@@ -444,7 +475,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
         agree_every: int = 1,
-    ) -> Iterator[LaunchedStep[Out]]:
+    ) -> Iterator[LaunchedStep[Any]]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
         Between two steps the host only says what changes: `step.leave`, `step.join`, `step.edit`. A step without a

@@ -1,12 +1,12 @@
 """The eager runner: the same declaration, never padded, with buffers that grow on demand."""
 
-from typing import Any, Final, TypedDict, Unpack, final
+from typing import Any, Final, Unpack, final
 
-from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, Live, Sizes
+from ..dataflow.axes import BATCH, TOKENS, Live
 from ..dataflow.inputs import V
 from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
+from .decode import StageArguments
 from .engine.config import config_of, switch_of
 from .engine.graphs import ReadBatch
 from .engine.outputs import Out
@@ -15,19 +15,14 @@ from .engine.runner import Runner
 from .engine.stage import Stage, StepFunction
 from .engine.statistics import Decision
 from .ranks.agreement import coordinator_of
-from .ranks.group import Ranks
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
 
 
-class EagerArguments(TypedDict, total=False):
+class EagerArguments(StageArguments, total=False):
     """The arguments of an eager runner besides its declaration and its step."""
 
-    sizes: Sizes
-    settings: object
-    ranks: Ranks | None
-    backend: str | Backend
     no_copy: bool | None
 
 

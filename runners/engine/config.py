@@ -446,12 +446,12 @@ class KeywordSignature:
         """Return the signature of a class. Raise AttributeError for a runner."""
         if runner is not None:
             raise AttributeError("__signature__")
-        own, config, found = inspect.signature(kind.__init__), RunnerConfig(), list[inspect.Parameter]()
-        for one in [*own.parameters.values()][1:]:
-            if one.kind is not one.VAR_KEYWORD:
-                found.append(one)
-                continue
-            for name, annotation in get_args(one.annotation)[0].__annotations__.items():
+        own, config = inspect.signature(kind.__init__), RunnerConfig()
+        _, *found = own.parameters.values()
+        last = found[-1]
+        if last.kind is last.VAR_KEYWORD:
+            found.pop()
+            for name, annotation in get_args(last.annotation)[0].__annotations__.items():
                 default = getattr(config, name, _DEFAULTS.get(name))
-                found.append(inspect.Parameter(name, one.KEYWORD_ONLY, default=default, annotation=annotation))
+                found.append(last.replace(name=name, kind=last.KEYWORD_ONLY, default=default, annotation=annotation))
         return own.replace(parameters=found)

@@ -88,10 +88,9 @@ def constant_leaf(leaf: Any, why: str, otherwise: str = "", error: type[Exceptio
 
 def own_copy(outputs: Out) -> Out:
     """Copy outputs, so that no later step overwrites them. Raise ConfigError for objects that cannot be copied."""
-    copied: Out = map_tensors(
+    return map_tensors(  # type: ignore[no-any-return] # the same structure
         outputs, torch.clone, lambda leaf: constant_leaf(leaf, "which outputs='copy' cannot copy")
     )
-    return copied
 
 
 def chosen_parts(outputs: Any, read: Callable[[Any], Any]) -> Any:

@@ -103,12 +103,11 @@ class EagerRoute(Route[V]):
         """Run the step on its view."""
         filler, stage = self.filler, self.filler.stage
         hosts = filler.hosts
-        step = stage.run if stage.restored else stage.call
         filler.buffers.use.eager_runs += 1
         if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first such step
-            outputs = hosts.look(lambda: _run(step, view), self.filling.bucket.absent)
+            outputs = hosts.look(lambda: _run(stage.run, view), self.filling.bucket.absent)
         else:
-            outputs = _run(step, view)
+            outputs = _run(stage.run, view)
         if hosts.notes:
             hosts.note()
         self.count(live)

@@ -53,11 +53,10 @@ def _call_of(step: Callable[..., Any], declaration: Declaration) -> Callable[[An
     Raise ConfigError if one required parameter names neither a slot nor a field, and another does.
     """
     try:
-        every = parameters_of(_as_function(step))
+        parameters = [one for one in parameters_of(_as_function(step)) if not str(one).startswith("*")]
     except TypeError:  # it does not reveal its parameters
         return step
     known = {*declaration.slots, *declaration.disabled, *declaration.fields}
-    parameters = [one for one in every if not str(one).startswith("*")]
     free = known.difference(getattr(step, "keywords", ()))  # functools.partial has bound the others
     names = [one.name for one in parameters if one.name in free and one.kind is not one.POSITIONAL_ONLY]
     required = [one.name for one in parameters if one.default is one.empty]
@@ -135,8 +134,8 @@ class Stage(Generic[V]):
             given, state = state, (None,) if single else tuple(state)
             if not all(isinstance(one, torch.Tensor) for one in state):
                 refuse("state", "a list of the tensors that the step changes besides its slots", given)
-        views, backend, call = shown_class(inputs), choose(backend), _call_of(step, declaration)
-        return cls(inputs, views, declaration, backend, step, call, sizes, follow, restored, state)
+        call, views = _call_of(step, declaration), shown_class(inputs)
+        return cls(inputs, views, declaration, choose(backend), step, call, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
         """Allocate buffers of a capacity on the backend. Further arguments are those of `buffers.allocate`."""

@@ -47,12 +47,12 @@ class Stack:
     def run(self, stage: Stage[Any], view: Any, answer: Callable[..., Any]) -> Any:
         """Run a step with `answer` in place of the captured function."""
         if self.module is None:
-            return stage.run(view, answer) if stage.restored else answer(view)
+            return stage.run(view, answer)
         own = self.module.__dict__
         before = own.get("forward")
         own["forward"] = answer
         try:
-            return stage.run(view) if stage.restored else stage.call(view)
+            return stage.run(view)
         finally:
             if before is None:
                 del own["forward"]

@@ -39,7 +39,7 @@ class LaunchedStep(Generic[Out]):
         keys: The key of each live request, in the order of the rows.
     """
 
-    def __init__(self, loop: "StepLoop[Any, Out]", number: int, keys: Keys, outputs: Any) -> None:
+    def __init__(self, loop: "StepLoop[Any, Out]", number: int, keys: Keys, outputs: Out) -> None:
         self.number = number
         self.keys: tuple[Any, ...] = keys
         self._loop = loop
@@ -58,8 +58,7 @@ class LaunchedStep(Generic[Out]):
         Raises:
             StaleOutputError: A step `ahead` + 2 later was launched, which uses the same host memory.
         """
-        outputs: Out = self._loop.read(self.number, self._outputs)
-        return outputs
+        return self._loop.read(self.number, self._outputs)
 
     @property
     def lands(self) -> int:
@@ -272,7 +271,7 @@ class StepLoop(Generic[V, Out]):
             known[key] = copies
         return copies
 
-    def read(self, number: int, outputs: Any) -> Any:
+    def read(self, number: int, outputs: Out) -> Out:
         """Wait for the copies of a step's outputs, and return them, as clones if the runner's options ask for that."""
         runner = self._runner
         if self._is_overwritten(number):
@@ -283,7 +282,9 @@ class StepLoop(Generic[V, Out]):
         if runner.config.outputs == "copy":
             return own_copy(outputs)
         if self._stamps:
-            return map_tensors(outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(number)))
+            return map_tensors(  # type: ignore[no-any-return] # the same structure
+                outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(number))
+            )
         return outputs
 
     def _is_overwritten(self, number: int) -> bool:

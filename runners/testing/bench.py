@@ -59,7 +59,7 @@ Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 
 
-def smallest_step(view: Any) -> Any:
+def smallest_step(view: Any, /) -> Any:
     """Run the smallest possible step, so that its graph hides no time of a fill."""
     return next(slot for slot in vars(view).values() if isinstance(slot, torch.Tensor)).clone()
 

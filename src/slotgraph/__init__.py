@@ -5,6 +5,7 @@ Less common names are in `slotgraph.standard`, `.errors`, `.speculative`, `.rank
 """
 
 import importlib
+import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,12 @@ __version__ = "0.1.0"
 _SUBMODULES = {"backends", "config", "errors", "extend", "pool", "ranks", "speculative", "standard", "testing"}
 
 
-def _publish(module: str, shown: dict[str, Any]) -> None:
-    """Let a module's public classes and functions carry its name, as tracebacks, `help` and pickles show it."""
+def _publish(module: str) -> None:
+    """Let the public classes and functions of a module carry its name, as tracebacks, `help` and pickles show it."""
+    shown = vars(sys.modules[module])
     for name in shown["__all__"]:
         if isinstance(shown[name], type | types.FunctionType):
-            shown[name].__module__ = module
+            shown[name].__module__ = module.removesuffix("._face")
 
 
 if TYPE_CHECKING:

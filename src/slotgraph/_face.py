@@ -30,4 +30,4 @@ __all__ = [
 ]
 # fmt: on
 
-_publish("slotgraph", globals())
+_publish(__name__)

@@ -5,4 +5,4 @@ from slotgraph.runners.engine.config import Buckets, RunnerConfig
 
 __all__ = ["Buckets", "RunnerConfig"]
 
-_publish(__name__, globals())
+_publish(__name__)

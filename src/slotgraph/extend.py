@@ -10,4 +10,4 @@ from slotgraph.runners.steps.loop import LaunchedStep
 
 __all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "LaunchedStep", "Role", "Slot", "once", "side", "slot"]
 
-_publish(__name__, globals())
+_publish(__name__)

@@ -5,4 +5,4 @@ from slotgraph.runners.engine.pool import InputPool
 
 __all__ = ["InputPool"]
 
-_publish(__name__, globals())
+_publish(__name__)

@@ -6,4 +6,4 @@ from slotgraph.runners.ranks.pipeline import PipelineStage
 
 __all__ = ["PipelineStage", "Ranks"]
 
-_publish(__name__, globals())
+_publish(__name__)

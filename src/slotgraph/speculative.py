@@ -20,4 +20,4 @@ __all__ = [
     "top_tokens",
 ]
 
-_publish(__name__, globals())
+_publish(__name__)

@@ -24,4 +24,4 @@ __all__ = [
 ]
 # fmt: on
 
-_publish(__name__, globals())
+_publish(__name__)

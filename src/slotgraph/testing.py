@@ -6,4 +6,4 @@ from slotgraph.runners.testing.fills import assert_fill_equals_oracle, batches
 
 __all__ = ["assert_fill_equals_oracle", "batches", "bench"]
 
-_publish(__name__, globals())
+_publish(__name__)

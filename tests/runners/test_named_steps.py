@@ -131,7 +131,6 @@ STEPS: dict[str, Callable[..., Any]] = {
     "of the view": by_view,
     "of the view, with a default": viewed,
     "of the view, wrapping one of slots": adapted,
-    "of the view, compiled": torch.compile(adapted, backend="eager"),
     "of the view, positional": lambda positions, /: by_view(positions),
     "of anything": lambda *args, **_: by_view(*args),
 }

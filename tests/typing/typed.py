@@ -1,4 +1,4 @@
-# pyright: reportUnnecessaryTypeIgnoreComment=true
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 """Never run: mypy and pyright hold that declarations, batches, views, runners, options and statistics are typed.
 
 A line that must be refused carries an ignore; each checker reports one that it does not need.
@@ -183,6 +183,8 @@ def outputs_are_typed(batch: DecodeInputs, view: DecodeInputs, only_view: Decode
     for launched in decode.steps(batch):
         assert_type(launched, LaunchedStep[torch.Tensor])
         assert_type(launched.outputs, torch.Tensor)
+    for chosen in DecodeRunner(DecodeInputs, by_name).steps(batch, read=lambda outputs: outputs[1]):
+        assert_type(chosen.outputs, int)
     assert_type(DecodeRunner(DecodeInputs, by_name)(batch), tuple[torch.Tensor, int])
     assert_type(DecodeRunner(DecodeInputs, Model())(batch), Any)
     assert_type(EagerRunner(DecodeInputs, by_name)(batch), tuple[torch.Tensor, int])

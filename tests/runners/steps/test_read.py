@@ -142,7 +142,7 @@ def test_the_error_names_what_came_and_the_line() -> None:
     with pytest.raises(ConfigError, match=r"raised RuntimeError at test_read\.py:\d+, `.*`: .*before their values"):
         next(runner.steps({"number": [3]}, read=lambda made: made.ids.sum().item()))
     with pytest.raises(ConfigError, match=r"read: expected a function of a step's outputs.*got 'ids' of type str"):
-        runner.steps({"number": [3]}, read="ids")  # type: ignore[arg-type]
+        runner.steps({"number": [3]}, read="ids")  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("lowering", ["foreach", "fused"])
