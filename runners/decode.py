@@ -322,7 +322,7 @@ class GraphRunner(Runner[V, Out]):
                     f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
                 )
             decision = self._decide(call.live, call.absent, call.batch)  # a lazy capture has failed
-        return route or self.eager.route(call.live, call.absent, decision, self.tally.reasons[decision.why])
+        return route or self.eager.route(call, decision, self.tally)
 
     def _graph_route(self, bucket: int | None, absent: Absent) -> Route[V] | None:
         """Return the route of a bucket's graph, or None if there is none. The graph may be captured now."""
@@ -337,7 +337,7 @@ class GraphRunner(Runner[V, Out]):
         """Raise the errors that a fill of the batch would raise on this rank's route."""
         route = self._graph_route(own.bucket, call.absent)
         if route is None:
-            route = self.eager.route(call.live, call.absent, own, self.tally.reasons[own.why])
+            route = self.eager.route(call, own, self.tally)
         route.filling.bucket.admit(call.sources, call.live)
 
 

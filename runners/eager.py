@@ -64,14 +64,14 @@ class EagerRunner(Runner[V, Out]):
         return self.stats()["memory"]["inputs"]
 
     def _route(self, call: ReadBatch) -> Route[V]:
-        decision, counts = _ALWAYS, self.tally.reasons[_ALWAYS.why]
+        decision = _ALWAYS
         if not self.coordinator.alone:
 
             def admit() -> None:
-                self.eager.route(call.live, call.absent, _ALWAYS, counts).filling.bucket.admit(call.sources, call.live)
+                self.eager.route(call, _ALWAYS, self.tally).filling.bucket.admit(call.sources, call.live)
 
             decision = self.coordinator.agree(_ALWAYS, call.live, admit)
-        return self.eager.route(call.live, call.absent, decision, counts)
+        return self.eager.route(call, decision, self.tally)
 
     def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
         del live, absent, batch

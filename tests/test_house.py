@@ -9,7 +9,9 @@ import collections
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import io
+import pickle
 import pkgutil
 import re
 import sys
@@ -204,6 +206,25 @@ def test_every_submodule_shows_what_it_says(name: str) -> None:
     assert {one for one in vars(module) if one.isidentifier() and not one.startswith("_")} == shown
     others = [set(importlib.import_module(f"slotgraph.{one}").__all__) for one in SHOWING if one != name]
     assert shown.isdisjoint(set(slotgraph.__all__).union(*others))
+
+
+def test_the_face_shows_nothing_else() -> None:
+    """Completion has the public names, the public submodules that are imported, and the version."""
+    others = set(dir(slotgraph)) - {*slotgraph.__all__, "__version__"}
+    assert {"backends", "errors", "standard"} <= others <= {"backends", *MODULES_SHOWN} - {"__main__", "_face"}
+
+
+@pytest.mark.parametrize("name", ["", *SHOWING, "standard", "testing"])
+def test_public_names_carry_the_public_module(name: str) -> None:
+    """Classes and functions do: pickle finds them there, and `inspect` still finds what functions and methods say."""
+    module = importlib.import_module(f"slotgraph.{name}".rstrip("."))
+    values = {one: getattr(module, one) for one in module.__all__}
+    defined = {one: value for one, value in values.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    assert defined
+    for one, value in defined.items():
+        assert (value.__module__, pickle.loads(pickle.dumps(value))) == (module.__name__, value)  # noqa: S301 - ours
+        if inspect.isfunction(value):
+            assert f"def {one}(" in inspect.getsource(value)
 
 
 def below(kind: type[Any]) -> Iterator[type[Any]]:

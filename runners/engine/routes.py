@@ -24,7 +24,7 @@ from ...dataflow.views import Viewer, Views
 from .current import CurrentStep, with_current
 from .graphs import Captured, Filler, Filling, GraphSet, ReadBatch
 from .stage import Stage
-from .statistics import Counts, Decision
+from .statistics import Counts, Decision, Tally
 
 
 class Route(abc.ABC, Generic[V]):
@@ -157,22 +157,22 @@ class EagerRoutes(Generic[V]):
         filler = self.filler  # read once: another thread may change it
         return None if filler is None else filler.buffers
 
-    def route(self, live: Live, absent: Absent, decision: Decision, counts: Counts) -> EagerRoute[V]:
+    def route(self, call: ReadBatch, decision: Decision, tally: Tally) -> EagerRoute[V]:
         """Choose the route of a batch, and grow the buffers if they are too small.
 
         Args:
-            live: Rows on each varying axis.
-            absent: Optional slots that the batch lacks.
+            call: The batch.
             decision: Why it has no graph.
-            counts: Counts its steps.
+            tally: Counts the runner's steps.
 
         Raises:
             BatchError: Its memory is bound and cannot grow.
         """
-        filler = self._large_enough(live)
-        route = self._routes.get((absent, decision.why))
+        filler = self._large_enough(call.live)
+        key = call.absent, decision.why
+        route = self._routes.get(key)
         if route is None:
-            route = self._routes[absent, decision.why] = self._make(filler, absent, counts)
+            route = self._routes[key] = self._make(filler, call.absent, tally.reasons[decision.why])
         route.decision = decision
         return route
 
