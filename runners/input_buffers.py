@@ -282,8 +282,10 @@ class Layer(Generic[V]):
         filler, stage = self.filler, self.stage
         if not filler.lowering.has_kernel:
             return filler
-        lowering, shared = stage.lowering_without_kernel(), {"clock": filler.clock, "lowered": filler.lowered}
-        return Filler(stage, self.buffers, lowering, [self.capacity], self.table, **shared)
+        lowering = stage.lowering_without_kernel()
+        made = Filler(stage, self.buffers, lowering, [self.capacity], self.table)
+        made.clock, made.lowered = filler.clock, filler.lowered
+        return made
 
     def pattern(self, absent: Collection[str]) -> Absent:
         """Return absent slots as a set. Raise ConfigError if one is unknown, or not optional."""

@@ -44,7 +44,6 @@ def test_every_byte_is_the_originals(original: Any, device: torch.device, case: 
     assert module("registry.batches").compare(case, original, module(OURS), device, 200) == []
 
 
-@pytest.mark.slow
 def test_every_byte_is_the_originals_in_ten_thousand_batches(original: Any) -> None:
     """The same, in 10,000 batches over all builders."""
     batches = module("registry.batches")

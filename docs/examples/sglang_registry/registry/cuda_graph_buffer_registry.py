@@ -100,6 +100,11 @@ class GraphSlot:
         policies = (PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL)
         return self.axis != "none" and self.padding_policy in policies
 
+    @property
+    def is_made(self) -> bool:
+        """Whether its value is made by a function or by the step, so that each extracted batch has it."""
+        return self.post_fill is not None or self.source_fn is not None or not self.copy_from_fb
+
     def rows(self, requests: int, tokens: int) -> int:
         """Return the number of its rows in a batch of these sizes."""
         if self.axis == "none":
@@ -315,14 +320,16 @@ class Fills:
             for axis in (BATCH, TOKENS)
             if axis in axes
         ]
-        shown = [slot for slot in slots if "." not in slot.name]
         in_views = {one.key for one in declared if one.axis is None or one.axis in padded}
-        self._viewed = [slot.name for slot in shown if slot.name in in_views and slot.source_fn is None]
-        self._cut = [slot for slot in shown if slot.name not in self._viewed]
+        self._shown = [
+            (slot.name, slot, slot.name in in_views and slot.source_fn is None, slot.is_made)
+            for slot in slots
+            if "." not in slot.name
+        ]
         self._buckets = dict[tuple[int, int], Any]()
         self._seen = set[tuple[int, int]]()
         self._captured = set[tuple[int, int]]()
-        self._last: tuple[tuple[int, int] | None, Any, Mapping[str, Any]] = None, None, {}
+        self._last: tuple[tuple[int, int] | None, Mapping[str, Any]] = None, {}
         self.buffers: InputBuffers[Any] | None = None
         if declared:
             body = {one.key: one.specifier for one in declared}
@@ -380,13 +387,13 @@ class Fills:
             options |= self._part(skip, in_graph=key in self._captured)
         if bucket is not None:
             view = vars(bucket.fill(batch, **options))
-            self._last = key, batch, view
+            self._last = key, view
             return view
         for slot in self._reset if raw != padded else ():
             if slot.name not in skip:
                 slot.reset_rows(raw, padded)
         view = vars(buffers.fill_unpadded(batch, **options))
-        self._last = (key, batch, view) if raw == padded else (None, None, {})
+        self._last = (key, view) if raw == padded else (None, {})
         return view
 
     def _part(self, skip: frozenset[str], *, in_graph: bool) -> dict[str, Any]:
@@ -431,7 +438,7 @@ class Fills:
         """Record the device's part of a fill of batches like a template."""
         if self.buffers is None:
             return
-        key = padded if self._on_both else self._key(padded)
+        key = self._key(padded)
         sizes = FillContext(padded[0], padded[0], padded[1], padded[1])
         absent = list[str]()
         for one in self._declared:
@@ -445,19 +452,14 @@ class Fills:
         self._captured.add(key)
 
     def views(self, padded: tuple[int, int], template: Any) -> dict[str, Any]:
-        """Return the slots at padded sizes by name, or None for those that the template does not have."""
-        last, batch, view = self._last
-        key = padded if self._on_both else self._key(padded)
+        """Return the slots at padded sizes by name, without those that the template does not have."""
+        last, view = self._last
+        is_last = last == (padded if self._on_both else self._key(padded))
         found: dict[str, Any] = {}
-        cut = self._cut
-        if last == key and batch is template:
-            found = {name: view[name] for name in self._viewed}
-        else:
-            cut = [one.slot for one in self._declared if one.key in self._viewed] + cut
-        for slot in cut:
-            is_made = slot.post_fill is not None or slot.source_fn is not None or not slot.copy_from_fb
-            if is_made or getattr(template, slot.name, None) is not None:
-                found[slot.name] = slot.slice_for(*padded)
+        for name, slot, is_viewed, is_made in self._shown:
+            if is_made or getattr(template, name, None) is not None:
+                tensor = view[name] if is_last and is_viewed else None
+                found[name] = slot.slice_for(*padded) if tensor is None else tensor
         return found
 
 

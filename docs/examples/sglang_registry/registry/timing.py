@@ -1,6 +1,7 @@
 """Times of a fill and its view on the host, by SGLang's own registry and by the drop-in, in turn."""
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -18,7 +19,7 @@ WARM: Final = 8
 """Untimed steps before each round."""
 ROUNDS: Final = 15
 SETS: Final = 8
-"""Batches that take turns if all have one size."""
+"""Memories that the sources of batches lie in."""
 STEPS: Final = 256
 """Steps of a round: on a device, the host waits for it after each 20 of them."""
 QUEUED: Final = 20
@@ -78,23 +79,34 @@ def rows(device: torch.device) -> list[Row]:
     return found
 
 
-def batch_of(size: int, seed: int, device: torch.device) -> Any:
-    """Draw a decode batch of 11 slots, one of them on the host."""
-    generator = torch.Generator().manual_seed(seed)
+class Batches:
+    """Decode batches of 11 slots, one of them on the host. They lie in a few memories in turn, as an allocator's do."""
 
-    def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.randint(0, 100, shape, generator=generator).to(device, dtype)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memories = [dict[str, torch.Tensor]() for _ in range(SETS)]
+        self._generator = torch.Generator().manual_seed(0)
 
-    names = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "mamba_track_indices")
-    return ForwardBatch(
-        batch_size=size,
-        seq_lens_cpu=numbers(size).cpu(),
-        mrope_positions=numbers(3, size),
-        mamba_track_mask=numbers(size) > 50,  # noqa: PLR2004 - half of them
-        encoder_lens=numbers(size, dtype=torch.int32),
-        num_token_non_padded=numbers(1, dtype=torch.int32),
-        **{name: numbers(size) for name in names},
-    )
+    def of(self, size: int, number: int) -> Any:
+        """Make a batch of so many rows in the memory of a number."""
+        memory = self._memories[number % SETS]
+
+        def numbers(name: str, *shape: int, dtype: torch.dtype = torch.int64, most: int = 100) -> torch.Tensor:
+            if name not in memory:
+                drawn = torch.randint(0, most, (3 * PADDED,), generator=self._generator)
+                memory[name] = drawn.to("cpu" if name == "seq_lens_cpu" else self._device, dtype)
+            return memory[name][: math.prod(shape)].view(shape)
+
+        names = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu")
+        return ForwardBatch(
+            batch_size=size,
+            mrope_positions=numbers("mrope_positions", 3, size),
+            mamba_track_indices=numbers("mamba_track_indices", size),
+            mamba_track_mask=numbers("mamba_track_mask", size, dtype=torch.bool, most=2),
+            encoder_lens=numbers("encoder_lens", size, dtype=torch.int32),
+            num_token_non_padded=numbers("num_token_non_padded", 1, dtype=torch.int32),
+            **{name: numbers(name, size) for name in names},
+        )
 
 
 def registry_of(module: Any, device: torch.device, *, is_eager: bool) -> Any:
@@ -183,11 +195,8 @@ def measure(original: Original, ours: Any, device: torch.device, rounds: int = R
     gc.disable()
     try:
         for row in rows(device):
-            each = SETS if len({*row.sizes}) == 1 else STEPS
-            batches = [
-                (batch_of(live, number, device), padded) for number, (live, padded) in enumerate(row.sizes[:each])
-            ]
-            batches *= STEPS // each
+            drawn = Batches(device)
+            batches = [(drawn.of(live, number), padded) for number, (live, padded) in enumerate(row.sizes)]
             times: tuple[list[float], list[float]] = [], []
             for number in range(rounds + 1):
                 for own, module in zip(times, (original.registry, ours), strict=True):
