@@ -68,7 +68,9 @@ def test_fills_in_graphs_leave_the_originals_bytes(original: Any, backend: str, 
         elif len(graphs) < 6:
             kept = {name: registry.get_slot(name).buffer.clone() for name in registry.slot_names()}
             registry.fill_in_graph(**given, forward_batch_template=step.batch)
-            graphs[key] = made.capture(lambda: registry.fill_in_graph(**given, forward_batch_template=step.batch))
+            with made.stream():
+                made.synchronize()
+                graphs[key] = made.capture(lambda: registry.fill_in_graph(**given, forward_batch_template=step.batch))
             for name, tensor in kept.items():
                 registry.get_slot(name).buffer.copy_(tensor)
 

@@ -40,6 +40,10 @@ class PaddingPolicy(enum.Enum):
     FILL_ONCE = "fill_once"
 
 
+_RESETS: Final = (PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL)
+"""The policies by which each fill writes padded rows."""
+
+
 @dataclasses.dataclass
 class FillContext:
     """The sizes of one fill, for `source_fn` and `post_fill`."""
@@ -97,8 +101,7 @@ class GraphSlot:
     @property
     def resets(self) -> bool:
         """Whether each fill writes padded rows."""
-        policies = (PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL)
-        return self.axis != "none" and self.padding_policy in policies
+        return self.axis != "none" and self.padding_policy in _RESETS
 
     @property
     def is_made(self) -> bool:
@@ -122,7 +125,7 @@ class GraphSlot:
 
     def reset_padding(self, raw_n: int, padded_n: int) -> None:
         """Write the rows from `raw_n` to `padded_n` as the policy says."""
-        if self.buffer is None or raw_n >= padded_n or not self.resets:
+        if self.buffer is None or raw_n >= padded_n or self.padding_policy not in _RESETS:
             return
         value = 0 if self.padding_policy is PaddingPolicy.ZERO else self.pad_value
         if value is None:
