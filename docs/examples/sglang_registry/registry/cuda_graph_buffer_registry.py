@@ -127,12 +127,19 @@ class GraphSlot:
         """Write the rows from `raw_n` to `padded_n` as the policy says."""
         if self.buffer is None or raw_n >= padded_n or self.padding_policy not in _RESETS:
             return
-        value = 0 if self.padding_policy is PaddingPolicy.ZERO else self.pad_value
-        if value is None:
+        if self.padding_policy is PaddingPolicy.ZERO:
+            self.tail(self.buffer, raw_n, padded_n).zero_()
+        elif self.pad_value is None:
             raise RuntimeError(f"GraphSlot {self.name!r}: FILL_SENTINEL needs a pad_value")
-        cut = self.buffer if self.slice_fn is None else self.slice_fn(self.buffer, padded_n)
-        last = self.slice_fn is not None and cut.dim() > 1
-        (cut[..., raw_n:padded_n] if last else cut[raw_n:padded_n]).fill_(value)
+        else:
+            self.tail(self.buffer, raw_n, padded_n).fill_(self.pad_value)
+
+    def tail(self, buffer: torch.Tensor, raw_n: int, padded_n: int) -> torch.Tensor:
+        """Return the rows from `raw_n` to `padded_n`."""
+        if self.slice_fn is None:
+            return buffer[raw_n:padded_n]
+        cut = self.slice_fn(buffer, padded_n)
+        return cut[..., raw_n:padded_n] if cut.dim() > 1 else cut[raw_n:padded_n]
 
     def reset_rows(self, raw: tuple[int, int], padded: tuple[int, int]) -> None:
         """Reset the padding of a batch. raw, padded: Its requests and tokens."""
@@ -392,9 +399,8 @@ class Fills:
             view = vars(bucket.fill(batch, **options))
             self._last = key, view
             return view
-        for slot in self._reset if raw != padded else ():
-            if slot.name not in skip:
-                slot.reset_rows(raw, padded)
+        if raw != padded:
+            reset_together([slot for slot in self._reset if slot.name not in skip], raw, padded)
         view = vars(buffers.fill_unpadded(batch, **options))
         self._last = (key, view) if raw == padded else (None, {})
         return view
@@ -464,6 +470,18 @@ class Fills:
                 tensor = view[name] if is_last and is_viewed else None
                 found[name] = slot.slice_for(*padded) if tensor is None else tensor
         return found
+
+
+def reset_together(slots: Sequence[GraphSlot], raw: tuple[int, int], padded: tuple[int, int]) -> None:
+    """Reset the padding of some slots, of all that are zeroed in one call."""
+    zeros = list[torch.Tensor]()
+    for slot in slots:
+        if slot.padding_policy is PaddingPolicy.ZERO and slot.buffer is not None:
+            zeros.append(slot.tail(slot.buffer, slot.rows(*raw), slot.rows(*padded)))
+        else:
+            slot.reset_rows(raw, padded)
+    if zeros:
+        torch._foreach_zero_(zeros)
 
 
 def fill_by_hand(
