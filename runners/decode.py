@@ -88,6 +88,7 @@ class DraftArguments(CaptureArguments, total=False):
     """The arguments of a runner whose buckets are requests, and whose outputs have one row a request."""
 
     bind: Mapping[str, Bound]
+    compile_computed: bool | None
 
 
 class ExtendArguments(DraftArguments, total=False):
@@ -202,6 +203,7 @@ class GraphRunner(Runner[V, Out]):
         if LOWERINGS[lowering].is_in_graph and not self.is_whole:
             lowering = "fused"  # code before the first graph also reads the slots
         filler = Filler(stage, buffers, lowering, [*self.sizes.values()], self._table, config.error_mode)
+        filler.compile_computed = config.compile_computed
         return GraphSet(
             stage,
             buffers,
@@ -432,7 +434,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ranks: The processes that run each step together, in one bucket.
         backend: A backend or its name.
         options: `buckets`, `max_batch`, `max_waste`, `width`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
-            `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.
+            `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.
 
     Raises:
         ConfigError: An argument does not fit.

@@ -64,8 +64,8 @@ class DraftRunner(RequestRunner[V, Drafts]):
         topk: Nodes that each step continues from.
         steps: The depth of the tree.
         options: `sizes`, `settings`, `bind`, `absent`, `phase`, `state`, `ranks`, `backend`, `buckets`, `max_batch`,
-            `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and
-            `outputs`, as for `DecodeRunner`.
+            `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `compile_computed`,
+            `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class DraftExtendRunner(RequestRunner[V, Out]):
         output_rows: The axis that the rows of outputs follow: BATCH, the default, or TOKENS, or None to get outputs
             whole.
         options: `sizes`, `settings`, `bind`, `absent`, `phase`, `state`, `ranks`, `backend`, `buckets`, `max_batch`,
-            `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and
-            `outputs`, as for `DecodeRunner`.
+            `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `compile_computed`,
+            `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]]):
             have the slot's initial or tail value until the step before writes them. All steps share all other slots.
         output_rows: As for `DraftExtendRunner`: BATCH by default.
         options: `sizes`, `settings`, `bind`, `absent`, `phase`, `state`, `ranks`, `backend`, `buckets`, `max_batch`,
-            `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and
-            `outputs`, as for `DecodeRunner`.
+            `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `compile_computed`,
+            `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
     """
 
     def __init__(

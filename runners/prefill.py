@@ -81,7 +81,8 @@ class PrefillRunner(StackRunner[V, Out]):
         output_rows: TOKENS, the default, to cut outputs to the live tokens. Other values are as for `BreakableRunner`.
         options: `sizes`, `settings`, `absent`, `phase`, `state`, `ranks` and `backend`, as for `DecodeRunner`;
             `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`,
-            `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.
+            `sharing`, `graphs`, `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as
+            `RunnerConfig` describes them.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class BreakableRunner(StackRunner[V, Out]):
             default BATCH if the declaration has slots over requests, else TOKENS.
         options: `sizes`, `settings`, `absent`, `phase`, `state`, `ranks` and `backend`, as for `DecodeRunner`;
             `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`,
-            `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.
+            `sharing`, `graphs`, `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as
+            `RunnerConfig` describes them.
     """
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[StackArguments]) -> None:

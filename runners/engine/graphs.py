@@ -41,6 +41,7 @@ from .capture import (
     warm_up,
     with_place,
 )
+from .compiled import CompiledFunctions, compiled_functions
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
 from .hooks import Coordinator
@@ -123,6 +124,7 @@ class Filling:
         table: The kernel's table, if there is a kernel.
         kernel: Launches the kernel, which reads the table.
         alone: A graph of the kernel alone, for fills that must end before the step's graph starts.
+        compiled: Calls that run the functions on the device, if they are compiled.
     """
 
     filler: "Filler[Any]"
@@ -131,6 +133,35 @@ class Filling:
     table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
+    compiled: Sequence[Callable[[], None]] | None = None
+
+    def compute_in_graph(self) -> None:
+        """Run the functions on the device, in a capture or before it."""
+        if self.compiled is None:
+            self.bucket.compute_on_device()
+        else:
+            for run in self.compiled:
+                run()
+
+    def compile(self) -> None:
+        """Compile the functions that a graph of the step runs, before its capture. All slots keep their contents."""
+        filler, bucket, functions = self.filler, self.bucket, self.filler.functions
+        on_device = bucket.functions(bucket.padded).on_device
+        rules = bucket.transitions[DEVICE] if filler.lowering.is_in_graph else None
+        has_rules = rules is not None and rules.has_functions
+        if functions is None or self.compiled is not None or not (on_device or has_rules):
+            return
+
+        @torch.no_grad()
+        def compile_all() -> None:
+            before = [one.target.clone() for one in on_device]
+            self.compiled = functions.compile(on_device)
+            for one, contents in zip(on_device, before, strict=True):
+                one.target.copy_(contents)
+            if rules is not None:
+                rules.compile(functions.compile)
+
+        warm_up(filler.stage.backend, compile_all)
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
         """Fill from a batch. Raises the errors of a fill, and then writes nothing.
@@ -199,6 +230,7 @@ class Filler(Generic[V]):
         clock: The clock of the graphs that read the buffers.
         late: The time of the last capture during a fill, by `perf_counter_ns`.
         lowered: The number of fills by lowering.
+        compile_computed: Whether functions in graphs are compiled, as the option of runners says.
         feed: Sends the packet.
     """
 
@@ -211,6 +243,7 @@ class Filler(Generic[V]):
     clock: Clock = attrs.field(factory=Clock)
     late: int = 0
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
+    compile_computed: bool | None = None
     _tables: int = 0
     _edits: dict[Absent, tuple[RowBucket, Filling]] = attrs.field(factory=dict)
 
@@ -237,6 +270,11 @@ class Filler(Generic[V]):
     def nbytes(self) -> int:
         """The bytes of tables, of the packet, and of the host memory that uploads start from."""
         return self._tables + self.feed.nbytes
+
+    @functools.cached_property
+    def functions(self) -> CompiledFunctions | None:
+        """The compiled functions that all buckets share, or None if they run as written."""
+        return compiled_functions(self.stage.backend.capabilities, wanted=self.compile_computed)
 
     def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
         """Make a bucket and its fills. Nothing is captured yet.
@@ -464,7 +502,9 @@ class GraphSet(Generic[V]):
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self.captured}))
-        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver)
+        functions = self.filler.functions
+        how = {} if functions is None else dict(functions.how)
+        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, how)
         report.log(self.runner)
         return report, errors
 
@@ -511,6 +551,8 @@ class GraphSet(Generic[V]):
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
+        if self.recipe is None:
+            filling.compile()
         # The watched run counts as a warm-up if nothing is compiled, since torch.compile is off under a watch. With
         # several ranks it never counts, because all must run a step equally often, whatever each has imported.
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
@@ -561,7 +603,7 @@ class GraphSet(Generic[V]):
         def step() -> Any:
             with torch.no_grad():
                 filler.first_node(filling)
-                bucket.compute_on_device()
+                filling.compute_in_graph()
                 view = view_of(None, bucket.padded)
                 return with_current(CurrentStep(view), stage.run, view)
 

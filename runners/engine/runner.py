@@ -408,6 +408,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
                 "graphs": made,
                 "seconds": report.seconds,
                 "driver": report.driver,
+                "functions": dict(report.functions),
             },
             "ranks": self.coordinator.as_data(),
         }
