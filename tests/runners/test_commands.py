@@ -22,11 +22,11 @@ from slotgraph import record
 from slotgraph.backends import Availability, choose, names
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.shown import Table, cell, html
 from slotgraph.runners.check.checks import CHECKS, CheckReport
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import Table, cell, html
 from slotgraph.runners.serial import from_data
 from slotgraph.runners.testing import bench
 from slotgraph.runners.testing.bench import BenchReport

@@ -8,9 +8,9 @@ import torch
 
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.config import RunnerConfig
+from slotgraph.dataflow import environment
 from slotgraph.errors import ConfigError, RecordingError
-from slotgraph.runners.eager import NO_COPY_VARIABLE
-from slotgraph.runners.engine.config import CHEAP, DEBUG_VARIABLE, modes_of
+from slotgraph.runners.engine.config import CHEAP, modes_of
 from slotgraph.runners.metrics import Collector, exposition
 from slotgraph.runners.recording.records import RecordedFile
 
@@ -33,21 +33,21 @@ def hands_through(**options: Any) -> bool:
 def test_switches_take_plain_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variable that is on or off takes the same words, in whatever case; an argument wins."""
     is_on = text in ON
-    monkeypatch.setenv(NO_COPY_VARIABLE, text)
+    monkeypatch.setenv(environment.NO_COPY, text)
     assert hands_through() == is_on
     assert hands_through(no_copy=not is_on) != is_on
-    monkeypatch.setenv(DEBUG_VARIABLE, text)
+    monkeypatch.setenv(environment.DEBUG, text)
     assert modes_of(None) == (CHEAP if is_on else frozenset())
 
 
 @pytest.mark.parametrize("text", ["2", "ja", "tru", "none", "1,0", "-1"])
 def test_other_words_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other word is refused by the variable's name, with the words that there are."""
-    monkeypatch.setenv(NO_COPY_VARIABLE, text)
+    monkeypatch.setenv(environment.NO_COPY, text)
     with pytest.raises(ConfigError, match=f"SLOTGRAPH_EAGER_NO_COPY='{text}': use 1, true, yes or on, or 0, false"):
         EagerRunner(Ids, lambda view: view.ids, backend="cpu")
     assert not hands_through(no_copy=False)
-    monkeypatch.setenv(DEBUG_VARIABLE, text)
+    monkeypatch.setenv(environment.DEBUG, text)
     with pytest.raises(ConfigError, match="SLOTGRAPH_DEBUG: unknown debug mode"):
         modes_of(None)
 

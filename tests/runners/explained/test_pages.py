@@ -11,9 +11,9 @@ import pytest
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
+from slotgraph.dataflow.shown import cell, html, printable
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import cell, html, printable
 from slotgraph.runners.serial import to_data
 from tests.runners.explained.houses import (
     HARM,
@@ -200,7 +200,7 @@ def test_hostile_names_are_letters() -> None:
 def test_texts_fit_a_terminal(explained: Callable[[], Any]) -> None:
     """`repr` is one line. `str` has 80 columns, and no letter less than a wide terminal has."""
     found = explained()
-    assert re.fullmatch(r"<explanation of .*>", repr(found))
+    assert re.fullmatch(r"<\w*Explanation: .*>", repr(found))
     assert max(map(len, str(found).splitlines())) <= 80
     folded, whole = (re.sub(r"[\s─]", "", text) for text in (str(found), printed(found)))
     assert sorted(folded) == sorted(whole)
