@@ -5,7 +5,7 @@ import os
 from typing import Final
 
 from . import log
-from .errors import ConfigError, hint
+from .errors import ConfigError, did_you_mean
 
 BACKEND: Final = "SLOTGRAPH_BACKEND"
 """The backend where the option is "auto"."""
@@ -17,6 +17,7 @@ NO_COPY: Final = "SLOTGRAPH_EAGER_NO_COPY"
 """Whether eager runners without the option pass the batch's own tensors to the step."""
 TEST_BACKENDS: Final = "SLOTGRAPH_TEST_BACKENDS"
 """The backends that the pytest plugin's fixture takes."""
+_PREFIX: Final = "SLOTGRAPH_"
 VARIABLES: Final = (BACKEND, LOWERING, DEBUG, NO_COPY, TEST_BACKENDS)
 _WORDS: Final = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -49,7 +50,8 @@ def switch_of(variable: str, *, or_names: bool = False) -> bool | str:
 @functools.cache
 def warn_of_unknown() -> None:
     """Log an event for each variable that begins with SLOTGRAPH_ and is none of these, once in a process."""
+    ends = [name.removeprefix(_PREFIX) for name in VARIABLES]  # all names are alike in the beginning
     for name in sorted(os.environ):
-        if name.startswith("SLOTGRAPH_") and name not in VARIABLES:
-            known = f"variables are {', '.join(VARIABLES)}"
-            log.warning("unknown_variable", variable=name, reason=hint(name, VARIABLES, known))
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            near = did_you_mean(name.removeprefix(_PREFIX), ends)
+            log.warning("unknown_variable", variable=name, reason=f"there are {', '.join(VARIABLES)}{near}")

@@ -265,10 +265,10 @@ def _refuse(constant: str) -> float:
 
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
-    """The options of a runner, as `config=` takes them: `DecodeRunner(Inputs, step, config=RunnerConfig(width=2))`.
+    """Options of runners, for `config=`: `DecodeRunner(Inputs, step, config=RunnerConfig.load("runner.toml"))`.
 
-    Runners of different classes may share one: each uses its own options, and ignores the others. Keywords beside
-    `config=` win, and must be options that the runner uses.
+    Runners of different classes may share one: each takes the options that it uses, and ignores the others. Keywords
+    beside `config=` win, and must be options that the runner uses.
 
     Attributes:
         backend: A backend's name, or "auto" for the one that SLOTGRAPH_BACKEND names, or the best that can run here.

@@ -112,7 +112,7 @@ class Reader:
         return arguments is None or arguments.issuperset(side)
 
 
-@attrs.define(eq=False, repr=False)
+@attrs.define(eq=False)
 class Filling:
     """The fills of one bucket.
 
@@ -185,7 +185,7 @@ class Filling:
             filler.feed.was_disarmed()
 
 
-@attrs.define(eq=False, slots=False, repr=False)
+@attrs.define(eq=False, slots=False)
 class Filler(Generic[V]):
     """Fills buckets over one set of buffers, by one lowering.
 

@@ -239,9 +239,12 @@ class CaptureReport(Shown):
 
     def tables(self) -> Iterator[Table]:
         """Yield bytes of memory, and why buckets failed."""
-        buckets = f"{len(self.captured)} of {len(self.captured) + len(self.failed)} buckets"
         memory = {**attrs.asdict(self.memory), "driver": self.driver}
-        yield Table(f"captured {buckets} in {self.seconds:.2g} s", [memory], "\n".join(self.reasons))
+        yield Table(
+            f"{len(self.captured)} buckets captured, {len(self.failed)} failed, in {self.seconds:.2g} s",
+            [memory],
+            "\n".join(self.reasons),
+        )
 
     def log(self, runner: str) -> None:
         """Log one event for the whole capture, and one for each reason for which buckets failed."""
