@@ -359,17 +359,17 @@ class RunnerConfig:
         read = readers.get(file.suffix)
         if read is None:
             raise ConfigError(f"{file.name}: configuration is a .toml or .json file")
+        checked("table", "a name, such as 'tool.slotgraph'", table, str)
         try:
             data = read(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file.name}: {error}") from error
-        keys, expected = checked("table", "a name, such as 'tool.slotgraph'", table, str), "keys and values"
-        for key in keys.split(".") if keys else ():
-            tables = checked(file.name, expected, data, dict)
-            if key not in tables:
-                raise ConfigError(f"{file.name} has no table {table!r}{did_you_mean(key, tables)}")
-            data = tables[key]
-        return cls.of(checked(file.name, expected, data, dict))
+        found = checked(file.name, "keys and values", data, dict)
+        for key in table.split(".") if table else ():
+            if key not in found:
+                raise ConfigError(f"{file.name} has no table {table!r}{did_you_mean(key, found)}")
+            found = checked(f"{key!r} of {file.name}", "keys and values", found[key], dict)
+        return cls.of(found)
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""

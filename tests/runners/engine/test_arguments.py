@@ -341,8 +341,8 @@ def test_a_table_of_a_file(suffix: str, tmp_path: Path) -> None:
         "tool.slotgrap": "has no table 'tool.slotgrap'; did you mean 'slotgraph'",
         "tools": "has no table 'tools'; did you mean 'tool'",
         "tool.slotgraph.": "has no table 'tool.slotgraph.'",
-        "tool.x": "expected keys and values, got 5",
-        "tool.x.y": "expected keys and values, got 5",
+        "tool.x": "'x' of engine.*: expected keys and values, got 5",
+        "tool.x.y": "'x' of engine.*: expected keys and values, got 5",
         "project": "unknown option 'name'",
     }.items():
         with pytest.raises(ConfigError, match=says):
