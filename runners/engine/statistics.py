@@ -213,6 +213,8 @@ class CaptureReport(Shown):
         memory: The runner's bytes.
         driver: Bytes that the device lost during the capture outside torch's allocator, such as the driver's for
             graphs.
+        functions: By computed slot, that its function was compiled, or why it runs as written in graphs. Empty if
+            nothing is compiled.
     """
 
     captured: tuple[int, ...] = ()
@@ -220,6 +222,7 @@ class CaptureReport(Shown):
     seconds: float = 0.0
     memory: MemoryAccount = MemoryAccount()
     driver: int = 0
+    functions: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -292,6 +295,7 @@ class CaptureData(TypedDict):
         graphs: How many graphs there are.
         seconds: How long captures took.
         driver: Bytes of the device that captures took outside torch's allocator.
+        functions: By computed slot, whether its function was compiled; see `CaptureReport`.
     """
 
     buckets: list[int]
@@ -299,6 +303,7 @@ class CaptureData(TypedDict):
     graphs: int
     seconds: float
     driver: int
+    functions: dict[str, str]
 
 
 class Statistics(TallyData):
