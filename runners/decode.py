@@ -53,6 +53,7 @@ class StageArguments(TypedDict, total=False):
     sizes: Sizes
     settings: object
     ranks: Ranks | None
+    config: RunnerConfig | None
     backend: str | Backend
 
 
@@ -432,6 +433,7 @@ class DecodeRunner(RequestRunner[V, Out]):
             for a warm-up or a look. By default all that its operators write is found and put back. A large KV cache
             that a custom operator writes may be too large for that: give the parts that padded rows write, or `()`.
         ranks: The processes that run each step together, in one bucket.
+        config: Its options; keywords beside it win. Options that this runner does not use are ignored.
         backend: A backend or its name.
         options: `buckets`, `max_batch`, `max_waste`, `width`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
             `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig` describes them.

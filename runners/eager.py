@@ -2,12 +2,13 @@
 
 from typing import Any, Final, Unpack, final
 
+from ..dataflow import environment
 from ..dataflow.axes import BATCH, TOKENS, Live
 from ..dataflow.inputs import V
 from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
 from .decode import StageArguments
-from .engine.config import config_of, switch_of
+from .engine.config import config_of
 from .engine.graphs import ReadBatch
 from .engine.outputs import Out
 from .engine.routes import EagerRoutes, Route
@@ -16,7 +17,6 @@ from .engine.stage import Stage, StepFunction
 from .engine.statistics import Decision
 from .ranks.agreement import coordinator_of
 
-NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
 
 
@@ -39,6 +39,7 @@ class EagerRunner(Runner[V, Out]):
         sizes: Sizes of the fixed axes.
         settings: What `when=` of slots refers to.
         ranks: The processes that run each step together, and exchange their sizes.
+        config: Its options; keywords beside it win. Options that this runner does not use are ignored.
         backend: A backend or its name.
         options: `no_copy`, as `RunnerConfig` describes it.
 
@@ -50,7 +51,7 @@ class EagerRunner(Runner[V, Out]):
         config = config_of(type(self), options)
         stage = Stage.of(inputs, step, **options)
         declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying
-        no_copy = bool(switch_of(NO_COPY_VARIABLE)) if config.no_copy is None else config.no_copy
+        no_copy = bool(environment.switch_of(environment.NO_COPY)) if config.no_copy is None else config.no_copy
         # count rows of requests if there are any, else of tokens, else of the first varying axis
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)

@@ -10,9 +10,10 @@ from torch import nn
 
 from ...backends import choose
 from ...backends.base import Backend
+from ...dataflow import environment
 from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes, Step
 from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
-from ...dataflow.capabilities import LoweringName
+from ...dataflow.capabilities import AUTO, LoweringName
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.bucket import Bucket
@@ -20,7 +21,7 @@ from ...dataflow.inputs import Inputs, V
 from ...dataflow.lowering import LOWERINGS
 from ...dataflow.sources import Side, parameters_of
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
-from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
+from .config import RunnerConfig, check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .current import shown_class
 from .outputs import Out, map_tensors
 
@@ -74,7 +75,7 @@ def _call_of(step: Callable[..., Any], declaration: Declaration) -> Callable[[An
     return lambda view: step(**{name: getattr(view, name) for name in names})
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Stage(Generic[V]):
     """A declaration class that is ready to run: its enabled slots, its backend, and the step that runs on its views.
 
@@ -107,11 +108,12 @@ class Stage(Generic[V]):
         cls,
         inputs: type[V],
         step: Callable[..., Any],
-        backend: str | Backend = "auto",
+        backend: str | Backend | None = None,
         sizes: Sizes = NO_SIZES,
         settings: object = None,
         relations: Mapping[Axis, Dim] | None = None,
         *,
+        config: RunnerConfig | None = None,
         ranks: Any = None,
         state: Any = None,
         **_: Any,
@@ -120,6 +122,7 @@ class Stage(Generic[V]):
 
         Raise DeclarationError, ConfigError or BackendUnavailableError if one is wrong.
         """
+        environment.warn_of_unknown()
         whole, sizes, follow = declaration_of(inputs), checked_sizes(sizes), checked_relations(relations)
         check_step("step", step)
         declaration = whole.under(settings, ranks).related(follow)
@@ -130,6 +133,8 @@ class Stage(Generic[V]):
         unsized = [axis.name for axis in declaration.axes if axis.fixed and axis not in sizes]
         if unsized:
             raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")
+        if backend is None:
+            backend = AUTO if config is None else config.backend
         restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
         if state is not None:
             single = isinstance(state, str | torch.Tensor) or not isinstance(state, Iterable)

@@ -10,13 +10,14 @@ import attrs
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import LoweringName
 from ...dataflow.plan import FillPlan
+from ...dataflow.shown import Table, cell
 from ..decode import GraphRunner
 from ..engine.runner import Runner
 from ..engine.sharing import Layout, lasting
 from ..engine.statistics import Decision, human_bytes
 from ..recording.records import RanksRecord
 from .declared import NOT_SIZED, Explanation, explain_declaration
-from .pages import Shown, Table, cell
+from .pages import Explained
 
 
 @attrs.frozen
@@ -60,7 +61,7 @@ class Allocation:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class RunnerExplanation(Shown):
+class RunnerExplanation(Explained):
     """A runner as data.
 
     Attributes:
