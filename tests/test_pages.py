@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -145,6 +146,22 @@ def test_the_reference_says_what_the_package_says(monkeypatch: pytest.MonkeyPatc
     classes = {base.__name__: base for kind in values if isinstance(kind, type) for base in kind.__mro__}
     hidden = [name.partition(".") for name in reference.HIDDEN]
     assert [name for kind, _, name in hidden if not hasattr(classes[kind], name)] == [], "docs/reference.toml"
+
+
+def test_pages_use_public_names_only() -> None:
+    """Users copy from pages: each import there, and each dotted name of the package, is one of the reference."""
+    modules = tomllib.loads((ROOT / "docs" / "reference.toml").read_text("utf-8"))["modules"]
+    public = set(modules)
+    for module in map(importlib.import_module, modules):
+        public |= {f"{module.__name__}.{name}" for name in getattr(module, "__all__", vars(module))}
+    private = list[str]()
+    for page in (*ROOT.glob("[!C]*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/examples/*/README.md")):
+        text = page.read_text("utf-8")
+        named = re.findall(r"(?<![\w./-])slotgraph(?:\.\w+)+", text)
+        for module, many, one in re.findall(r"from (slotgraph[\w.]*) import (?:\(([^)]*)\)|(.*))", text):
+            named += [f"{module}.{name}" for name in re.findall(r"\w+", many or one.partition("#")[0])]
+        private += [f"{page.name}: {name}" for name in named if name not in public]
+    assert private == []
 
 
 def test_contributing_names_each_module() -> None:

@@ -1,7 +1,7 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs.
 
-Less common names are in `slotgraph.standard`, `.errors`, `.speculative`, `.ranks`, `.pool`, `.config`, `.testing` and
-`.extend`.
+Less common names are in `slotgraph.standard`, `.errors`, `.speculative`, `.ranks`, `.pool`, `.config`, `.testing`,
+`.extend`, `.reports`, `.metrics` and `.backends`.
 """
 
 import importlib

@@ -1,10 +1,17 @@
-"""For advanced declarations: slots and specifiers of your own, sources, roles, adopted memory, and types."""
+"""For advanced declarations: slots and specifiers of your own, sources, tails, roles, plans, watchers, and types."""
 
 from slotgraph.dataflow.buffers import Exclusive
 from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role
+from slotgraph.dataflow.plan import Pattern, plan_fill
 from slotgraph.dataflow.slots import Slot, slot
-from slotgraph.dataflow.sources import side
-from slotgraph.dataflow.tails import once
+from slotgraph.dataflow.sources import Path, Source, side
+from slotgraph.dataflow.tails import Pad, once
+from slotgraph.runners.engine.hooks import Watcher
 from slotgraph.runners.steps.loop import LaunchedStep
 
-__all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "LaunchedStep", "Role", "Slot", "once", "side", "slot"]
+# fmt: off
+__all__ = [
+    "DEVICE", "HOST", "Exclusive", "FillRole", "LaunchedStep", "Pad", "Path", "Pattern", "Role", "Slot", "Source",
+    "Watcher", "once", "plan_fill", "side", "slot",
+]
+# fmt: on

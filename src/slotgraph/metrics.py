@@ -1,0 +1,5 @@
+"""Statistics of runners for Prometheus. It needs prometheus-client, which the extra `metrics` installs."""
+
+from slotgraph.runners.metrics import Collector, exposition
+
+__all__ = ["Collector", "exposition"]
