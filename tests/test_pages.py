@@ -42,6 +42,8 @@ PROJECTS: Final = {
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
 }
+LISTS: Final = {ROOT / "docs" / name for name in ("index.md", "changes.md", "reference.md")}
+"""Pages without programs."""
 LINK: Final = re.compile(r"\]\(([^):#\s]*)(?:#([^)\s]+))?\)")
 """A link to a file of the repository, or to a heading."""
 ROW: Final = re.compile(
@@ -146,6 +148,24 @@ def test_the_reference_says_what_the_package_says(monkeypatch: pytest.MonkeyPatc
     classes = {base.__name__: base for kind in values if isinstance(kind, type) for base in kind.__mro__}
     hidden = [name.partition(".") for name in reference.HIDDEN]
     assert [name for kind, _, name in hidden if not hasattr(classes[kind], name)] == [], "docs/reference.toml"
+
+
+@pytest.mark.parametrize("page", sorted({*ROOT.glob("docs/*.md")} - LISTS), ids=lambda page: page.name)
+def test_each_page_starts_with_a_program(page: Path) -> None:
+    """Within the first screen: five to fifteen lines that need nothing before them, and an answer. All blocks run."""
+    before, first, second = page.read_text("utf-8").split("```python\n")[:3]
+    program = first.partition("```")[0]
+    assert before.count("\n") <= 15
+    assert 5 <= len([line for line in program.splitlines() if line.strip()]) <= 15
+    assert max(map(len, program.splitlines())) <= 88
+    assert second.startswith(">>> ")
+
+
+def test_the_index_leads_to_every_page() -> None:
+    """Each page has its line there, of which the book makes its tree."""
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
+    named = re.findall(r"^- \[.+\]\(([\w-]+\.md)\): .+\.$", text, re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "index.md")
 
 
 def test_pages_use_public_names_only() -> None:
