@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import re
 import tomllib
@@ -208,6 +209,22 @@ def test_declare_names_what_a_slot_has() -> None:
     derived = {"axes", "declared_values", "kind", "needs", "needs_rule", "varying"}
     named = re.findall(r"^\| `(\w+)(?:\(\w*\))?` \|", section, re.MULTILINE)
     assert set(named) == public - derived - {*declared}
+
+
+@pytest.mark.parametrize("name", ["copied", "computed", "constant", "staged", "output"])
+def test_declare_names_each_argument_of_a_specifier(name: str) -> None:
+    """In a table for `copied`, and in the call for the others. `init` is for type checkers alone."""
+    page = (ROOT / "docs" / "declare.md").read_text(encoding="utf-8")
+    call = re.search(rf"^`{name}\(([^)]*)\)`", page, re.MULTILINE)
+    assert call
+    named = re.findall(r"\w+", call[1])
+    if name == "copied":
+        table = page.split("## Copied slots")[1].split("### Sources")[0]
+        named = [
+            one for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for one in re.findall(r"`\*?(\w+)`", row)
+        ]
+    parameters = inspect.signature(getattr(slotgraph, name)).parameters
+    assert sorted(named) == sorted(parameters.keys() - {"init"})
 
 
 def test_run_names_each_option_and_its_default() -> None:
