@@ -93,15 +93,13 @@ def test_the_table_and_the_scenarios_are_one_list() -> None:
     known = {name: said.partition(": ")[0] for name, said in scenarios.items()}
     named, found = list[str](), [match.groupdict() for match in ROW.finditer(HAZARDS)]
     for row in found:
-        wrong, cure, tests = (cell.strip() for cell in row["rest"].split(" | "))
+        wrong, cure = (cell.strip() for cell in row["rest"].split(" | "))
         assert wrong
         assert cure
         prefix, repository = PROJECTS[row["project"]]
-        names = re.findall(r"`(test_\w+)`", tests)
+        names = [name for name in known if name.startswith(f"test_{prefix}_{row['number']}_")]
         assert names
-        for name in names:
-            assert name.startswith(f"test_{prefix}_{row['number']}_")
-            assert known[name] == row["kind"]
+        assert {known[name] for name in names} == {row["kind"]}
         named += names
         assert row["link"] == f"https://github.com/{repository}/issues/{row['number']}"
     assert sorted(named) == sorted(known)
@@ -225,6 +223,20 @@ def test_declare_names_each_argument_of_a_specifier(name: str) -> None:
         ]
     parameters = inspect.signature(getattr(slotgraph, name)).parameters
     assert sorted(named) == sorted(parameters.keys() - {"init"})
+
+
+def test_how_it_works_names_modules_and_classes_that_there_are() -> None:
+    """Each path on the page is a file, and each class or method named with it is defined there."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:dataflow|backends|runners)/[\w/]+\.py)`(?:, `([\w.]+)`)?", page)
+    assert len(named) > 20
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        for part in filter(None, name.split(".")):
+            assert re.search(rf"^ *(?:class|def) {part}\b", (ROOT / path).read_text("utf-8"), re.MULTILINE), (
+                path,
+                name,
+            )
 
 
 def test_run_names_each_option_and_its_default() -> None:
