@@ -137,6 +137,13 @@ def test_pages_are_plain_markdown(page: Path) -> None:
     assert re.findall(r"^```\{[\w-]+\}", text, re.MULTILINE) == []
 
 
+@pytest.mark.parametrize("page", [Path("README.md"), *(page for page in PAGES if page.parent.name == "docs")], ids=str)
+def test_code_fits_a_page_on_github(page: Path) -> None:
+    """A window 830 pixels wide shows 88 characters; what is longer scrolls sideways."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+
+
 def test_the_reference_says_what_the_package_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed pages are those that docstrings, signatures and annotations make now."""
     monkeypatch.syspath_prepend(ROOT / "docs")
