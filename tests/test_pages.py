@@ -1,14 +1,17 @@
 """Pages that list tests name those that there are, and all of them; no page puts off or denies what there is."""
 
 import ast
+import code
 import importlib
 import inspect
 import json
 import re
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 import attrs
 import pytest
@@ -172,6 +175,33 @@ def test_the_index_leads_to_every_page() -> None:
     text = (ROOT / "docs" / "index.md").read_text("utf-8")
     named = re.findall(r"^- \[.+\]\(([\w-]+\.md)\): .+\.$", text, re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "index.md")
+
+
+class Prompt(code.InteractiveConsole):
+    """A Python prompt that keeps the errors which it would show."""
+
+    def showsyntaxerror(self, *_: Any, **__: Any) -> None:
+        raise sys.exception() or SyntaxError
+
+    showtraceback = showsyntaxerror
+
+
+@pytest.mark.parametrize("name", ["quick-start", "port-your-engine"])
+def test_blocks_can_be_pasted_into_a_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These pages say so. At a prompt a blank line ends a body, and nothing else does."""
+    page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    assert "Python prompt" in page
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    prompt = Prompt(vars(main))
+    for skipped, block in re.findall(r"(<!-- skip: .*\n+)?^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        typed = (
+            re.findall(r"^(?:>>>|\.\.\.) ?(.*)", block, re.MULTILINE) if block.startswith(">>>") else block.splitlines()
+        )
+        for line in typed if not skipped else ():
+            if "torch.ones(3)" not in line:  # the batch that is refused
+                prompt.push(line)
+        assert not prompt.push("")
 
 
 def test_pages_use_public_names_only() -> None:
