@@ -36,7 +36,9 @@ from .ring import Inline, Start, copy_slice, ring_on
 DriverCopy = Callable[[ctypes.c_uint64, ctypes.c_void_p | bytes, ctypes.c_size_t, ctypes.c_void_p], int]
 _C: Final[Any] = torch._C  # noqa: SLF001 - the allocator's side of a capture has no public name
 _CAPABILITIES: Final = Capabilities(packed_uploads=True, capture_error_modes=StreamBackend.error_modes)
-_WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=("in_graph", "fused", *_CAPABILITIES.lowerings))
+_WITH_FUSION: Final = attrs.evolve(
+    _CAPABILITIES, compiles=True, lowerings=("in_graph", "fused", *_CAPABILITIES.lowerings)
+)
 _MOST_INLINE: Final = 32 << 10
 """The most bytes for which a copy from pageable memory beats a pinned entry.
 

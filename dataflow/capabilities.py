@@ -99,6 +99,7 @@ class Capabilities:
         host_parameters: Whether a graph takes host values at each replay in addition to its buffers.
         capture_error_modes: The modes that capture accepts, the default first.
         graphs_hint: The number of graphs that the device has room for, or None if no limit is known.
+        compiles: Whether functions of computed slots that make whole numbers are compiled as one by torch.compile.
         lowerings: Those of `LADDER` that the device can run, the preferred first.
     """
 
@@ -127,6 +128,7 @@ class Capabilities:
         default=None,
         validator=_must("a whole number, at least 1, or None", lambda value: value is None or _is_whole(value, 1)),
     )
+    compiles: bool = _flag(default=False)
     lowerings: tuple[LoweringName, ...] = attrs.field(
         default=("foreach", "slot_by_slot"),
         validator=_must(f"a tuple of at least one of {', '.join(LADDER)}, each once", _are_lowerings),

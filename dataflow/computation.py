@@ -100,7 +100,7 @@ class Computation:
 
     slot: str
     compute: Compute
-    function: Callable[..., Any]
+    function: "functools.partial[Any]"
     fields: Mapping[str, Field]
     asks_step: bool
     target: torch.Tensor

@@ -81,6 +81,7 @@ class DraftArguments(CaptureArguments, total=False):
     """The arguments of a runner whose buckets are requests, and whose outputs have one row a request."""
 
     bind: Mapping[str, Bound]
+    compile_computed: bool | None
 
 
 class ExtendArguments(DraftArguments, total=False):

@@ -309,6 +309,9 @@ class RunnerConfig:
             says.
         graphs: Whether steps are captured at all. If not, all run eagerly.
         lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
+        compile_computed: Whether the functions of computed slots in a graph are compiled as one by torch.compile. None
+            compiles those that make only whole numbers, if the backend's record says so. True also compiles others,
+            which may round otherwise.
         lazy: Whether a bucket is captured when the first batch comes for it.
         error_mode: The mode of captures, one of the backend's `capture_error_modes`. None takes its default.
         outputs: "view" for the graph's own memory, which the next step overwrites, or "copy" for tensors of the
@@ -334,6 +337,7 @@ class RunnerConfig:
     sharing: bool | None = _option(bool, None)
     graphs: bool = _option(bool, default=True)
     lowering: str = _option(str, AUTO)
+    compile_computed: bool | None = _option(bool, None)
     lazy: bool = _option(bool, default=False)
     error_mode: str | None = _option(str, None)
     outputs: str = attrs.field(default="view", validator=_check_outputs)

@@ -41,6 +41,7 @@ from .capture import (
     warm_up,
     with_place,
 )
+from .compiled import CompiledFunctions
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
 from .hooks import Coordinator
@@ -123,6 +124,7 @@ class Filling:
         table: The kernel's table, if there is a kernel.
         kernel: Launches the kernel, which reads the table.
         alone: A graph of the kernel alone, for fills that must end before the step's graph starts.
+        compiled: Calls that run the functions on the device, if they are compiled.
     """
 
     filler: "Filler[Any]"
@@ -131,6 +133,20 @@ class Filling:
     table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
+    compiled: Sequence[Callable[[], None]] | None = None
+
+    def compute_in_graph(self) -> None:
+        """Run the functions on the device, in a capture or before it."""
+        if self.compiled is None:
+            self.bucket.compute_on_device()
+        else:
+            for run in self.compiled:
+                run()
+
+    def compile(self, functions: CompiledFunctions) -> None:
+        """Compile the functions on the device, before a capture."""
+        with torch.no_grad():
+            self.compiled = functions.compile(self.bucket.functions(self.bucket.padded).on_device)
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
         """Fill from a batch. Raises the errors of a fill, and then writes nothing.
@@ -378,6 +394,7 @@ class GraphSet(Generic[V]):
         parameters: Slots that each replay passes to its graph, by the operator's argument.
         report: The result of the captures, or None before the first.
         captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
+        functions: The compiled functions of computed slots, or None if they run as written.
     """
 
     stage: Stage[V]
@@ -394,11 +411,15 @@ class GraphSet(Generic[V]):
     parameters: Mapping[str, str]
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)
+    functions: CompiledFunctions | None = None
     _forks: int = attrs.field(factory=lambda: FORKS.count)
 
     def __attrs_post_init__(self) -> None:
         """Join the pool of all graphs of its backend."""
         self._pool = self.stage.backend.pool()
+        wanted, can_compile = self.config.compile_computed, self.stage.backend.capabilities.compiles
+        if self.recipe is None and (can_compile if wanted is None else wanted):
+            self.functions = CompiledFunctions(floats=bool(wanted))
         self.clock = self.filler.clock = clock_of(self._pool)
         self.holdings = Holdings(self.holder)
         self._looks_at_addresses = ADDRESSES in self.config.modes
@@ -464,7 +485,8 @@ class GraphSet(Generic[V]):
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self.captured}))
-        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver)
+        how = {} if self.functions is None else dict(self.functions.how)
+        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, how)
         report.log(self.runner)
         return report, errors
 
@@ -511,6 +533,9 @@ class GraphSet(Generic[V]):
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
+        if self.functions is not None and filling.bucket.functions(filling.bucket.padded).on_device:
+            with state.kept():
+                warm_up(stage.backend, functools.partial(filling.compile, self.functions))
         # The watched run counts as a warm-up if nothing is compiled, since torch.compile is off under a watch. With
         # several ranks it never counts, because all must run a step equally often, whatever each has imported.
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
@@ -561,7 +586,7 @@ class GraphSet(Generic[V]):
         def step() -> Any:
             with torch.no_grad():
                 filler.first_node(filling)
-                bucket.compute_on_device()
+                filling.compute_in_graph()
                 view = view_of(None, bucket.padded)
                 return with_current(CurrentStep(view), stage.run, view)
 

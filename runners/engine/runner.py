@@ -407,6 +407,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 "graphs": made,
                 "seconds": report.seconds,
                 "driver": report.driver,
+                "functions": dict(report.functions),
             },
             "ranks": self.coordinator.as_data(),
         }

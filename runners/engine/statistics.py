@@ -211,6 +211,8 @@ class CaptureReport:
         memory: The runner's bytes.
         driver: Bytes that the device lost during the capture outside torch's allocator, such as the driver's for
             graphs.
+        functions: By computed slot, that its function was compiled, or why it runs as written in graphs. Empty if
+            nothing is compiled.
     """
 
     captured: tuple[int, ...] = ()
@@ -218,6 +220,7 @@ class CaptureReport:
     seconds: float = 0.0
     memory: MemoryAccount = MemoryAccount()
     driver: int = 0
+    functions: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -281,6 +284,7 @@ class CaptureData(TypedDict):
         graphs: How many graphs there are.
         seconds: How long captures took.
         driver: Bytes of the device that captures took outside torch's allocator.
+        functions: By computed slot, whether its function was compiled; see `CaptureReport`.
     """
 
     buckets: list[int]
@@ -288,6 +292,7 @@ class CaptureData(TypedDict):
     graphs: int
     seconds: float
     driver: int
+    functions: dict[str, str]
 
 
 class Statistics(TallyData):

@@ -114,6 +114,9 @@ class RunnerExplanation(Shown):
         for group in plan.copies if plan else ():
             if group.why:
                 yield "alone", f"{', '.join(group.slots)}: copied one by one ({group.why})"
+        functions = counts["capture"]["functions"]
+        for how in dict.fromkeys(functions.values()):
+            yield "functions", f"{cell([slot for slot, one in functions.items() if one == how])}: {how}"
         memory, left_out = counts["memory"], ("total", "shared")
         if memory["total"]:
             kinds = {kind: human_bytes(size) for kind, size in memory.items() if size and kind not in left_out}

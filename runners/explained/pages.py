@@ -28,7 +28,8 @@ class Table:
     """Rows of the same columns under a title, and text below them, such as a plan.
 
     Attributes:
-        drawn: Whether a page also draws a bar for each float of a row.
+        drawn: Whether a page also draws a bar for each float of a row. As text, such a table has a column for each row,
+            because it would be too wide.
     """
 
     title: str
@@ -46,17 +47,23 @@ class Table:
         return "\n".join(parts) + "\n"
 
     def _drawn(self, width: int) -> str:
-        names = [*dict.fromkeys(itertools.chain(*self.rows))]
+        rows = self._turned() if self.drawn else self.rows
+        names = [*dict.fromkeys(itertools.chain(*rows))]
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for name in names:
-            has_numbers = any(isinstance(row.get(name), int | float) for row in self.rows)
+            has_numbers = any(isinstance(row.get(name), int | float) for row in rows)
             table.add_column(Text(name), justify="right" if has_numbers else "left", overflow="fold")
-        for row in self.rows:
+        for row in rows:
             table.add_row(*(Text(cell(row.get(name))) for name in names))
         console = rich.console.Console(width=width, color_system=None)
         with console.capture() as captured:
             console.print(table)
         return "\n".join(map(str.rstrip, captured.get().splitlines()))
+
+    def _turned(self) -> list[TableRow]:
+        """Return a row for each column. The first column's cells become the columns' names."""
+        head, *names = dict.fromkeys(itertools.chain(*self.rows))
+        return [{head: name, **{cell(row[head]): row.get(name) for row in self.rows}} for name in names]
 
 
 class Shown(abc.ABC):

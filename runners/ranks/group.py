@@ -577,6 +577,7 @@ class Ranks(Unique):
                 else f"rank {rank} did not come {how}: it is dead, stuck, or does something else"
                 for rank in missing
             )
+            lost = lost or why
         except RuntimeError:  # the errors of all kinds of stores
             lost = "ranks were lost, and so was the store that could say which: see its host"
         self.broken = f"{site}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"

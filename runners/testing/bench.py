@@ -55,6 +55,8 @@ QUICK: Final = (5, 5, 3)
 """How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
 ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device you serve on."
 _WAITS: Final = "- means that the host cannot get ahead of the device, so that its time cannot be measured alone."
+_CLOCKS: Final = (("host_us", "host", ""), ("gpu_us", "device", _WAITS))
+"""Whose time is shown: the key of a row, in words, and what a missing figure means."""
 Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 
@@ -195,19 +197,21 @@ class BenchReport(Shown):
         made = f"slotgraph {about['slotgraph']}, torch {about['torch']}; {about['date']}"
         text = "\n".join([told, *notes, *([ON_A_CPU] if device == "cpu" else ())])
         yield Table(f"slotgraph bench{subject} on {device}; {made}", text=text)
-        for key, which, missing in (("host_us", "host", ""), ("gpu_us", "device", _WAITS)):
+        slots = dict.fromkeys(row["slots"] for row in self.rows)
+        for count, (key, which, missing) in itertools.product(slots, _CLOCKS):
             cases: dict[str, Row] = {}
             for row in self.rows:
-                if row[key] is not None:
-                    case = f"{row['slots']}, {row['live']}/{row['padded']}"
+                if row["slots"] == count and row[key] is not None:
+                    case = f"{row['live']}/{row['padded']}"
                     name = row["lowering"] + " (ours)" * (row["lowering"] == ours)
-                    cases.setdefault(case, {"slots, rows": case})[name] = row[key]
+                    cases.setdefault(case, {"rows": case})[name] = row[key]
             for times in cases.values():
                 for name in (PER_SLOT, REGROUPED, COMPILED):
                     if {name, f"{ours} (ours)"} <= times.keys():
                         times[f"{name} / ours"] = f"{times[name] / times[f'{ours} (ours)']:.1f} x"
             if cases:
-                yield Table(f"{which} microseconds of a {what} on {device}", [*cases.values()], missing, drawn=True)
+                title = f"{which} microseconds of a {what} with {count} slots on {device}"
+                yield Table(title, [*cases.values()], missing, drawn=True)
 
 
 def bench(

@@ -15,7 +15,8 @@ from slotgraph import TOKENS, EagerRunner, copied
 from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, all_gather, raised, ranks
-from tests.ranks.stepping import Counted, Gathered, runner_on, soon
+from tests.ranks.stepping import SOON, Counted, Gathered, runner_on, soon
+from tests.runners.steps import counting
 
 HIDDEN: Final = 64
 BOTH: Final = "cpu:gloo,cuda:nccl"
@@ -186,3 +187,60 @@ def test_a_rank_lost_in_a_warm_up_is_named(tmp_path: pathlib.Path, stalls: bool)
     assert first is not None
     assert first.kind is None, first.trace
     assert "rank 1 did not come within 5 s" in first.value
+
+
+def added_up(view: counting.Counting) -> torch.Tensor:
+    """Count, and wait on the device for the other rank's part of a sum."""
+    dist.all_reduce(view.ids.clone())
+    return counting.count(view)
+
+
+def loops(rank: int, how: str, equal: bool) -> tuple[int, str, float, str]:
+    """Run steps() on both ranks, of which rank 1 ends its loop in step 5.
+
+    Returns: steps whose tokens were right, the error, the seconds from the last of these steps to it, and the error of
+    a call after that.
+    """
+    runner = counting.counting("cuda", added_up, ranks=soon(equal=equal, timeout=4.0))
+    begun, right, last = counting.batch(1, 2), 0, time.monotonic()
+
+    def loop() -> None:
+        nonlocal right, last
+        for step in runner.steps(begun, keys=[1, 2], ahead=1):
+            assert step.tokens() == [(tag, counting.made(tag, step.number)) for tag in (1, 2)]
+            right, last = right + 1, time.monotonic()
+            if rank and step.number == 5:
+                if how == "is killed":
+                    die()
+                if how == "raises":
+                    raise KeyError("not mine")
+                return
+
+    error = raised(loop)
+    seconds = time.monotonic() - last
+    return right, error, seconds, "" if how == "is killed" else raised(lambda: runner(counting.batch(3)).tolist())
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "agreed"])
+@pytest.mark.parametrize("how", ["is killed", "raises", "leaves"])
+def test_a_rank_that_ends_in_a_loop_is_named_and_no_token_is_wrong(
+    tmp_path: pathlib.Path, how: str, equal: bool
+) -> None:
+    """The other rank's loop ends with an error that names it, in time, though its device may wait for a sum."""
+    with ranks(2, tmp_path, backend=BOTH) as made:
+        first, second = made.outcomes(loops, how, equal)
+    assert first is not None
+    assert first.kind is None, first.trace
+    right, error, seconds, after = first.value
+    assert right >= 5
+    assert error.startswith("RankError"), first.value
+    assert "rank 1" in error
+    assert seconds < SOON
+    if how == "is killed":
+        assert second is None
+    else:
+        assert second is not None
+        assert second.kind is None, second.trace
+        # equal ranks do not agree before a step: the sum that rank 0 launched alone is aborted, and with it the group
+        for error in (after, second.value[3]):
+            assert error.startswith("RankError") if equal else error == ""

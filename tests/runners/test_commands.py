@@ -651,12 +651,20 @@ def test_bench_page_draws_every_figure() -> None:
     ]
     missing = {"slots": 4, "live": 7, "padded": 8, "lowering": "compiled", "note": "no compiler here"}
     page = html(BenchReport([*rows, {**missing, "host_us": None, "gpu_us": None}], CONDITIONS))
-    figures = [(one["lowering"], cell(one[time])) for time in ("host_us", "gpu_us") for one in rows if one[time]]
+    by_table = [(slots, time) for slots in (4, 12) for time in ("host_us", "gpu_us")]
+    shown = [(one, time) for slots, time in by_table for one in rows if one["slots"] == slots and one[time]]
+    figures = [(one["lowering"], cell(one[time])) for one, time in shown]
     figures = [(f"{name} (ours)" if name == "in_graph" else name, figure) for name, figure in figures]
     assert re.findall(r'<div style="--part:[\d.]+%">([\w ()]+) <b>([\d.,]+)</b></div>', page) == figures
     parts = (f"<td>{figure}</td>" for _, figure in figures)
     title = "<title>slotgraph bench on H200; slotgraph 0.1.0, torch 2.13.0; 2026-11-23</title>"
-    more = (title, "host microseconds of a whole step on H200", "device microseconds", "0.8 x", "--part:100.0%")
+    more = (
+        title,
+        "host microseconds of a whole step with 12 slots on H200",
+        "device microseconds",
+        "0.8 x",
+        "--part:100.0%",
+    )
     assert [part for part in (*parts, *more, "compiled: no compiler here") if part not in page] == []
     assert bench.ON_A_CPU not in page
 
@@ -685,9 +693,9 @@ def test_bench_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pat
 
 BENCHED: Final = {
     "checked_engine:make_sound": "bench of DecodeRunner of DecodeInputs on cpu; ",
-    "checked_engine:make_sound --batches make_batch": "2, 3/4 ",
-    "checked_engine:make_sound --batches TWO": "2, given/4 ",
-    "explained_inputs:DecodeInputs --set model.swa --size batch=7/8 --size hidden=16 --backend cpu": "5, 6/8 ",
+    "checked_engine:make_sound --batches make_batch": "with 2 slots on cpu",
+    "checked_engine:make_sound --batches TWO": " given/4\n",
+    "explained_inputs:DecodeInputs --set model.swa --size batch=7/8 --size hidden=16 --backend cpu": " 6/8 ",
 }
 
 

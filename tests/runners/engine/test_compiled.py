@@ -1,0 +1,170 @@
+"""Functions of computed slots that are compiled as one, beside the same functions as written."""
+
+from typing import Any, Final
+
+import attrs
+import pytest
+import torch
+
+import slotgraph
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied
+from slotgraph.backends import Backend
+from slotgraph.backends.cpu_capture import CpuCaptureBackend
+from slotgraph.runners.engine import compiled
+from slotgraph.runners.engine.compiled import AS_ONE
+from tests.runners.models import decoder
+
+POOL: Final = 64
+PAGES: Final = Axis("PAGES", fixed=True)
+
+
+def tables() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Two tables of a request pool, which functions read, by the kind of device."""
+    made = tuple(torch.randint(1, 1000, (POOL,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {"cpu", "cpu" if accelerator is None else accelerator.type}
+    return {device: (made[0].to(device), made[1].to(device)) for device in devices}
+
+
+TABLES: Final = tables()
+
+
+def write_pages(lens: torch.Tensor, table: torch.Tensor, settings: Any, out: torch.Tensor) -> None:
+    """The page of each request's newest token, written into the slot."""
+    out.copy_(table.gather(1, (lens % settings)[:, None])[:, 0])
+
+
+def shifted(rows: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+    """The pool's rows, moved by an optional slot."""
+    return rows + 1 if extra is None else rows + extra
+
+
+class Pooled(Inputs):
+    """What follows from tables of a request pool, in several ways."""
+
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
+    extra: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=3, default=None)
+    ids: torch.Tensor = computed(lambda rows: TABLES[rows.device.type][0][rows], shape=TOKENS, dtype=torch.int64)
+    lens: torch.Tensor = computed(lambda rows: TABLES[rows.device.type][1][rows] + 1, shape=BATCH, dtype=torch.int64)
+    short: torch.Tensor = computed(lambda lens: (lens - 1).to(torch.int32), shape=BATCH, dtype=torch.int32)
+    starts: torch.Tensor = computed(lambda lens: lens.cumsum(0) - lens, shape=BATCH, dtype=torch.int64)
+    half: torch.Tensor = computed(lambda lens: (lens / 2).ceil().long(), shape=BATCH, dtype=torch.int64)
+    blocks: torch.Tensor = computed(lambda half: half // 7 + half % 5, shape=BATCH, dtype=torch.int64)
+    page: torch.Tensor = computed(write_pages, shape=BATCH, dtype=torch.int32)
+    moved: torch.Tensor = computed(shifted, shape=BATCH, dtype=torch.int64)
+    is_long: torch.Tensor = computed(lambda lens: lens > 500, shape=BATCH, dtype=torch.bool)
+    most: torch.Tensor = computed(lambda lens: lens.amax().reshape(1), shape=1, dtype=torch.int64)
+
+
+COMPUTED: Final = tuple(name for name, slot in Pooled.slotgraph.slots.items() if slot.needs)
+
+
+def all_slots(view: Pooled) -> tuple[torch.Tensor, ...]:
+    """Every slot, in new memory."""
+    return tuple(value.clone() for name in COMPUTED if (value := getattr(view, name)) is not None)
+
+
+def made(backend: Any, **options: Any) -> DecodeRunner[Any]:
+    """A captured runner that returns all computed slots whole."""
+    given: dict[str, Any] = {"buckets": [1, 2, 4, 8], "sizes": {PAGES: 3}, "settings": 3, "output_rows": None}
+    runner: DecodeRunner[Any] = decoder(Pooled, all_slots, backend=backend, absent=[{"extra"}], **given, **options)
+    return runner
+
+
+@pytest.mark.slow
+def test_compiled_functions_make_the_same_bytes(backend: Backend) -> None:
+    """In every bucket, at every live size, with and without an optional slot; padded rows included."""
+    ours, plain = made(backend, compile_computed=True), made(backend, compile_computed=False)
+    how = {*ours.stats()["capture"]["functions"].values()}
+    assert how == {AS_ONE} or backend.name == "npu"  # torch.compile has no compiler for it here
+    assert plain.stats()["capture"]["functions"] == {}
+    draw = torch.Generator().manual_seed(5)
+    for number in range(64):
+        live = 1 + number % 8
+        batch = {
+            "rows": torch.randint(0, POOL, (live,), generator=draw).to(backend.device),
+            "table": torch.randint(0, 1000, (live, 3), generator=draw, dtype=torch.int32).to(backend.device),
+        }
+        if number % 3:
+            batch["extra"] = torch.randint(0, 1000, (live,), generator=draw).to(backend.device)
+        for got, expected in zip(ours(batch), plain(batch), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device that compiles functions of whole numbers."""
+    record = attrs.evolve(CpuCaptureBackend().capabilities, compiles=True)
+    monkeypatch.setattr(CpuCaptureBackend, "capabilities", record)
+    return CpuCaptureBackend.name
+
+
+def test_a_device_compiles_whole_numbers_only(monkeypatch: pytest.MonkeyPatch, compiling: str) -> None:
+    """By default functions with floating-point numbers run as written, and reports say why."""
+    compile_with, given = torch.compile, list[str]()
+
+    def eager(function: Any, *, backend: str, **options: Any) -> Any:
+        given.append(backend)
+        return compile_with(function, backend="eager", **options)
+
+    monkeypatch.setattr(torch, "compile", eager)
+    runner = made(compiling)
+    how = runner.stats()["capture"]["functions"]
+    why = "it makes floating-point numbers, which may be rounded otherwise: ask by compile_computed=True"
+    assert how == dict.fromkeys(COMPUTED, AS_ONE) | {"half": why}
+    # one group before `half`, with and without the optional slot, and one after it, for all four buckets
+    assert given.count("inductor") == 3
+    assert f"functions half: {why}" in " ".join(str(slotgraph.explain(runner)).split())
+
+
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+def test_what_is_not_compiled_right_runs_as_written(
+    monkeypatch: pytest.MonkeyPatch, compiling: str, fault: str
+) -> None:
+    """A compiler that raises, or makes other numbers, costs no more than its time."""
+
+    def broken(calls: Any, backend: str = "inductor") -> Any:
+        def run(tensors: Any) -> None:
+            if backend == "inductor" and fault == "raises":
+                raise RuntimeError("no compiler here\nwith a long explanation")
+            if backend == "inductor":
+                tensors[calls[0].target].add_(1)
+
+        return run
+
+    monkeypatch.setattr(compiled, "_compiled", broken)
+    ours, plain = made(compiling), made("cpu")
+    how = {one for name, one in ours.stats()["capture"]["functions"].items() if name != "half"}
+    if fault == "raises":
+        assert how == {"torch.compile refuses it: RuntimeError: no compiler here"}
+    else:
+        assert all(one.startswith("compiled, '") and one.endswith("' has other values") for one in how)
+    batch = {"rows": [3, 5, 7], "table": [[1, 2, 3]] * 3}
+    for got, expected in zip(ours(batch), plain(batch), strict=True):
+        assert torch.equal(got, expected)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch has no types for it
+def looked_up(rows: torch.Tensor) -> torch.Tensor:
+    """A function that torch.compile may not look into."""
+    return TABLES[rows.device.type][0][rows]
+
+
+class Mixed(Inputs):
+    """Functions of which torch.compile takes some."""
+
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    ids: torch.Tensor = computed(looked_up, shape=BATCH, dtype=torch.int64)
+    next_ids: torch.Tensor = computed(lambda ids: ids + 1, shape=BATCH, dtype=torch.int64)
+
+
+@pytest.mark.slow
+def test_a_function_that_cannot_be_compiled_leaves_the_others() -> None:
+    """It runs as written between them, and its reason is reported."""
+    runner = decoder(Mixed, lambda view: view.next_ids, backend="cpu-capture", buckets=[4], compile_computed=True)
+    how = runner.stats()["capture"]["functions"]
+    assert how["ids"].startswith("torch.compile refuses it: ")
+    assert how["next_ids"] == AS_ONE
+    rows = torch.tensor([5, 9, 60])
+    assert torch.equal(runner({"rows": rows}), TABLES["cpu"][0][rows] + 1)
