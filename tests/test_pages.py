@@ -46,7 +46,7 @@ PROJECTS: Final = {
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
 }
-LISTS: Final = {ROOT / "docs" / name for name in ("index.md", "changes.md", "reference.md")}
+LISTS: Final = {ROOT / "docs" / name for name in ("index.md", "changes.md", "reference.md", "configuration.md")}
 """Pages without programs."""
 LINK: Final = re.compile(r"\]\(([^):#\s]*)(?:#([^)\s]+))?\)")
 """A link to a file of the repository, or to a heading."""
