@@ -11,14 +11,16 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import attrs
 import pytest
 
 import slotgraph
+from slotgraph.backends import Capabilities
 from slotgraph.config import RunnerConfig
 from slotgraph.extend import Slot
+from slotgraph.runners.engine.statistics import Statistics, Why
 from tests.faults.planted import FAULTS
 
 ROOT: Final = Path(__file__).parents[1]
@@ -260,6 +262,20 @@ def test_declare_names_each_argument_of_a_specifier(name: str) -> None:
         ]
     parameters = inspect.signature(getattr(slotgraph, name)).parameters
     assert sorted(named) == sorted(parameters.keys() - {"init"})
+
+
+def first_cells(page: str, head: str) -> list[str]:
+    """The names in the first column of the table with this head."""
+    rows = (ROOT / "docs" / page).read_text("utf-8").split(head)[1].split("\n\n")[0]
+    return re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in rows.splitlines()[2:]))
+
+
+def test_tables_of_decisions_capabilities_and_statistics_are_whole() -> None:
+    """Each reason of a decision, each field of the capability record, and each key of `stats()` has its row."""
+    assert first_cells("run.md", "| `why` | path | reason |") == [*get_args(Why)]
+    fields = [field.name for field in attrs.fields(Capabilities)]
+    assert sorted(first_cells("backends.md", "| fields | say |")) == sorted(fields)
+    assert first_cells("observe.md", "| key | what it holds |") == [*Statistics.__annotations__]
 
 
 def test_how_it_works_names_modules_and_classes_that_there_are() -> None:
