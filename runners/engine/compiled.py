@@ -59,14 +59,17 @@ class _Call:
 
 
 def _calls(group: Sequence[Computation]) -> tuple[list[_Call], list[torch.Tensor]]:
-    """Return a group's calls, and all tensors that they read and write, each once."""
+    """Return a group's calls, and all tensors that they read and write, each once.
+
+    Each is an alias with a storage of its own: slots share one, and a compiler would ask whether they overlap.
+    """
     places, tensors, calls = dict[Any, int](), list[torch.Tensor](), list[_Call]()
 
     def place(tensor: torch.Tensor) -> int:
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in places:
             places[key] = len(tensors)
-            tensors.append(tensor)
+            tensors.append(torch.from_dlpack(torch.to_dlpack(tensor)))
         return places[key]
 
     for one in group:
@@ -135,16 +138,16 @@ class CompiledFunctions:
 
     def _compile(self, group: Sequence[Computation]) -> Callable[[], None] | None:
         """Return a call that runs a group compiled, or None if that fails or makes other bytes."""
-        calls, tensors = _calls(group)
-        made = next((run for known, run in self._known if known == calls), None)
-        if made is None:
-            made = _compiled(calls)
-            self._known.append((calls, made))
-        run = functools.partial(made, tensors)
         for one in group:
             one.run(None)
         expected = [one.target.clone() for one in group]
         try:
+            calls, tensors = _calls(group)
+            made = next((run for known, run in self._known if known == calls), None)
+            if made is None:
+                made = _compiled(calls)
+                self._known.append((calls, made))
+            run = functools.partial(made, tensors)
             with warnings.catch_warnings(action="ignore"):  # a compiler's own, on which nobody here can act
                 run()
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything
@@ -169,8 +172,8 @@ class CompiledFunctions:
         is_alike = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == expected
         if not is_alike and not one.compute.writes_out:
             return "it returns no tensor of the slot's shape and dtype"
-        calls, tensors = _calls([one])
         try:
+            calls, tensors = _calls([one])
             with warnings.catch_warnings(action="error"):  # such as that a cache of the function's is ignored
                 _compiled(calls, backend="eager")(tensors)
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything
