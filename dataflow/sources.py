@@ -210,7 +210,8 @@ class Gather:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
         names = [plain_name(source) for source in sources]
-        self._names = tuple(name for name in names if name is not None) if None not in names else ()
+        self._names = tuple([name for name in names if name is not None])
+        self._others = [(place, sources[place]) for place, name in enumerate(names) if name is None]
         self._getters: dict[type, Callable[[Any], Sources]] = {}
 
     def __call__(self, batch: Any, side: Side) -> Sources:
@@ -218,10 +219,18 @@ class Gather:
         if self._names:
             getter = self._getters.get(type(batch)) or self._getter(type(batch))
             try:
-                return getter(batch)
+                found = getter(batch)
             except (AttributeError, KeyError):
                 return self._one_by_one(batch, side)
+            return self._with_others(found, batch, side) if self._others else found
         return self._one_by_one(batch, side)
+
+    def _with_others(self, found: Sources, batch: Any, side: Side) -> Sources:
+        """Add the values of sources that are no plain names, each in its place."""
+        values = [*found]
+        for place, source in self._others:
+            values.insert(place, source.read(batch, side))
+        return tuple(values)
 
     def _one_by_one(self, batch: Any, side: Side) -> Sources:
         return tuple([source.read(batch, side) for source in self._sources])

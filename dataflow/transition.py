@@ -144,10 +144,24 @@ class Transition:
                     like = buffers[name].tensor
                     self._written[name] = torch.full((), value, dtype=like.dtype, device=like.device)
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
+        self.compile(lambda group: [functools.partial(one.run, None) for one in group])
         self._masks = {name: self._mask(name) for name in (*self._apart, *self._written, *self._made)}
         device = next((buffers[name].tensor.device for name in self.sources), torch.device("cpu"))
         with outside_inference():
             self._taken = torch.zeros((), dtype=torch.int64, device=device)  # the number of the last packet
+
+    def compile(self, compiler: Callable[[Sequence[Computation]], Sequence[Callable[[], None]]]) -> None:
+        """Let calls that a compiler makes of neighbouring functions run the rules.
+
+        A function whose new value others read ends its group, because the padded rows of that value are written next.
+        """
+        self._calls = list[tuple[Sequence[Callable[[], None]], str]]()
+        group = list[Computation]()
+        for computation in self._computations:
+            group.append(computation)
+            if computation.slot in self._made or computation is self._computations[-1]:
+                self._calls.append((compiler(group), computation.slot))
+                group = []
 
     def _mask(self, name: str) -> Mask:
         """Make the mask that selects the live rows of a slot."""
@@ -162,6 +176,11 @@ class Transition:
     def _words_of(self, buffer: Buffer) -> torch.Tensor:
         """Return the padded rows of a slot as integers."""
         return words(buffer.view(self._sizes))
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether some rules are functions."""
+        return bool(self._computations)
 
     def leaves(self, lanes: Collection[str]) -> bool:
         """Return whether work is left once a kernel has advanced some lanes: function rules, or other slots."""
@@ -179,12 +198,13 @@ class Transition:
             is_tail = functools.reduce(torch.logical_and, moves, live[name].logical_not())
             slot = self._words_of(self._buffers[name])
             torch.where(is_tail, words(number), slot, out=slot)
-        for computation in self._computations:
-            computation.run(None)
-            view = self._made.get(computation.slot)
+        for calls, last in self._calls:
+            for call in calls:
+                call()
+            view = self._made.get(last)
             if view is not None:
-                slot = self._words_of(self._buffers[computation.slot])
-                torch.where(live[computation.slot], words(view), slot, out=words(view))
+                slot = self._words_of(self._buffers[last])
+                torch.where(live[last], words(view), slot, out=words(view))
 
     def advance_in_graph(self, head: Sequence[torch.Tensor]) -> None:
         """Do what the graph's kernel does not: run functions, and write slots without lanes unless a new packet came.

@@ -1,5 +1,6 @@
 """Buffers and fills without a runner, for engines that capture and replay their own graphs."""
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, final
 
@@ -82,7 +83,8 @@ class InputBuffers(Generic[V]):
     @property
     def nbytes(self) -> int:
         """The bytes of the slots, of packets and of tables, on the device and on the host."""
-        return self._layer.buffers.nbytes + self._layer.filler.nbytes
+        layer = self._layer
+        return layer.buffers.nbytes + sum(one.nbytes for one in {layer.filler, layer.unpadded_filler})
 
     def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
         """Allocate what fills of these padded sizes need. The first `fill` does it too, but must not inside a capture.
@@ -137,6 +139,40 @@ class InputBuffers(Generic[V]):
                 given.
         """
         return self.at(padded).fill(batch, live=live, absent=absent, only=only, skip=skip, **side)
+
+    def fill_unpadded(
+        self,
+        batch: Any,
+        *,
+        live: Sizes = NO_SIZES,
+        absent: Collection[str] | None = None,
+        only: Collection[str] | None = None,
+        skip: Collection[str] = (),
+        **side: Any,
+    ) -> V:
+        """Fill from a batch that is not padded, for a step without a graph, and return a view of the live rows.
+
+        Sizes may differ in each call: nothing is made for them, and no row behind the live ones is written. Such a fill
+        is never left to a graph's replay.
+
+        Args:
+            batch: An object or a mapping that has the sources.
+            live: Live rows of axes that no source has.
+            absent: Optional slots that the batch lacks. By default they are read from it.
+            only: As for `fill`.
+            skip: As for `fill`.
+            side: Side arguments of slots that are declared with `source=side(...)`.
+
+        Raises:
+            BatchError: The batch does not fit; nothing was written.
+            ConfigError: An axis or a slot is unknown, or `only` and `skip` are both given.
+        """
+        return self._unpadded.fill(batch, live=live, absent=absent, only=only, skip=skip, **side)
+
+    @functools.cached_property
+    def _unpadded(self) -> "BucketBuffers[V]":
+        """The fills of batches that are not padded."""
+        return BucketBuffers(self._layer, self._padded(NO_SIZES), exact=True)
 
     def at(self, padded: Sizes = NO_SIZES) -> "BucketBuffers[V]":
         """Return the fills of these padded sizes, the same object each time. If you keep it, you save the lookup.
@@ -240,6 +276,17 @@ class Layer(Generic[V]):
         self.checks_fields = bool(stage.declaration.checked_fields)
         self.behind: tuple[Bucket | None, frozenset[str]] = None, frozenset()
 
+    @functools.cached_property
+    def unpadded_filler(self) -> Filler[V]:
+        """The filler of live rows alone, which no kernel can fill."""
+        filler, stage = self.filler, self.stage
+        if not filler.lowering.has_kernel:
+            return filler
+        lowering = stage.lowering_without_kernel()
+        made = Filler(stage, self.buffers, lowering, [self.capacity], self.table)
+        made.clock, made.lowered = filler.clock, filler.lowered
+        return made
+
     def pattern(self, absent: Collection[str]) -> Absent:
         """Return absent slots as a set. Raise ConfigError if one is unknown, or not optional."""
         if not isinstance(absent, frozenset):
@@ -288,9 +335,12 @@ class Layer(Generic[V]):
 class BucketBuffers(Generic[V]):
     """The slots of `InputBuffers` at one set of padded sizes, as `InputBuffers.at` returns them."""
 
-    def __init__(self, layer: Layer[V], padded: Live) -> None:
+    def __init__(self, layer: Layer[V], padded: Live, *, exact: bool = False) -> None:
+        """Make the fills. exact: Whether they pad nothing, and have batches of any size up to `padded`."""
         self._layer = layer
+        self._filler = layer.unpadded_filler if exact else layer.filler
         self._padded = padded
+        self._exact = exact
         self._fillings = dict[Absent, tuple[Filling, Viewer[V]]]()
         self._parts = dict[tuple[Absent, frozenset[str]], Filling]()
         self._in_graph = set[Absent]()
@@ -330,7 +380,7 @@ class BucketBuffers(Generic[V]):
         skip: Collection[str],
         side: Side,
     ) -> V:
-        layer, filler = self._layer, self._layer.filler
+        layer, filler = self._layer, self._filler
         if live is NO_SIZES and absent is None:
             call = layer.reader.read(batch, side)
         else:
@@ -421,6 +471,6 @@ class BucketBuffers(Generic[V]):
         """Make the fills that `filling` returns, and the maker of their views."""
         layer = self._layer
         sizes = {**layer.capacity, **dict(zip(layer.stage.declaration.varying, self._padded, strict=True))}
-        filling = layer.filler.make(sizes, absent)
+        filling = self._filler.make(sizes, absent, exact=self._exact)
         made = self._fillings[absent] = filling, layer.stage.viewer(filling.bucket)
         return made

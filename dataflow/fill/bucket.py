@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ..admission import Admitted, check_sources, placed
-from ..axes import BATCH, Live, Sizes, Step
+from ..axes import BATCH, Dim, Live, Sizes, Step
 from ..buffers import Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue
@@ -43,7 +43,7 @@ from ..views import Aliases, Views, alias
 from .bound import BoundPlan, Functions, Writers, order_of
 from .kinds import KindTable, SourceKinds
 from .packing import Carried, Packing
-from .reach import Rows, reach_of
+from .reach import Reach, Rows, reach_of
 from .ways import Chooser, Way
 from .writers import (
     Copies,
@@ -59,6 +59,7 @@ from .writers import (
 )
 
 NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets that need no packet
+NO_FUNCTIONS: Final = Functions((), (), (), ask_step=False)
 PATTERNS: Final = 64
 """The most patterns for which one bucket keeps plans."""
 Given = Mapping[str, torch.Tensor]
@@ -193,11 +194,29 @@ class Bucket:
         """Make tensors of the live rows of the slots that are present."""
         found = dict(self.views)
         with outside_inference():
-            for name, rows in self.rows.items():
-                if found[name] is not None:
-                    tensor = self.buffers[name].tensor
-                    found[name] = rows.cut(tensor, live) if rows.dims else tensor.detach()
+            for reach, tensors in self._along_first:
+                rows = slice(reach(live))
+                for name, tensor in tensors:
+                    found[name] = tensor[rows]
+            for name, tensor, along in self._along_others:
+                found[name] = along.cut(tensor, live) if along.dims else tensor.detach()
         return found
+
+    @functools.cached_property
+    def _along_first(self) -> list[tuple[Reach, list[tuple[str, torch.Tensor]]]]:
+        """The slots that are present and vary along their first dim alone, by their rows."""
+        found = dict[Dim, tuple[Reach, list[tuple[str, torch.Tensor]]]]()
+        for name, rows in self.rows.items():
+            if rows.dims == (0,) and self.views[name] is not None:
+                _, alike = found.setdefault(rows.sizes[0], (rows.reaches[0], []))
+                alike.append((name, self.buffers[name].tensor))
+        return [*found.values()]
+
+    @functools.cached_property
+    def _along_others(self) -> list[tuple[str, torch.Tensor, Rows]]:
+        """The other slots that are present."""
+        there = [(name, rows) for name, rows in self.rows.items() if rows.dims != (0,) and self.views[name] is not None]
+        return [(name, self.buffers[name].tensor, rows) for name, rows in there]
 
     def part(self, left: frozenset[str]) -> "Bucket":
         """Make a copy of the bucket whose fills leave some slots as they are."""
@@ -334,6 +353,8 @@ class Bucket:
         if not self._asked:
             self._ask(self.step(self.padded))
             self._asked = True
+        if not self.plan.computed:
+            return NO_FUNCTIONS
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
         for one in self._computed:
             computation = self.computation(one.slot, views)

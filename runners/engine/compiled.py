@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.dlpack import from_dlpack
 
 from ...dataflow.computation import Computation
 from ...dataflow.sources import OUT
@@ -69,7 +70,7 @@ def _calls(group: Sequence[Computation]) -> tuple[list[_Call], list[torch.Tensor
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in places:
             places[key] = len(tensors)
-            tensors.append(torch.from_dlpack(torch.to_dlpack(tensor)))
+            tensors.append(from_dlpack(tensor))
         return places[key]
 
     for one in group:

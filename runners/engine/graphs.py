@@ -143,10 +143,20 @@ class Filling:
             for run in self.compiled:
                 run()
 
+    @property
+    def graph_computes(self) -> bool:
+        """Whether a graph of the step runs functions: of computed slots, or rules."""
+        bucket = self.bucket
+        advances = self.filler.lowering.is_in_graph and bucket.transitions[DEVICE].has_functions
+        return advances or bool(bucket.functions(bucket.padded).on_device)
+
     def compile(self, functions: CompiledFunctions) -> None:
-        """Compile the functions on the device, before a capture."""
+        """Compile the functions that a graph of the step runs, before a capture."""
+        bucket = self.bucket
         with torch.no_grad():
-            self.compiled = functions.compile(self.bucket.functions(self.bucket.padded).on_device)
+            self.compiled = functions.compile(bucket.functions(bucket.padded).on_device)
+            if self.filler.lowering.is_in_graph:
+                bucket.transitions[DEVICE].compile(functions.compile)
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
         """Fill from a batch. Raises the errors of a fill, and then writes nothing.
@@ -533,7 +543,7 @@ class GraphSet(Generic[V]):
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
-        if self.functions is not None and filling.bucket.functions(filling.bucket.padded).on_device:
+        if self.functions is not None and filling.graph_computes:
             with state.kept():
                 warm_up(stage.backend, functools.partial(filling.compile, self.functions))
         # The watched run counts as a warm-up if nothing is compiled, since torch.compile is off under a watch. With

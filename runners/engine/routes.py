@@ -17,7 +17,6 @@ from ...dataflow.fill.bucket import FilledBucket, hand_over
 from ...dataflow.fill.kinds import KindTable
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import V
-from ...dataflow.lowering import LOWERINGS
 from ...dataflow.plan import Absent
 from ...dataflow.sources import Side
 from ...dataflow.views import Viewer, Views
@@ -229,9 +228,7 @@ class EagerRoutes(Generic[V]):
 
     def _over(self, buffers: Buffers) -> Filler[V]:
         """Make a filler without a fused kernel, which cannot work on live rows alone."""
-        able = self.stage.backend.capabilities.lowerings
-        lowering = next(name for name, one in LOWERINGS.items() if name in able and not one.has_kernel)
-        return Filler(self.stage, buffers, lowering, [buffers.capacity], self._table)
+        return Filler(self.stage, buffers, self.stage.lowering_without_kernel(), [buffers.capacity], self._table)
 
 
 class HandOver(Filling):

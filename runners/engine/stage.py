@@ -10,10 +10,12 @@ from ...backends import choose
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes, Step
 from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
+from ...dataflow.capabilities import LoweringName
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.bucket import Bucket
 from ...dataflow.inputs import Inputs, V
+from ...dataflow.lowering import LOWERINGS
 from ...dataflow.sources import Side
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
 from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
@@ -100,6 +102,11 @@ class Stage(Generic[V]):
         """Allocate buffers of a capacity on the backend. Further arguments are those of `buffers.allocate`."""
         backend = self.backend
         return allocate(self.declaration, capacity, backend.capabilities, backend.empty, *given, **options)
+
+    def lowering_without_kernel(self) -> LoweringName:
+        """Return the first lowering of the backend that has no fused kernel, for fills of live rows alone."""
+        able = self.backend.capabilities.lowerings
+        return next(name for name, one in LOWERINGS.items() if name in able and not one.has_kernel)
 
     def padded(self, counts: Sizes, options: str) -> Sizes:
         """Return the padded sizes of a bucket.

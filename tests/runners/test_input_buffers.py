@@ -63,6 +63,43 @@ def test_fills_of_any_sizes_leave_the_oracles_bytes(cpu: str, lowering: str) -> 
 
 
 @pytest.mark.parametrize("lowering", LADDER)
+def test_unpadded_fills_write_live_rows_alone(cpu: str, lowering: str) -> None:
+    """Fills without padding, whole or in two parts, among padded ones: the live rows, and no row behind them."""
+    buffers = InputBuffers(Wide, CAPACITY, backend=cpu, lowering=lowering)
+    oracle = InputBuffers(Wide, CAPACITY, backend=cpu, lowering="slot_by_slot")
+    draw = torch.Generator().manual_seed(6)
+    for seed in range(60):
+        requests, tokens, pages = (int(torch.randint(0, most + 1, (1,), generator=draw)) for most in (6, 9, 4))
+        batch, flags = batch_of(requests, tokens, pages, seed, heats=seed % 4 > 0)
+        live = {BATCH: requests, TOKENS: tokens, PAGES: pages}
+        before: Any = {name: one.clone() for name, one in slots_of(buffers.view()).items()}
+        right = slots_of(oracle.fill(batch, live, flags=flags))
+        if seed % 3 == 0:  # two parts, or the whole
+            buffers.fill_unpadded(batch, only=["lengths", "tables"], flags=flags)
+            view = buffers.fill_unpadded(batch, skip=["lengths", "tables"], flags=flags)
+        else:
+            view = buffers.fill_unpadded(batch, flags=flags)
+        assert slots_of(view).keys() == right.keys()
+        for name, tensor in slots_of(buffers.view()).items():
+            if name in right:
+                part = tuple(map(slice, right[name].shape))
+                assert same_bytes(slots_of(view)[name], right[name]), name
+                before[name][part] = right[name]
+            assert same_bytes(tensor, before[name]), name
+        if seed % 2:  # a padded fill finds the tails dirty
+            again = slots_of(buffers.fill(batch, flags=flags))
+            assert all(same_bytes(again[name], one) for name, one in slots_of(oracle.fill(batch, flags=flags)).items())
+    assert len(buffers._known) <= 1  # nothing is made for a size
+    with pytest.raises(BatchError, match="TOKENS"):
+        buffers.fill_unpadded({**batch_of(2, 3, 1, 1)[0], "ids": [0] * 10}, flags=batch_of(2, 3, 1, 1)[1])
+
+
+def slots_of(view: Any) -> dict[str, torch.Tensor]:
+    """The slots that are present in a view."""
+    return {name: one for name, one in vars(view).items() if isinstance(one, torch.Tensor)}
+
+
+@pytest.mark.parametrize("lowering", LADDER)
 def test_a_graph_of_the_callers_own_gives_the_eager_answer(lowering: str) -> None:
     """The caller captures with the fill's device part in front, and replays behind each fill: the eager answer."""
     backend = load("cpu-capture")()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied, output
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.runners.engine import compiled
@@ -168,3 +168,52 @@ def test_a_function_that_cannot_be_compiled_leaves_the_others() -> None:
     assert how["next_ids"] == AS_ONE
     rows = torch.tensor([5, 9, 60])
     assert torch.equal(runner({"rows": rows}), TABLES["cpu"][0][rows] + 1)
+
+
+class Stepping(Inputs):
+    """Rules that are functions, one of which needs another's new value."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1, then=lambda next_ids: next_ids)
+    turn: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=7, then=lambda turn, ids: (turn * 3 + ids) % 11)
+    place: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda place, turn: (place + turn) % 64)
+    found: torch.Tensor = computed(lambda place: TABLES[place.device.type][0][place], shape=BATCH, dtype=torch.int64)
+    next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
+
+
+def follow(view: Stepping) -> torch.Tensor:
+    """The next ids."""
+    return view.next_ids.copy_((view.ids + view.turn + view.found) % 97)
+
+
+@pytest.mark.slow
+def test_compiled_rules_step_alike(backend: Backend) -> None:
+    """Steps launched ahead, with requests that leave and join, and rules compiled or as written."""
+    runners = [
+        decoder(
+            Stepping,
+            follow,
+            backend=backend,
+            buckets=[2, 4],
+            compile_computed=wanted,
+            lowering="in_graph",
+            output_rows=BATCH,
+        )
+        for wanted in (True, False)
+    ]
+    how = runners[0].stats()["capture"]["functions"]
+    assert how == dict.fromkeys(("ids", "turn", "place", "found"), AS_ONE) or backend.name == "npu"
+    first = {"ids": [3, 5, 8], "turn": [1, 2, 3], "place": [10, 20, 30]}
+    told = list[list[Any]]()
+    for runner in runners:
+        found = list[Any]()
+        for step in runner.steps(first, keys=["a", "b", "c"], ahead=1):
+            found += step.tokens()
+            if step.number == 3:
+                step.leave(["b"])
+            if step.number == 5:
+                step.join({"ids": [13, 21], "turn": [4, 5], "place": [40, 50]}, ["d", "e"])
+            if step.number == 12:
+                break
+        told.append(found)
+    assert told[0] == told[1]
+    assert len(told[0]) > 36
