@@ -196,6 +196,7 @@ class GraphRunner(Runner[V]):
         if LOWERINGS[lowering].is_in_graph and not self.is_whole:
             lowering = "fused"  # code before the first graph also reads the slots
         filler = Filler(stage, buffers, lowering, [*self.sizes.values()], self._table, config.error_mode)
+        filler.compile_computed = config.compile_computed
         return GraphSet(
             stage,
             buffers,

@@ -17,7 +17,7 @@ from ..dataflow.plan import Absent, FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.views import Viewer
-from .engine.config import checked_keys, checked_sizes
+from .engine.config import checked, checked_keys, checked_sizes
 from .engine.current import StepLock
 from .engine.graphs import Filler, Filling, ReadBatch, Reader
 from .engine.stage import NO_BINDINGS, NO_SIZES, Stage
@@ -40,6 +40,8 @@ class InputBuffers(Generic[V]):
         graphs_read_host_slots: Whether a graph of yours copies from slots in host memory. If so, a fill waits until the
             device has done all its work, since it would overwrite them before that copy.
         lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
+        compile_computed: Whether `prepare` compiles the functions that a graph runs by `fill_in_graph`, as the option
+            of runners says.
         backend: A backend or its name.
 
     Raises:
@@ -57,6 +59,7 @@ class InputBuffers(Generic[V]):
         keep_bound: bool = False,
         graphs_read_host_slots: bool = True,
         lowering: str = AUTO,
+        compile_computed: bool | None = None,
         backend: str | Backend = "auto",
     ) -> None:
         """Allocate the slots, each with its initial value."""
@@ -65,7 +68,9 @@ class InputBuffers(Generic[V]):
         bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
         self.capacity = stage.complete(stage.sizes)
         buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
+        checked("compile_computed", "True, False or None", compile_computed, (bool, type(None)))
         self._layer = Layer(stage, buffers, self.capacity, lowering, waits=graphs_read_host_slots)
+        self._layer.filler.compile_computed = compile_computed
         self._known: dict[Live, BucketBuffers[V]] = {}
         self.step_lock = self._layer.step_lock
 
@@ -87,7 +92,9 @@ class InputBuffers(Generic[V]):
         return layer.buffers.nbytes + sum(one.nbytes for one in {layer.filler, layer.unpadded_filler})
 
     def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = ()) -> None:
-        """Allocate what fills of these padded sizes need. The first `fill` does it too, but must not inside a capture.
+        """Allocate and compile what fills of these padded sizes need.
+
+        The first `fill` allocates, too, but must not inside a capture.
 
         Args:
             padded: The padded size of each axis. An axis that is left out has its capacity.
@@ -97,7 +104,7 @@ class InputBuffers(Generic[V]):
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
         """
         with self.step_lock.open():
-            self.at(padded).filling(self._layer.pattern(absent))
+            self.at(padded).filling(self._layer.pattern(absent)).compile()
 
     def fill(
         self,
@@ -450,7 +457,7 @@ class BucketBuffers(Generic[V]):
                 )
             filling = self.filling(pattern)
             layer.filler.first_node(filling)
-            filling.bucket.compute_on_device()
+            filling.compute_in_graph()
             self._in_graph.add(pattern)
 
     def view(self, *, absent: Collection[str] = (), written: bool = False) -> V:

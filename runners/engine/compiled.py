@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
+from ...dataflow.capabilities import Capabilities
 from ...dataflow.computation import Computation
 from ...dataflow.sources import OUT
 
@@ -180,6 +181,12 @@ class CompiledFunctions:
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything
             return _refused(error)
         return None
+
+
+def compiled_functions(capabilities: Capabilities, *, wanted: bool | None) -> CompiledFunctions | None:
+    """Return what compiles functions, or None. wanted: See the option `compile_computed`."""
+    is_compiled = capabilities.compiles if wanted is None else wanted
+    return CompiledFunctions(floats=wanted is True) if is_compiled else None
 
 
 def _refused(error: Exception) -> str:

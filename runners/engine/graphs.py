@@ -41,7 +41,7 @@ from .capture import (
     warm_up,
     with_place,
 )
-from .compiled import CompiledFunctions
+from .compiled import CompiledFunctions, compiled_functions
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
 from .hooks import Coordinator
@@ -143,20 +143,25 @@ class Filling:
             for run in self.compiled:
                 run()
 
-    @property
-    def graph_computes(self) -> bool:
-        """Whether a graph of the step runs functions: of computed slots, or rules."""
-        bucket = self.bucket
-        advances = self.filler.lowering.is_in_graph and bucket.transitions[DEVICE].has_functions
-        return advances or bool(bucket.functions(bucket.padded).on_device)
+    def compile(self) -> None:
+        """Compile the functions that a graph of the step runs, before its capture. All slots keep their contents."""
+        filler, bucket, functions = self.filler, self.bucket, self.filler.functions
+        on_device = bucket.functions(bucket.padded).on_device
+        rules = bucket.transitions[DEVICE] if filler.lowering.is_in_graph else None
+        has_rules = rules is not None and rules.has_functions
+        if functions is None or self.compiled is not None or not (on_device or has_rules):
+            return
 
-    def compile(self, functions: CompiledFunctions) -> None:
-        """Compile the functions that a graph of the step runs, before a capture."""
-        bucket = self.bucket
-        with torch.no_grad():
-            self.compiled = functions.compile(bucket.functions(bucket.padded).on_device)
-            if self.filler.lowering.is_in_graph:
-                bucket.transitions[DEVICE].compile(functions.compile)
+        @torch.no_grad()
+        def compile_all() -> None:
+            before = [one.target.clone() for one in on_device]
+            self.compiled = functions.compile(on_device)
+            for one, contents in zip(on_device, before, strict=True):
+                one.target.copy_(contents)
+            if rules is not None:
+                rules.compile(functions.compile)
+
+        warm_up(filler.stage.backend, compile_all)
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
         """Fill from a batch. Raises the errors of a fill, and then writes nothing.
@@ -225,6 +230,7 @@ class Filler(Generic[V]):
         clock: The clock of the graphs that read the buffers.
         late: The time of the last capture during a fill, by `perf_counter_ns`.
         lowered: The number of fills by lowering.
+        compile_computed: Whether functions in graphs are compiled, as the option of runners says.
         feed: Sends the packet.
     """
 
@@ -237,6 +243,7 @@ class Filler(Generic[V]):
     clock: Clock = attrs.field(factory=Clock)
     late: int = 0
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
+    compile_computed: bool | None = None
     _tables: int = 0
     _edits: dict[Absent, tuple[RowBucket, Filling]] = attrs.field(factory=dict)
 
@@ -263,6 +270,11 @@ class Filler(Generic[V]):
     def nbytes(self) -> int:
         """The bytes of tables, of the packet, and of the host memory that uploads start from."""
         return self._tables + self.feed.nbytes
+
+    @functools.cached_property
+    def functions(self) -> CompiledFunctions | None:
+        """The compiled functions that all buckets share, or None if they run as written."""
+        return compiled_functions(self.stage.backend.capabilities, wanted=self.compile_computed)
 
     def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
         """Make a bucket and its fills. Nothing is captured yet.
@@ -404,7 +416,6 @@ class GraphSet(Generic[V]):
         parameters: Slots that each replay passes to its graph, by the operator's argument.
         report: The result of the captures, or None before the first.
         captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
-        functions: The compiled functions of computed slots, or None if they run as written.
     """
 
     stage: Stage[V]
@@ -421,15 +432,11 @@ class GraphSet(Generic[V]):
     parameters: Mapping[str, str]
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)
-    functions: CompiledFunctions | None = None
     _forks: int = attrs.field(factory=lambda: FORKS.count)
 
     def __attrs_post_init__(self) -> None:
         """Join the pool of all graphs of its backend."""
         self._pool = self.stage.backend.pool()
-        wanted, can_compile = self.config.compile_computed, self.stage.backend.capabilities.compiles
-        if self.recipe is None and (can_compile if wanted is None else wanted):
-            self.functions = CompiledFunctions(floats=bool(wanted))
         self.clock = self.filler.clock = clock_of(self._pool)
         self.holdings = Holdings(self.holder)
         self._looks_at_addresses = ADDRESSES in self.config.modes
@@ -495,7 +502,8 @@ class GraphSet(Generic[V]):
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self.captured}))
-        how = {} if self.functions is None else dict(self.functions.how)
+        functions = self.filler.functions
+        how = {} if functions is None else dict(functions.how)
         self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, how)
         report.log(self.runner)
         return report, errors
@@ -543,9 +551,8 @@ class GraphSet(Generic[V]):
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
-        if self.functions is not None and filling.graph_computes:
-            with state.kept():
-                warm_up(stage.backend, functools.partial(filling.compile, self.functions))
+        if self.recipe is None:
+            filling.compile()
         # The watched run counts as a warm-up if nothing is compiled, since torch.compile is off under a watch. With
         # several ranks it never counts, because all must run a step equally often, whatever each has imported.
         looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules

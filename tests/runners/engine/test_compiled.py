@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied, output
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, output
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.runners.engine import compiled
@@ -217,3 +217,36 @@ def test_compiled_rules_step_alike(backend: Backend) -> None:
         told.append(found)
     assert told[0] == told[1]
     assert len(told[0]) > 36
+
+
+@pytest.mark.slow
+def test_prepare_compiles_for_graphs_of_ones_own(backend: Backend) -> None:
+    """What `fill_in_graph` records is compiled by `prepare`, which leaves the slots as they are."""
+    batch = {
+        "rows": torch.tensor([3, 5, 60], device=backend.device),
+        "table": torch.arange(9, dtype=torch.int32, device=backend.device).view(3, 3),
+        "extra": torch.tensor([1, 2, 3], device=backend.device),
+    }
+    found = list[Any]()
+    for wanted in (True, False):
+        buffers = InputBuffers(
+            Pooled, {BATCH: 4, TOKENS: 4, PAGES: 3}, settings=3, backend=backend, compile_computed=wanted
+        )
+        before = all_slots(buffers.fill(batch, live={TOKENS: 3}))
+        buffers.prepare()
+        assert all(map(torch.equal, before, all_slots(buffers.view())))
+        view = buffers.view()
+        with backend.stream():
+            backend.synchronize()
+
+            def step(buffers: InputBuffers[Pooled] = buffers, view: Pooled = view) -> tuple[torch.Tensor, ...]:
+                buffers.fill_in_graph()
+                return all_slots(view)
+
+            step()
+            graph = backend.capture(torch.no_grad()(step))
+        buffers.fill(batch, live={TOKENS: 3})
+        graph.replay()
+        backend.synchronize()
+        found.append([one.clone() for one in graph.outputs])
+    assert all(map(torch.equal, *found))
