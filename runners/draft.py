@@ -14,7 +14,7 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from ..dataflow.inputs import V
 from .decode import DraftArguments, ExtendArguments, RequestRunner
-from .engine.config import checked, checked_names, declaration_of, refuse
+from .engine.config import check_step, checked, checked_names, declaration_of
 from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
 
@@ -69,8 +69,7 @@ class DraftRunner(RequestRunner[V]):
     ) -> None:
         for name, count in (("topk", topk), ("steps", steps)):
             checked(name, "a whole number, at least 1", count, int, 1)
-        if not callable(forward):
-            refuse("forward", "a function of the view and a DraftStep", forward)
+        check_step("forward", forward, "the view and a DraftStep")
         advances = _advancing(declaration_of(inputs))
         self.topk, self.steps = topk, steps
         step = functools.partial(_drafted, forward, topk, steps, advances)

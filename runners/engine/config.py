@@ -23,7 +23,6 @@ from ...dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, DeclarationError, did_you_mean, hint, kind_text
 from ...dataflow.inputs import Inputs
-from ...dataflow.sources import one_argument
 
 
 def refuse(argument: str, expected: str, value: object) -> NoReturn:
@@ -77,14 +76,11 @@ def declaration_of(inputs: Any) -> Declaration:
 
 
 def check_step(argument: str, step: Any, takes: str = "the view") -> None:
-    """Raise ConfigError if a step cannot be called with one argument, or is a coroutine or a generator."""
-    expected = f"a function of {takes}"
-    if not callable(step):
-        refuse(argument, expected, step)
-    try:
-        one_argument(step, expected)
-    except TypeError as error:
-        raise ConfigError(f"{argument}: {error}") from error
+    """Raise ConfigError for what is no step: what cannot be called, a class, a coroutine, or a generator."""
+    if not callable(step) or isinstance(step, type):
+        refuse(argument, f"a function of {takes}", step)
+    if inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step):
+        raise ConfigError(f"{argument}: expected a function that returns its value, not a coroutine or a generator")
 
 
 def checked_sizes(sizes: Any, argument: str = "sizes") -> dict[Axis, int]:
