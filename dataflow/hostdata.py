@@ -49,7 +49,7 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         _refuse_masks([value])
         array = np.asarray(value)
         if array.dtype == object:
-            raise TypeError(f"an array of objects, which NumPy makes of ragged rows: {_PAD_THEM}")
+            raise TypeError(f"an array of objects, as NumPy makes of None or ragged rows: give numbers; {_PAD_THEM}")
         flags = array.flags
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # one row: any stride
         return torch.from_numpy(array if is_plain else array.copy())

@@ -133,6 +133,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a batch is empty": (lambda: captured()({}), "slot 'ids': batch.ids is missing; it determines how many rows"),
     "a list of texts": (fed(lens=["1", "2", "3"]), f"{EXPECTED}, got list: it holds str; give numbers of at most 64"),
     "None in a list": (fed(lens=[1, None, 3]), f"{EXPECTED}, got list: it holds NoneType and int; give numbers"),
+    "None in an array": (
+        fed(lens=np.array([1, None, 3])),
+        f"{EXPECTED}, got ndarray: an array of objects, as NumPy makes of None or ragged rows: give numbers; pad",
+    ),
     "an int of 71 bits": (fed(lens=[1, 2**70, 3]), f"{EXPECTED}, got list: it holds int; give numbers of at most 64"),
     "a number for all rows": (fed(lens=3), f"{EXPECTED}, got int; {NO_TENSOR}"),
     "a tensor without dims": (
