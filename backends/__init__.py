@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Final
 
-from ..dataflow import log
+from ..dataflow import environment, log
 from ..dataflow.capabilities import AUTO, DEVICE, HOST, Capabilities, Placement
 from ..dataflow.errors import BackendUnavailableError, ConfigError, hint
 from ..dataflow.lowering import LOWERINGS
@@ -94,9 +94,9 @@ def name_of(backend: str | Backend | type[Backend]) -> str:
 
 
 def choose(backend: str | Backend | type[Backend]) -> Backend:
-    """Return a backend by name or class, or for "auto" the available one of highest priority.
+    """Return a backend by name or class, or the one that "auto" stands for. Return an instance as it is.
 
-    Return an instance as it is.
+    "auto" stands for the one that SLOTGRAPH_BACKEND names, or without it for the available one of highest priority.
 
     Raises BackendUnavailableError with the reason if the backend cannot run on this machine, and ConfigError for
     anything else, or if its record does not match its methods.
@@ -105,7 +105,13 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
     if isinstance(backend, Backend):
         return _checked(backend)
     if name == AUTO:
-        return _checked(next(_available())())
+        named = environment.text_of(environment.BACKEND) or AUTO
+        if named == AUTO:
+            return _checked(next(_available())())
+        try:
+            return choose(named)
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"{environment.BACKEND}: {error}") from error
     kind = load(backend) if isinstance(backend, str) else backend
     if not (available := kind.is_available()):
         raise BackendUnavailableError(f"backend {kind.name!r} cannot run here: {available.reason}")

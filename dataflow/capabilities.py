@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, get_args
 import attrs
 import torch
 
+from . import environment
 from .axes import python_number
 from .errors import ConfigError, did_you_mean
 
@@ -136,17 +137,21 @@ class Capabilities:
 
 
 def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> LoweringName:
-    """Return the wanted lowering, or by default the device's preferred one.
+    """Return the wanted lowering, or by default that of the environment, or the device's preferred one.
 
     Raise ConfigError if the device lacks it.
     """
+    source = "lowering"
     if wanted is None or wanted == AUTO:
-        return capabilities.lowerings[0]
+        source = environment.LOWERING
+        wanted = environment.text_of(source) or AUTO
+        if wanted == AUTO:
+            return capabilities.lowerings[0]
     for lowering in capabilities.lowerings:
         if lowering == wanted:
             return lowering
     near = did_you_mean(wanted, (*capabilities.lowerings, AUTO))
-    raise ConfigError(f"lowering {wanted!r}: this backend has {', '.join(capabilities.lowerings)}; or say 'auto'{near}")
+    raise ConfigError(f"{source} {wanted!r}: this backend has {', '.join(capabilities.lowerings)}; or say 'auto'{near}")
 
 
 @attrs.frozen

@@ -13,6 +13,7 @@ from .capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement, d
 from .declaration import Declaration
 from .lowering import LOWERINGS, How, Lowering
 from .packet import has_lane, head_bytes, rounded
+from .shown import Shown, Table
 from .slots import Slot
 from .sources import OUT, linear
 from .tails import Number, Pad, resolve_value
@@ -93,8 +94,8 @@ class ComputeStep:
         return f"compute {self.slot} = {self.function}({', '.join(self.needs)}) on the {self.on}{how}"
 
 
-@attrs.frozen
-class FillPlan:
+@attrs.frozen(repr=False)
+class FillPlan(Shown):
     """How one bucket is filled: tails, then copies, then computed slots in dependency order.
 
     Attributes:
@@ -156,8 +157,13 @@ class FillPlan:
             yield f"upload  {', '.join(self.packed)} in one packet"
         yield from map(str, (*self.tails, *self.copies, *self.computed, *self.advances))
 
+    def tables(self) -> Iterator[Table]:
+        """Yield the plan, one step a line."""
+        title, *steps = self.lines()
+        yield Table(title, text="\n".join(steps))
+
     def __str__(self) -> str:
-        """Return the plan as text."""
+        """Return the plan as text, with no line folded."""
         return "\n".join(self.lines())
 
 

@@ -54,6 +54,7 @@ class CaptureArguments(TypedDict, total=False):
     phase: Phase | None
     state: Iterable[torch.Tensor] | None
     ranks: Ranks | None
+    config: RunnerConfig | None
     backend: str | Backend
     buckets: tuple[int, ...] | list[int]
     max_batch: int
@@ -424,6 +425,7 @@ class DecodeRunner(RequestRunner[V]):
             for a warm-up or a look. By default all that its operators write is found and put back. A large KV cache
             that a custom operator writes may be too large for that: give the parts that padded rows write, or `()`.
         ranks: The processes that run each step together, in one bucket.
+        config: Its options; keywords beside it win. Options that this runner does not use are ignored.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses.
 

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack, final
 
 from ..backends.base import Backend
+from ..dataflow import environment
 from ..dataflow.axes import BATCH, TOKENS, Live, Sizes
 from ..dataflow.inputs import V
 from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
-from .engine.config import config_of, switch_of
+from .engine.config import RunnerConfig, config_of
 from .engine.graphs import ReadBatch
 from .engine.routes import EagerRoutes, Route
 from .engine.runner import Runner
@@ -17,7 +18,6 @@ from .engine.statistics import Decision
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 
-NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
 
 
@@ -27,6 +27,7 @@ class EagerArguments(TypedDict, total=False):
     sizes: Sizes
     settings: object
     ranks: Ranks | None
+    config: RunnerConfig | None
     backend: str | Backend
     no_copy: bool | None
 
@@ -44,6 +45,7 @@ class EagerRunner(Runner[V]):
         sizes: Sizes of the fixed axes.
         settings: What `when=` of slots refers to.
         ranks: The processes that run each step together, and exchange their sizes.
+        config: Its options; keywords beside it win. Options that this runner does not use are ignored.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses.
 
@@ -55,7 +57,7 @@ class EagerRunner(Runner[V]):
         config = config_of(type(self), options)
         stage = Stage.of(inputs, step, **options)
         declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying
-        no_copy = bool(switch_of(NO_COPY_VARIABLE)) if config.no_copy is None else config.no_copy
+        no_copy = bool(environment.switch_of(environment.NO_COPY)) if config.no_copy is None else config.no_copy
         # count rows of requests if there are any, else of tokens, else of the first varying axis
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Generic, final
 
 import attrs
+from torch.autograd import profiler
 
 from ..backends.base import Backend
 from ..dataflow.axes import Axis, Live, Sizes
@@ -376,6 +377,8 @@ class BucketBuffers(Generic[V]):
         if lock.locked():
             raise layer.step_lock.refusal()
         with lock:
+            if profiler._is_profiler_enabled:  # noqa: SLF001 - torch has no public name
+                return profiler.record_function("slotgraph:fill")(self._fill)(batch, live, absent, only, skip, side)
             return self._fill(batch, live, absent, only, skip, side)
 
     def _fill(

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal
 
 import typer
@@ -36,6 +36,19 @@ def _in_a_folder(file: pathlib.Path | None) -> pathlib.Path | None:
     return file
 
 
+def _completed(*names: str, group: str = "") -> Callable[[str], list[str]]:
+    """Return the completion of an option that takes one of these names, or of a group of entry points.
+
+    A test compares the names with those of the library, which is too slow to import for a completion.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        known = {*names, *importlib.metadata.entry_points(group=group).names}
+        return sorted(name for name in known if name.startswith(incomplete))
+
+    return complete
+
+
 _FORMAT: Final = typer.Option("--format", help="How to show it: JSON for scripts, html as a page.")
 _Form = Annotated[Literal["table", "json", "html"], _FORMAT]
 _Output = Annotated[
@@ -49,7 +62,16 @@ _Output = Annotated[
         help="Write it to this file, not to the screen.",
     ),
 ]
-_Backend = Annotated[str, typer.Option(metavar="NAME", help="A backend; see `slotgraph backends`.")]
+_Backend = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        autocompletion=_completed(
+            _AUTO, "cpu", "cpu-capture", "cuda", "npu", "accelerator", group="slotgraph.backends"
+        ),
+        help="A backend; see `slotgraph backends`.",
+    ),
+]
 _Size = Annotated[
     list[str] | None,
     typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
@@ -122,7 +144,12 @@ def explain(
     ] = None,
     backend: _Backend = _AUTO,
     lowering: Annotated[
-        str, typer.Option(metavar="NAME", help="How the plan is run, as `slotgraph backends` lists it for the backend.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=_completed(_AUTO, "in_graph", "fused", "direct", "foreach", "slot_by_slot"),
+            help="How the plan is run, as `slotgraph backends` lists it for the backend.",
+        ),
     ] = _AUTO,
     capture: Annotated[
         bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")
@@ -253,7 +280,11 @@ def check(
     batches: _Batches = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHECK", help="One of the checks above; may be repeated. All by default."),
+        typer.Option(
+            metavar="CHECK",
+            autocompletion=_completed("poison", "parity", "addresses", "coverage", "races", "weights", "transition"),
+            help="One of the checks above; may be repeated. All by default.",
+        ),
     ] = None,
     read_outside: Annotated[
         list[str] | None,

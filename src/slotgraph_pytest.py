@@ -4,7 +4,6 @@ It is loaded in every run, so it imports slotgraph and torch only if a test need
 """
 
 import functools
-import os
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 BACKEND: Final = "slotgraph_backend"
 BACKENDS: Final = "slotgraph_backends"
-VARIABLE: Final = "SLOTGRAPH_TEST_BACKENDS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slotgraph-backends",
         metavar="NAMES",
         help="backends that slotgraph_backend takes, by name with commas between; each that can run here if not "
-        f"given, nor in {VARIABLE} or the setting {BACKENDS}",
+        f"given, nor in SLOTGRAPH_TEST_BACKENDS or the setting {BACKENDS}",
     )
     parser.addini(BACKENDS, "backends that slotgraph_backend takes", type="args", default=[])
 
@@ -53,10 +51,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _chosen(config: pytest.Config, marker: pytest.Mark | None) -> list[str]:
     """Return the backends of one test: the marker's or the project's, limited to those that the run names."""
-    run = _names(config.getoption(BACKENDS) or os.environ.get(VARIABLE) or "")
+    from slotgraph.dataflow import environment  # noqa: PLC0415 - a test has asked for it
+
+    run = _names(config.getoption(BACKENDS) or environment.text_of(environment.TEST_BACKENDS))
     if marker is None and (named := run or _names(" ".join(config.getini(BACKENDS)))):
         return named
-    from slotgraph.backends import load, names  # noqa: PLC0415 - a test has asked for it
+    from slotgraph.backends import load, names  # noqa: PLC0415 - as above
 
     if marker is None:
         return [name for name in names() if load(name).is_available()]

@@ -11,16 +11,20 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeGuard, get_args
 
 import attrs
 import pytest
 
 import slotgraph
+from slotgraph import BreakableRunner, DecodeRunner, EagerRunner, PrefillRunner
 from slotgraph.backends import Capabilities
 from slotgraph.config import RunnerConfig
+from slotgraph.dataflow import environment
 from slotgraph.extend import Slot
+from slotgraph.runners.engine.config import keywords_of
 from slotgraph.runners.engine.statistics import Statistics, Why
+from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from tests.faults.planted import FAULTS
 
 ROOT: Final = Path(__file__).parents[1]
@@ -292,11 +296,42 @@ def test_how_it_works_names_modules_and_classes_that_there_are() -> None:
             )
 
 
-def test_run_names_each_option_and_its_default() -> None:
-    """The table of options is that of `RunnerConfig`."""
-    page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
-    table = page.split("| option | default | meaning |")[1].split("```")[0]
-    named = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]+?)`? \|", table, re.MULTILINE))
-    defaults = {field.name: field.default for field in attrs.fields(RunnerConfig)}
-    declared = {name: defaults[name] for name in RunnerConfig.options()}
-    assert named == {name: "none" if value is None else json.dumps(value) for name, value in declared.items()}
+CONFIGURATION: Final = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+_GRAPHS: Final = (DecodeRunner, PrefillRunner, BreakableRunner, DraftRunner)
+RUNNERS: Final[list[type]] = [*_GRAPHS, DraftExtendRunner, MultiLayerDraftExtendRunner, EagerRunner]
+
+
+def cells(head: str) -> dict[str, list[str]]:
+    """The rows of the table with this head on the page of options, by their first cell."""
+    table = CONFIGURATION.split(head)[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()[2:]]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_each_option_is_named_with_its_type_default_and_runners() -> None:
+    """The table of options is that of `RunnerConfig`, and says which runners use each."""
+    fields, named = attrs.fields_dict(RunnerConfig), cells("| option | type |")
+    assert [*named] == [*RunnerConfig.options()]
+    for name, (kind, default, used, _) in named.items():
+        field = fields[name]
+        assert kind.strip("`").replace("\\|", "|") == getattr(field.type, "__name__", str(field.type))
+        assert default.strip("`") == ("none" if field.default is None else json.dumps(field.default))
+        users = [one.__name__ for one in RUNNERS if name in keywords_of(one)]
+        groups = {"all": RUNNERS, "graphs": RUNNERS[:-1]}
+        assert users == [one.__name__ for one in groups[used]] if used in groups else re.findall(r"\w+", used), name
+
+
+def test_each_variable_of_the_environment_is_named() -> None:
+    """The table of variables is that of the code, and no other module reads or names one."""
+    assert [*cells("| variable | takes |")] == [*environment.VARIABLES]
+    assert len({*environment.VARIABLES}) == len(environment.VARIABLES)
+    for folder in ("dataflow", "backends", "runners", "src"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not any(one.is_symlink() for one in (path, *path.parents)) and path.name != "environment.py":
+                texts = [node.value for node in ast.walk(ast.parse(path.read_text("utf-8"))) if is_text(node)]
+                assert [text for text in texts if text in environment.VARIABLES] == [], path
+
+
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """Whether a node is a text."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -15,6 +15,7 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.errors import CheckError, ConfigError, ReplayError, did_you_mean
 from ...dataflow.plan import Absent
+from ...dataflow.shown import Shown, Table, TableRow
 from ..decode import DecodeRunner
 from ..engine.capture import progress_over
 from ..engine.config import checked
@@ -44,8 +45,8 @@ Makers = Sequence[Callable[[], Sample]]
 """Functions that each make one batch anew when it is needed, since there may be many, and large ones."""
 
 
-@attrs.frozen(kw_only=True)
-class CheckReport:
+@attrs.frozen(kw_only=True, repr=False)
+class CheckReport(Shown):
     """The results of checks of one runner.
 
     Attributes:
@@ -79,6 +80,16 @@ class CheckReport:
     def as_data(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         return {**attrs.asdict(self), "ok": self.ok}
+
+    def tables(self) -> Iterator[Table]:
+        """Yield a row a check, and below them what was found."""
+        rows = list[TableRow]()
+        for name, steps in self.steps.items():
+            found = self.of(name)
+            slots = [one.slot for one in found if one.slot]
+            rows.append({"check": name, "steps": steps, "findings": len(found), "slots": slots})
+        title, *lines = str(self).splitlines()
+        yield Table(title, rows, "\n".join(lines))
 
     def __str__(self) -> str:
         """Return a line for the whole, then one a finding and one a note."""

@@ -32,13 +32,14 @@ from ...dataflow.errors import (
 )
 from ...dataflow.inputs import Inputs
 from ...dataflow.plan import Pattern
+from ...dataflow.shown import Shown, Table, html, printable
 from ..check.checks import check as check_runner
 from ..decode import GraphRunner
 from ..engine.runner import Runner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
-from ..explained.pages import WIDE, Page, Shown, Table, html, printable
+from ..explained.pages import Page
 from ..recording.records import RecordedFile
 from ..recording.replaying import RecordedRanks, replay_file, tables_of
 from ..serial import to_data
@@ -47,6 +48,8 @@ from ..testing.bench import bench as measure_inputs
 from .demo import show as show_demo
 
 FAILED: Final = 1  # a check failed, or a backend cannot run; typer exits with 2 for arguments it rejects
+_WIDE: Final = 1000
+"""Columns in a pipe or file, where nothing must fit a screen, and a folded name could not be searched for."""
 _NEITHER: Final = "not a subclass of slotgraph.Inputs, nor a runner"
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 Result = tuple[Any, Shown, bool]
@@ -64,8 +67,8 @@ def run(command: Callable[..., Result], form: str, output: pathlib.Path | None, 
     elif form == "mermaid":
         text = mermaid(data if isinstance(data, Explanation) else data.declaration)
     else:
-        width, bold = shutil.get_terminal_size((WIDE, 0)).columns, functools.partial(typer.style, bold=True)
-        text = "\n".join(table.lines(width, bold) for table in shown.tables())
+        width, bold = shutil.get_terminal_size((_WIDE, 0)).columns, functools.partial(typer.style, bold=True)
+        text = shown.text(width, bold)
     _write(text, output)
     if not is_well:
         raise typer.Exit(FAILED)
@@ -358,13 +361,7 @@ def check(
     runner, given = captured(find(target)), _batches(target, batches)
     options: dict[str, Any] = {"only": only or (), "read_outside": read_outside or (), "random": random}
     report = check_runner(runner, given, rounds=rounds, seed=seed, **options)
-    title, *lines = str(report).splitlines()
-    found = {name: report.of(name) for name in report.steps}
-    rows = [
-        {"check": name, "steps": steps, "findings": len(found[name]), "slots": [o.slot for o in found[name] if o.slot]}
-        for name, steps in report.steps.items()
-    ]
-    return report.as_data(), Page([Table(title, rows, "\n".join(lines))]), report.ok
+    return report.as_data(), report, report.ok
 
 
 def replay(file: pathlib.Path, target: str | None, step: int | None) -> Result:
@@ -374,7 +371,7 @@ def replay(file: pathlib.Path, target: str | None, step: int | None) -> Result:
         if target is not None:
             given = {} if read.runner.ranks is None else {"ranks": RecordedRanks(read.runner.ranks)}
             report = replay_file(read, captured(find(target, given=given)), step)
-            return report, Page([*tables_of(report)]), report.ok
+            return report, report, report.ok
         found = read if step is None else read.only(step)[0]
     except RecordingError as error:
         exit_refused(printable(str(error)))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...backends import name_of
+from ...dataflow import environment
 from ...dataflow.axes import Axis, Dim
 from ...dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ...dataflow.declaration import Declaration
@@ -138,8 +139,6 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
 
 MOST_ROWS: Final = 1 << 24
 """The most rows of a bucket: a larger number is taken for a typing error."""
-DEBUG_VARIABLE: Final = "SLOTGRAPH_DEBUG"
-"""The environment variable that selects the debug modes of runners without the option."""
 GENERATIONS: Final = "generations"
 ADDRESSES: Final = "addresses"
 KEYS: Final = "keys"
@@ -154,35 +153,14 @@ from their step.
 CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, KEYS})
 """The modes that `True` selects: those that run no step twice."""
 Wanted: TypeAlias = bool | str | Collection[str] | None
-_WORDS: Final = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("", "0", "false", "no", "off"), False),
-}
-
-
-def switch_of(variable: str, *, or_names: bool = False) -> bool | str:
-    """Return whether an environment variable is on. It is off if it is not set.
-
-    Args:
-        variable: Its name.
-        or_names: Whether to return any other text as it is.
-
-    Raises:
-        ConfigError: The text is neither 1, true, yes, on nor 0, false, no, off, in upper or lower case.
-    """
-    text = os.environ.get(variable, "").strip()
-    found = _WORDS.get(text.lower(), text)
-    if isinstance(found, bool) or or_names:
-        return found
-    raise ConfigError(f"{variable}={text!r:.80}: use 1, true, yes or on, or 0, false, no or off, or unset it")
 
 
 def modes_of(wanted: Wanted) -> frozenset[str]:
     """Return the debug modes that a bool, names, or one text with commas selects. None reads the environment."""
     source = "option 'debug'"
     if wanted is None:
-        source = DEBUG_VARIABLE
-        wanted = switch_of(DEBUG_VARIABLE, or_names=True)
+        source = environment.DEBUG
+        wanted = environment.switch_of(source, or_names=True)
     if isinstance(wanted, bool):
         return CHEAP if wanted else frozenset()
     names: Any = wanted.split(",") if isinstance(wanted, str) else wanted
@@ -289,12 +267,13 @@ def _refuse(constant: str) -> float:
 
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
-    """The options of a runner. Each runner uses some, and refuses the others.
+    """Options of runners, for `config=`: `DecodeRunner(Inputs, step, config=RunnerConfig.load("runner.toml"))`.
 
-    A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
+    Runners of different classes may share one: each takes the options that it uses, and ignores the others. Keywords
+    beside `config=` win, and must be options that the runner uses.
 
     Attributes:
-        backend: A backend's name, or "auto".
+        backend: A backend's name, or "auto" for the one that SLOTGRAPH_BACKEND names, or the best that can run here.
         buckets: Padded request counts to capture, or None for a default ladder up to `max_batch`. For a prefill runner
             they are token counts, up to `max_tokens`, with at most `max_batch` requests.
         max_batch: The largest number of requests in a captured step.
@@ -310,7 +289,8 @@ class RunnerConfig:
         sharing: Whether a runner shares input memory with others of its pool. None takes what the backend's record
             says.
         graphs: Whether steps are captured at all. If not, all run eagerly.
-        lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
+        lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the one that SLOTGRAPH_LOWERING
+            names, or the first of them.
         compile_computed: Whether the functions of computed slots in a graph are compiled as one by torch.compile. None
             compiles those that make only whole numbers, if the backend's record says so. True also compiles others,
             which may round otherwise.
@@ -369,18 +349,33 @@ class RunnerConfig:
         return tuple(field.name for field in attrs.fields(cls) if field.name != "named")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "RunnerConfig":
-        """Read a `.toml` or `.json` file. Raise ConfigError if it cannot be read or parsed, or has unknown keys."""
+    def load(cls, path: str | os.PathLike[str], table: str = "") -> "RunnerConfig":
+        """Read a `.toml` or `.json` file.
+
+        Args:
+            path: The file.
+            table: The table that has the options, such as "tool.slotgraph", if the file has other tables, too. By
+                default the file has options alone.
+
+        Raises:
+            ConfigError: It cannot be read or parsed, or it has no such table, unknown keys, or wrong values.
+        """
         file = pathlib.Path(checked("path", "the path of a .toml or .json file", path, (str, os.PathLike)))
         readers: dict[str, Any] = {".toml": tomllib.loads, ".json": json_data}
         read = readers.get(file.suffix)
         if read is None:
             raise ConfigError(f"{file.name}: configuration is a .toml or .json file")
+        checked("table", "a name, such as 'tool.slotgraph'", table, str)
         try:
             data = read(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file.name}: {error}") from error
-        return cls.of(checked(file.name, "keys and values", data, dict))
+        found = checked(file.name, "keys and values", data, dict)
+        for key in table.split(".") if table else ():
+            if key not in found:
+                raise ConfigError(f"{file.name} has no table {table!r}{did_you_mean(key, found)}")
+            found = checked(f"{key!r} of {file.name}", "keys and values", found[key], dict)
+        return cls.of(found)
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
@@ -420,7 +415,7 @@ class RunnerConfig:
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
     """Return the configuration of a runner of this class from all its keywords.
 
-    It has every option that the class uses.
+    It has every option that the class uses: by its keyword, else from `config=`, whose other options are ignored.
     """
     used, every = keywords_of(kind), RunnerConfig.options()
     for name in sorted(options.keys() - used):
@@ -428,10 +423,12 @@ def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
             raise ConfigError(f"{kind.__name__} does not use option {name!r}: leave it out")
         instead = hint(name, {*used, *every}, f"known are {', '.join(sorted(used))}")
         raise ConfigError(f"{kind.__name__}: unknown option {name!r}: {instead}")
-    known = used.intersection(every)
-    given = {name: value for name, value in options.items() if name in known}
-    backend = name_of(options.get("backend", "auto"))
-    return attrs.evolve(RunnerConfig.of({**given, "backend": backend}), named=known)
+    config = options.get("config")
+    if config is None:
+        config = RunnerConfig()
+    checked("config", "a RunnerConfig, such as RunnerConfig.load(path), or None", config, RunnerConfig)
+    found = {name: options.get(name, getattr(config, name)) for name in used.intersection(every)}
+    return RunnerConfig.of({**found, "backend": name_of(found["backend"])})
 
 
 @functools.cache

@@ -360,7 +360,7 @@ class Filler(Generic[V]):
         use.stream = clock.stream = stream
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Captured:
     """The graph of one bucket for one pattern of absent slots.
 
@@ -380,6 +380,10 @@ class Captured:
     taken: Mapping[int, AbstractSet[str]]
     verified: bool = False
 
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"<graph of bucket {self.rows} of {self.filling.filler.stage.declaration.name}>"
+
     def live(self, rows: int | None) -> Any:
         """Return the outputs' first rows, or all of them.
 
@@ -397,7 +401,7 @@ Recipe = Callable[[Filling, Look], tuple[Callable[[], Any], Around, State]]
 """Makes the call to capture for a bucket. Finds the step's state before it runs the step in another way."""
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.define(eq=False, slots=False, repr=False)
 class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 

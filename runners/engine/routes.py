@@ -38,6 +38,8 @@ class Route(abc.ABC, Generic[V]):
     """
 
     decision: Decision | None = None
+    range_name: ClassVar[str] = "slotgraph:replay"
+    """The name of its runs in a profile."""
     needs_view: ClassVar[bool] = True
     """Whether the step runs on the view. If not, it is a graph that reads slots alone."""
 
@@ -97,6 +99,8 @@ class GraphRoute(Route[V]):
 
 class EagerRoute(Route[V]):
     """A step without a graph, on live rows alone."""
+
+    range_name: ClassVar[str] = "slotgraph:eager"
 
     def run(self, view: V | None, live: Live) -> Any:
         """Run the step on its view."""

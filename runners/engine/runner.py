@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Generic
 
 import attrs
 import torch
+from torch.autograd import profiler
 
 from ...dataflow import log
 from ...dataflow.axes import Live, Sizes
@@ -189,11 +190,20 @@ class Runner(Unique, abc.ABC, Generic[V]):
         if lock.locked():
             raise self.step_lock.refusal()
         with lock:
-            call, route = self._fill(batch, side, whole=True)
+            is_profiled = profiler._is_profiler_enabled  # noqa: SLF001 - torch has no public name
+            if is_profiled:
+                call, route = profiler.record_function("slotgraph:fill")(self._fill)(batch, side, whole=True)
+            else:
+                call, route = self._fill(batch, side, whole=True)
             self._filled = None
             view = route.viewer(batch, call.live) if route.needs_view else None
-            alone = self._is_alone
-            outputs = route.run(view, call.live) if alone else self.coordinator.run(route.run, view, call.live)
+            if is_profiled:
+                run = profiler.record_function(route.range_name)(self.coordinator.run)
+                outputs = run(route.run, view, call.live)
+            elif self._is_alone:
+                outputs = route.run(view, call.live)
+            else:
+                outputs = self.coordinator.run(route.run, view, call.live)
             return own_copy(outputs) if self._owned else outputs
 
     def fill(self, batch: Any, **side: Any) -> V:
@@ -226,7 +236,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _fill_view(self, batch: Any, side: Side) -> V:
         with self.step_lock.open():
-            call, route = self._fill(batch, side, whole=False)
+            fill = self._fill
+            if profiler._is_profiler_enabled:  # noqa: SLF001 - as above
+                fill = profiler.record_function("slotgraph:fill")(fill)
+            call, route = fill(batch, side, whole=False)
             view = route.viewer(batch, call.live)
             use = route.filler.buffers.use
             self._others = use.others
@@ -246,7 +259,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 )
             try:
                 filler.order()
-                outputs = self.coordinator.run(filled.route.run, view, filled.live)
+                run = filled.route.run
+                if profiler._is_profiler_enabled:  # noqa: SLF001 - as above
+                    run = profiler.record_function(filled.route.range_name)(run)
+                outputs = self.coordinator.run(run, view, filled.live)
                 return own_copy(outputs) if self._owned else outputs
             except BaseException:  # the step may have overwritten filled slots
                 self._filled = None

@@ -8,9 +8,10 @@ import torch
 
 from ...backends import choose
 from ...backends.base import Backend
+from ...dataflow import environment
 from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes, Step
 from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
-from ...dataflow.capabilities import LoweringName
+from ...dataflow.capabilities import AUTO, LoweringName
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, did_you_mean
 from ...dataflow.fill.bucket import Bucket
@@ -18,7 +19,7 @@ from ...dataflow.inputs import Inputs, V
 from ...dataflow.lowering import LOWERINGS
 from ...dataflow.sources import Side
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
-from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
+from .config import RunnerConfig, check_step, checked_relations, checked_sizes, declaration_of, refuse
 from .current import shown_class
 from .outputs import map_tensors
 
@@ -36,7 +37,7 @@ def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
     return {**sizes, **{axis: size for axis, size in known.items() if axis in axes}}
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Stage(Generic[V]):
     """A declaration class that is ready to run: its enabled slots, its backend, and the step that runs on its views.
 
@@ -67,11 +68,12 @@ class Stage(Generic[V]):
         cls,
         inputs: type[V],
         step: Callable[[V], Any],
-        backend: str | Backend = "auto",
+        backend: str | Backend | None = None,
         sizes: Sizes = NO_SIZES,
         settings: object = None,
         relations: Mapping[Axis, Dim] | None = None,
         *,
+        config: RunnerConfig | None = None,
         ranks: Any = None,
         state: Any = None,
         **_: Any,
@@ -80,6 +82,7 @@ class Stage(Generic[V]):
 
         Raise DeclarationError, ConfigError or BackendUnavailableError if one is wrong.
         """
+        environment.warn_of_unknown()
         whole, sizes, follow = declaration_of(inputs), checked_sizes(sizes), checked_relations(relations)
         check_step("step", step)
         declaration = whole.under(settings, ranks).related(follow)
@@ -90,6 +93,8 @@ class Stage(Generic[V]):
         unsized = [axis.name for axis in declaration.axes if axis.fixed and axis not in sizes]
         if unsized:
             raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")
+        if backend is None:
+            backend = AUTO if config is None else config.backend
         restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
         if state is not None:
             single = isinstance(state, torch.Tensor) or not isinstance(state, Iterable)

@@ -4,11 +4,13 @@ import collections
 import itertools
 import re
 import time
+from collections.abc import Iterator
 from typing import Final, Literal, TypedDict
 
 import attrs
 
 from ...dataflow import log
+from ...dataflow.shown import Shown, Table
 
 EVERY: Final = 61
 """One fill of so many is timed. It is a prime, so that buckets which alternate are all timed sooner or later."""
@@ -200,8 +202,8 @@ class MemoryAccount:
         return self.inputs + self.graphs + self.outputs + self.uploads
 
 
-@attrs.frozen
-class CaptureReport:
+@attrs.frozen(repr=False)
+class CaptureReport(Shown):
     """The result of a capture.
 
     Attributes:
@@ -237,6 +239,15 @@ class CaptureReport:
             likewise = f" (and likewise {', '.join(one for _, more in others for one in more)})" if others else ""
             found.append(f"bucket {', '.join(buckets)}{likewise}: {reason}")
         return tuple(found)
+
+    def tables(self) -> Iterator[Table]:
+        """Yield bytes of memory, and why buckets failed."""
+        memory = {**attrs.asdict(self.memory), "driver": self.driver}
+        yield Table(
+            f"{len(self.captured)} buckets captured, {len(self.failed)} failed, in {self.seconds:.2g} s",
+            [memory],
+            "\n".join(self.reasons),
+        )
 
     def log(self, runner: str) -> None:
         """Log one event for the whole capture, and one for each reason for which buckets failed."""

@@ -19,9 +19,10 @@ from ...dataflow.capabilities import (
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
+from ...dataflow.shown import Table, TableRow
 from ...dataflow.sources import linear
 from ...dataflow.transition import Advance
-from .pages import Shown, Table, TableRow
+from .pages import Explained
 
 Extents = Mapping[Axis, tuple[int, int]]
 """The live and padded size of every axis."""
@@ -78,7 +79,7 @@ class SlotFacts:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class Explanation(Shown):
+class Explanation(Explained):
     """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
 
     Attributes:

@@ -10,6 +10,7 @@ import attrs
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import LoweringName
 from ...dataflow.plan import FillPlan
+from ...dataflow.shown import Table, cell
 from ..decode import GraphRunner
 from ..engine.config import checked
 from ..engine.runner import Runner
@@ -17,7 +18,7 @@ from ..engine.sharing import Layout, lasting
 from ..engine.statistics import Decision, human_bytes
 from ..recording.records import RanksRecord
 from .declared import NOT_SIZED, Explanation, explain_declaration
-from .pages import Shown, Table, cell
+from .pages import Explained
 
 
 @attrs.frozen
@@ -61,7 +62,7 @@ class Allocation:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class RunnerExplanation(Shown):
+class RunnerExplanation(Explained):
     """A runner as data.
 
     Attributes:

@@ -13,13 +13,13 @@ from ...backends.base import Event
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
+from ...dataflow.shown import Shown, Table
 from ..check.replays import COPIES, apart_from_step
 from ..check.trial import USUAL, Trial, copies, info_of, live_part, mismatches, unwatched
 from ..engine.runner import Runner
 from ..engine.sampling import Sample, rebuilt
 from ..engine.stage import Stage
 from ..engine.statistics import Decision
-from ..explained.pages import Table
 from ..ranks.group import CallSite, Exchange, Message, Ranks
 from .records import RanksRecord, RecordedFile, RecordedValue, RunnerRecord, StepRecord, plain_from_text
 
@@ -84,8 +84,8 @@ class Replayed:
     lines: tuple[str, ...] = ()  # notes first, then differences
 
 
-@attrs.frozen(kw_only=True)
-class ReplayReport:
+@attrs.frozen(kw_only=True, repr=False)
+class ReplayReport(Shown):
     """The results of a file's steps.
 
     Attributes:
@@ -101,6 +101,16 @@ class ReplayReport:
     def ok(self) -> bool:
         """Whether all steps that could run gave equal results."""
         return all(step.outcome in ("equal", "left out") for step in self.steps)
+
+    def tables(self) -> Iterator[Table]:
+        """Yield a row a step, and below them the differences."""
+        notes = [f"note: {note}" for note in self.notes]
+        notes += [f"step {one.number}: {line}" for one in self.steps for line in one.lines]
+        results = [
+            {**_decided(step), "result": step.outcome, "why": step.decision and step.decision.reason}
+            for step in self.steps
+        ]
+        yield Table(f"{self.file} on {self.runner}", results, "\n".join(notes))
 
 
 def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None) -> ReplayReport:
@@ -229,18 +239,10 @@ def _produce(step: StepRecord, view: Inputs) -> None:
             place.copy_(one.elements)
 
 
-def tables_of(found: RecordedFile | StepRecord | ReplayReport) -> Iterator[Table]:
-    """Return tables of a file and its last step, of one step, or of steps that were run again."""
+def tables_of(found: RecordedFile | StepRecord) -> Iterator[Table]:
+    """Return tables of a file and its last step, or of one step."""
     if isinstance(found, StepRecord):
         yield _shown_step(found, "" if found.raised is None else found.raised.traceback)
-    elif isinstance(found, ReplayReport):
-        notes = [f"note: {note}" for note in found.notes]
-        notes += [f"step {one.number}: {line}" for one in found.steps for line in one.lines]
-        results = [
-            {**_decided(step), "result": step.outcome, "why": step.decision and step.decision.reason}
-            for step in found.steps
-        ]
-        yield Table(f"{found.file} on {found.runner}", results, "\n".join(notes))
     else:
         facts, ranks = found.runner.facts, found.runner.ranks
         rows = [

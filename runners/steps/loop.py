@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final, Generic
 
 import torch
+from torch.autograd import profiler
 
 from ...backends.base import Event
 from ...dataflow.capabilities import HOST
@@ -210,7 +211,10 @@ class StepLoop(Generic[V]):
                     held = self._hold_reason or self._chain.hold_reason
                     self._hold_reason = ""
                     while (self._since or others) and len(waiting) <= (0 if held else self._ahead):
-                        step = self._launch(idle=not self._since and not any(one.keys for one in waiting))
+                        launch = self._launch
+                        if profiler._is_profiler_enabled:  # noqa: SLF001 - torch has no public name
+                            launch = profiler.record_function("slotgraph:step")(launch)
+                        step = launch(idle=not self._since and not any(one.keys for one in waiting))
                         if step is None:
                             return
                         waiting.append(step)

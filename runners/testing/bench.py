@@ -11,14 +11,15 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS, WIDTH
-from ...dataflow.capabilities import AUTO, CACHE_LOC, LoweringName, Role
+from ...dataflow.capabilities import AUTO, CACHE_LOC, LoweringName, Role, chosen_lowering
 from ...dataflow.errors import ConfigError, SlotGraphError
 from ...dataflow.inputs import Inputs
+from ...dataflow.shown import Table
 from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner, GraphRunner, RequestRunner
 from ..engine.runner import Runner
-from ..explained.pages import Shown, Table
+from ..explained.pages import Explained
 from ..recording.records import versions
 from .benchmarks import ORACLE, PADDED, SETS, Contestant, Drawn, draw, verify, ways_to_fill
 from .by_hand import COMPILED, PER_SLOT, REGROUPED, fill_by_hand
@@ -171,8 +172,8 @@ def cases(
             yield row, Run(way.call, () if note else timed)
 
 
-@attrs.frozen
-class BenchReport(Shown):
+@attrs.frozen(repr=False)
+class BenchReport(Explained):
     """What a benchmark has measured.
 
     Attributes:
@@ -259,11 +260,12 @@ def bench(
     found = [pair for runner, lives in measured for pair in cases(runner, lives, hands, batches)]
     runner, _ = measured[-1]
     on, ways = runner.stage.backend, {row["lowering"] for row, _ in found}
+    wanted = chosen_lowering(on.capabilities, runner.config.lowering)
     measure([run for _, run in found if run.batches], on, *(QUICK if quick else FULL))
     about = {
         "target": "" if target is None else f"{runner.name} of {runner.stage.declaration.name}",
         "measured": "whole step" if runner.is_whole else "fill",
-        "ours": next(name for name in (runner.config.lowering, *on.capabilities.lowerings) if name in ways),
+        "ours": next(name for name in (wanted, *on.capabilities.lowerings) if name in ways),
         "backend": on.name,
         "device": getattr(torch.get_device_module(on.device), "get_device_name", str)(on.device),
         "threads": THREADS,

@@ -9,7 +9,7 @@ import attrs
 from rich.console import Console
 
 from slotgraph.backends import Backend
-from slotgraph.runners.explained.pages import Table
+from slotgraph.dataflow.shown import Table
 from slotgraph.runners.testing.timing import Run, Spread, measure
 
 

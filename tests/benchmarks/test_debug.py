@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from slotgraph.backends import Backend
-from slotgraph.runners.engine.config import DEBUG_VARIABLE, MODES
+from slotgraph.dataflow import environment
+from slotgraph.runners.engine.config import MODES
 from slotgraph.runners.testing.bench import declare_decode, smallest_step
 from tests.benchmarks.decoding import draw
 from tests.benchmarks.shown import race
@@ -21,7 +22,7 @@ WAYS: dict[str, Any] = {"no option": None, "off": False, "True": True, **{mode: 
 @pytest.mark.slotgraph_backends("cpu-capture", "cuda")
 def test_modes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off is the same code as without the option; the modes that run steps again cost some steps."""
-    monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
+    monkeypatch.delenv(environment.DEBUG, raising=False)
     inputs, runners = declare_decode(9), dict[str, Any]()
     for name, debug in WAYS.items():
         told: dict[str, Any] = {} if debug is None else {"debug": debug}

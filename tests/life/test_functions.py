@@ -29,7 +29,7 @@ UNREAD: Final = (keep("only rules by row read it"), once(5))
 DTYPES: Final = (torch.int64, torch.int32, torch.float64)
 HEALTH: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 SHRINKS: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-EXAMPLES: Final = int(os.environ.get("SLOTGRAPH_GAMES", "0"))
+EXAMPLES: Final = int(os.environ.get("GAMES", "0"))
 Tensors = dict[str, torch.Tensor]
 
 # Rules by row, over one slot and another of the same kind, which may be itself; and rules that see all rows of slots.

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from slotgraph import record
 from slotgraph.backends import Availability, choose, names
 from slotgraph.backends.cpu import CpuBackend
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.shown import Table, cell, html
 from slotgraph.runners.check.checks import CHECKS, CheckReport
 from slotgraph.runners.commands import app as application
 from slotgraph.runners.explained.declared import Explanation
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import Table, cell, html
 from slotgraph.runners.serial import from_data
 from slotgraph.runners.testing import bench
 from slotgraph.runners.testing.bench import BenchReport
@@ -444,6 +445,36 @@ def test_help_and_version() -> None:
         assert any(line.startswith(f"    slotgraph {command}") for line in shown)
     assert [name for name in CHECKS if not any(line.startswith(f"  {name} ") for line in shown)] == []
     assert {"slotgraph 0.1.0", "completed: explain", "imported: set()"} <= set(shown)
+
+
+COMPLETED: Final = """
+import sys
+import typer.testing
+import slotgraph_cli
+
+for words in sys.argv[1:]:
+    given = {"COMP_WORDS": f"slotgraph {words}", "COMP_CWORD": str(words.count(" ") + 1)}
+    env = {"_SLOTGRAPH_COMPLETE": "complete_bash", **given}
+    print(typer.testing.CliRunner().invoke(slotgraph_cli.app, prog_name="slotgraph", env=env).output.split())
+print({"torch", "numpy", "slotgraph"} & {*sys.modules})
+"""
+
+
+def test_completed_names() -> None:
+    """Shells complete backends, lowerings and checks, those that the library has, and need no torch for that."""
+    auto = ["auto", *names()]
+    expected = {
+        **{f"{command} --backend ": auto for command in ("explain x:y", "bench", "demo")},
+        "demo --backend cpu": ["cpu", "cpu-capture"],
+        "explain x:y --lowering ": ["auto", *LADDER],
+        "explain x:y --lowering f": ["foreach", "fused"],
+        "check x:y --only ": [*CHECKS],
+        "check x:y --only poison --only pa": ["parity"],
+        "check x:y --only nothing": [],
+    }
+    done = python("-c", COMPLETED, *expected)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [*(str(sorted(known)) for known in expected.values()), "set()"]
 
 
 HUGE: Final = "9" * 23

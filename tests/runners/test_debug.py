@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep, output
+from slotgraph.dataflow import environment
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, ReplayError
 from slotgraph.dataflow.sources import look_up
@@ -19,7 +20,7 @@ from slotgraph.extend import side
 from slotgraph.pool import InputPool
 from slotgraph.runners.check.trial import named
 from slotgraph.runners.debug import debugged
-from slotgraph.runners.engine.config import CHEAP, DEBUG_VARIABLE, MODES, modes_of
+from slotgraph.runners.engine.config import CHEAP, MODES, modes_of
 from slotgraph.runners.engine.hooks import Watcher
 from tests.life import test_ahead as advancing
 from tests.runners import prefilled, test_draft, test_draft_extend
@@ -104,7 +105,7 @@ def test_every_kind_of_runner(
     """Made under the environment's word, each looks at its steps and accuses none, and gives what it gives without."""
     made = []
     for modes in (",".join(MODES), ""):
-        monkeypatch.setenv(DEBUG_VARIABLE, modes)
+        monkeypatch.setenv(environment.DEBUG, modes)
         for keeps in KEEPING:
             keeps.cache_clear()
         made.append(kind(backend))
@@ -290,21 +291,21 @@ def test_step_that_cannot_be_watched() -> None:
 
 def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bool, names in one text or several, or else the environment; the nearest name where one is unknown."""
-    monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
+    monkeypatch.delenv(environment.DEBUG, raising=False)
     assert modes_of(None) == modes_of(wanted=False) == modes_of("") == modes_of(()) == frozenset()
     assert modes_of(wanted=True) == CHEAP == {"generations", "addresses", "keys"}
     assert modes_of("poison, parity") == modes_of(["parity", "poison"]) == {"parity", "poison"}
     for said, modes in {"1": CHEAP, "True": CHEAP, "0": set(), "": set(), "poison": {"poison"}}.items():
-        monkeypatch.setenv(DEBUG_VARIABLE, said)
+        monkeypatch.setenv(environment.DEBUG, said)
         assert modes_of(None) == modes
         assert modes_of(wanted=False) == frozenset()
-    monkeypatch.setenv(DEBUG_VARIABLE, "poisen")
+    monkeypatch.setenv(environment.DEBUG, "poisen")
     with pytest.raises(ConfigError, match=r"SLOTGRAPH_DEBUG: unknown debug mode 'poisen': did you mean 'poison'\?"):
         plain_runner("cpu")
     assert_right(plain_runner("cpu", debug=False)(random_batch(2, 1)), random_batch(2, 1))
     with pytest.raises(ConfigError, match=r"option 'debug': unknown debug mode 'paritty': did you mean 'parity'\?"):
         plain_runner("cpu", debug="paritty")
-    monkeypatch.setenv(DEBUG_VARIABLE, ",".join(MODES))
+    monkeypatch.setenv(environment.DEBUG, ",".join(MODES))
     eager = EagerRunner(PlainInputs, plain_step, backend="cpu")  # which has neither graphs nor tails
     assert eager.watch.watchers == ()
     with pytest.raises(ConfigError, match="debug mode parity checks graphs, and this EagerRunner has none"):

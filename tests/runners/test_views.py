@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, output, staged
+from slotgraph.dataflow import environment
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, DeclarationError, ReplayError
-from slotgraph.runners.eager import NO_COPY_VARIABLE
 from tests.runners.models import PlainInputs, assert_right, batch_for, decoder, plain_runner, plain_step, random_batch
 
 PAGES = Axis("PAGES")
@@ -307,7 +307,7 @@ def test_without_copies_a_step_sees_the_batchs_tensors(cpu: str, monkeypatch: py
     cases = (None, True, True), (None, None, False), ("1", None, True), ("1", False, False), ("0", None, False)
     for variable, argument, hands_through in cases:
         if variable is not None:
-            monkeypatch.setenv(NO_COPY_VARIABLE, variable)
+            monkeypatch.setenv(environment.NO_COPY, variable)
         runner: Any = EagerRunner(PlainInputs, lambda view: (view, plain_step(view)), backend=cpu, no_copy=argument)
         for requests in (5, 2, 17):
             batch = random_batch(requests, seed=requests)

@@ -164,7 +164,9 @@ def each_runner_has_its_options() -> None:
     DraftExtendRunner(DecodeInputs, step, width=3, phase=None, ranks=None)
     DraftExtendRunner(DecodeInputs, step, buckets=[1])  # type: ignore[call-arg]
     EagerRunner(DecodeInputs, step, **RunnerConfig.load("runner.toml").as_data())
-    DraftExtendRunner(DecodeInputs, step, width=2, **RunnerConfig.load("runner.toml").as_data())
+    EagerRunner(DecodeInputs, step, config=RunnerConfig.load("pyproject.toml", table="tool.slotgraph"))
+    DraftExtendRunner(DecodeInputs, step, width=2, config=RunnerConfig(max_tokens=7))
+    DecodeRunner(DecodeInputs, step, config="runner.toml")  # type: ignore[arg-type]
 
 
 def statistics_are_typed(decode: DecodeRunner[Any], prefill: PrefillRunner[Any], anyone: Runner[Any]) -> None:

@@ -24,7 +24,7 @@ from slotgraph.dataflow.sources import Source
 from slotgraph.pool import InputPool
 from slotgraph.ranks import PipelineStage, Ranks
 from slotgraph.runners.engine.config import keywords_of
-from tests.runners.kinds import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, tensors_of
+from tests.runners.kinds import ARGUMENTS, RUNNERS, WIDE, Fed, Step, batch_of, captured, make, tensors_of
 from tests.strategies import declaration_of
 
 OPTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -301,6 +301,54 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path_factory: pytest.TempPath
             assert RunnerConfig.load(path).as_data() == data
     with nullcontext() if options <= {"no_copy"} else pytest.raises(ConfigError, match="EagerRunner does not use"):
         make("EagerRunner", **RunnerConfig.of(data).as_data())
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_one_configuration_serves_all_runners(runner: str) -> None:
+    """A runner takes from it what it uses, and ignores the rest; a keyword wins; anything else is refused."""
+    good = {name: value for name, (value, _) in OPTIONS.items()}
+    shared, given = RunnerConfig.of({**good, "backend": "cpu-capture"}), ARGUMENTS.get(runner, {})
+    kind: Any = RUNNERS[runner]
+    arguments = {"settings": {"window": False}, "inputs": Fed, "step": Step(), **given, "config": shared}
+    made = kind(arguments.pop("inputs"), arguments.pop("step"), **arguments)
+    own = {name: value for name, value in good.items() if name in USED[runner]}
+    own |= {name: value for name, value in given.items() if name in own}
+    assert made.stage.backend.name == "cpu-capture"
+    taken = {name: value for name, value in made.config.as_data().items() if (runner, name) != ("DraftRunner", "width")}
+    assert taken == {**own, "backend": "cpu-capture"}
+    winning = {name: getattr(RunnerConfig(), name) for name in own.keys() - given.keys() - {"buckets"}}
+    won = make(runner, config=shared, backend="cpu", **winning)
+    assert won.stage.backend.name == "cpu"
+    assert {name: getattr(won.config, name) for name in winning} == winning
+    for wrong in ({"backend": "cpu"}, "runner.toml", RunnerConfig, 3):
+        with pytest.raises(ConfigError, match=r"config: expected a RunnerConfig, such as .*, or None, got"):
+            make(runner, config=wrong)
+
+
+TABLES: dict[str, Any] = {"project": {"name": "engine"}, "tool": {"slotgraph": {"width": 3}, "x": 5}, "width": 4}
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_table_of_a_file(suffix: str, tmp_path: Path) -> None:
+    """The options may be one table among others; a table that is not there is refused by its name, as other junk is."""
+    file = tmp_path / f"engine{suffix}"
+    toml = 'width = 4\n[project]\nname = "engine"\n[tool]\nx = 5\n[tool.slotgraph]\nwidth = 3\n'
+    file.write_text(json.dumps(TABLES) if suffix == ".json" else toml, encoding="utf-8")
+    assert RunnerConfig.load(file, table="tool.slotgraph") == RunnerConfig(width=3)
+    with pytest.raises(ConfigError, match="unknown option 'project'"):
+        RunnerConfig.load(file)
+    for table, says in {
+        "tool.slotgrap": "has no table 'tool.slotgrap'; did you mean 'slotgraph'",
+        "tools": "has no table 'tools'; did you mean 'tool'",
+        "tool.slotgraph.": "has no table 'tool.slotgraph.'",
+        "tool.x": "'x' of engine.*: expected keys and values, got 5",
+        "tool.x.y": "'x' of engine.*: expected keys and values, got 5",
+        "project": "unknown option 'name'",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            RunnerConfig.load(file, table=table)
+    with pytest.raises(ConfigError, match=r"table: expected a name, such as 'tool.slotgraph', got \['tool'\]"):
+        RunnerConfig.load(file, table=["tool"])  # type: ignore[arg-type]
 
 
 def test_all_faults_of_a_file_are_told_at_once(tmp_path: Path) -> None:

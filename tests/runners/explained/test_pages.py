@@ -8,12 +8,16 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
+from slotgraph.dataflow.shown import cell, html, printable
+from slotgraph.runners.check.checks import CheckReport
+from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.explained.declared import mermaid
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import cell, html, printable
+from slotgraph.runners.recording.replaying import Replayed, ReplayReport
 from slotgraph.runners.serial import to_data
 from tests.runners.explained.houses import (
     HARM,
@@ -200,7 +204,76 @@ def test_hostile_names_are_letters() -> None:
 def test_texts_fit_a_terminal(explained: Callable[[], Any]) -> None:
     """`repr` is one line. `str` has 80 columns, and no letter less than a wide terminal has."""
     found = explained()
-    assert re.fullmatch(r"<explanation of .*>", repr(found))
+    assert re.fullmatch(r"<\w*Explanation: .*>", repr(found))
     assert max(map(len, str(found).splitlines())) <= 80
     folded, whole = (re.sub(r"[\s─]", "", text) for text in (str(found), printed(found)))
     assert sorted(folded) == sorted(whole)
+
+
+def reports() -> dict[str, Any]:
+    """A plan, and reports of what was done to runners, with faults and without."""
+    runner, broken = full_runner(lowering="in_graph"), harmful_runner()
+    captured = runner.capture()
+    with pytest.raises(CaptureError):
+        broken.capture()
+    step = Replayed(number=3, outcome="different", lines=(HARM, "outputs row 2"))
+    return {
+        "FillPlan": runner.plan(8),
+        "CaptureReport": captured,
+        "a failed CaptureReport": broken.report,
+        "CheckReport": slotgraph.check(runner, only="coverage", progress=False),
+        "a bad CheckReport": CheckReport(runner="R", findings=(Finding("parity", "ids", HARM),), steps={"parity": 4}),
+        "ReplayReport": ReplayReport(file="a.safetensors", runner="R", notes=("other torch",), steps=(step,)),
+    }
+
+
+def test_plans_and_reports_are_shown_like_explanations() -> None:
+    """`repr` is one line that begins with the kind; rich and a notebook show each table, and letters are letters."""
+    for name, found in reports().items():
+        kind = name.split()[-1]
+        titles = [printable(table.title) for table in found.tables()]
+        assert repr(found) == f"<{kind}: {titles[0]}>"
+        assert len(repr(found)) < 160, repr(found)
+        for width in (60, 200):
+            shown = Console(width=width, color_system=None, force_terminal=True, legacy_windows=False)
+            with shown.capture() as written:
+                shown.print(found)
+            text = written.get()
+            assert [line.rstrip() for line in text.splitlines()] == [*found.text(width).splitlines(), ""]
+            assert max(map(len, text.splitlines())) <= width
+        page = Parsed(found._repr_html_())
+        words = " ".join(page.text.split())
+        for table in found.tables():
+            lines = [
+                table.title,
+                *f"{table.text}".splitlines(),
+                *(cell(one) for row in table.rows for one in row.values()),
+            ]
+            assert [line for line in lines if " ".join(printable(line).split()) not in words] == []
+        assert {tag for tag, _ in page.tags} <= {
+            "div",
+            "style",
+            "section",
+            "h1",
+            "h2",
+            "table",
+            "tr",
+            "th",
+            "td",
+            "pre",
+        }
+
+
+def test_a_plan_is_printed_whole() -> None:
+    """`str` of a plan folds no line, so that a slot can be searched for."""
+    plan = full_runner().plan(8)
+    assert str(plan).splitlines() == [*plan.lines()]
+    assert max(map(len, str(plan).splitlines())) > 80
+
+
+def test_graphs_are_short() -> None:
+    """What a runner is made of is one line in a debugger or a message of pytest, however much it holds."""
+    runner = ready(full_runner())
+    assert repr(runner.graphs.captured[8, frozenset()]) == "<graph of bucket 8 of FullInputs>"
+    for part in (runner.graphs, runner.stage, *runner.graphs.captured.values()):
+        assert len(repr(part)) < 100

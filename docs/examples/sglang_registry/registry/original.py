@@ -16,7 +16,7 @@ import attrs
 import torch
 
 VERSION: Final = "0.5.23"
-VARIABLE: Final = "SLOTGRAPH_SGLANG_WHEEL"
+VARIABLE: Final = "SGLANG_WHEEL"
 """The environment variable that names the wheel."""
 ONE_WHEEL: Final = ("--python-version=3.11", "--platform=manylinux_2_34_x86_64", "--only-binary=:all:")
 """The same wheel for each Python, since none of its compiled modules is loaded."""
