@@ -14,6 +14,7 @@ from ..dataflow.errors import BackendUnavailableError, ConfigError, hint
 from ..dataflow.lowering import LOWERINGS
 from ..dataflow.packet import Upload
 from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
+from .ring import ring_on
 
 __all__ = [
     "DEVICE",
@@ -32,6 +33,7 @@ __all__ = [
     "choose",
     "load",
     "names",
+    "ring_on",
 ]
 
 GROUP: Final = "slotgraph.backends"

@@ -133,14 +133,15 @@ def _expected(to: Buffer, shape: Extent) -> str:
 def wrong_rank(slot: str, shape: Shape, came: Sequence[int]) -> Fault:
     """Make the fault for a source of this shape, which has more or fewer dims than its slot."""
     expected = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
-    return Fault(slot, f"slot {slot!r}: expected {expected}, got {len(came)}: shape {[*came]} for {[*shape]}")
+    shapes = f"shape {[*came]} for {[*shape]}"
+    return Fault(slot, f"slot {slot!r}: expected {expected}, got {len(came)}: {shapes}; reshape it")
 
 
 def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[Fault]:
     """Yield each thing that is wrong with a source that can be read."""
     name = to.name
     if not isinstance(source, torch.Tensor):
-        yield Fault(name, f"{_expected(to, shape)}, got {type(source).__name__}; make a tensor of it")
+        yield Fault(name, f"{_expected(to, shape)}, got {type(source).__name__}; give a tensor, an array or a list")
         return
     dtype, device, came = to.tensor.dtype, to.tensor.device, tuple(source.shape)
     if source.dtype != dtype and not takes(to, source.dtype):

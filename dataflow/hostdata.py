@@ -49,7 +49,7 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         _refuse_masks([value])
         array = np.asarray(value)
         if array.dtype == object:
-            raise TypeError(f"an array of objects, which NumPy makes of ragged rows: {_PAD_THEM}")
+            raise TypeError(f"an array of objects, as NumPy makes of None or ragged rows: give numbers; {_PAD_THEM}")
         flags = array.flags
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # one row: any stride
         return torch.from_numpy(array if is_plain else array.copy())
@@ -89,8 +89,8 @@ def _refuse_masks(values: Iterable[Any]) -> None:
         raise TypeError("a masked array, whose mask would be lost: fill the masked elements first, array.filled(...)")
 
 
-def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor through NumPy, for dtypes that `struct` has no format for, and numbers of another kind."""
+def _checked_array(numbers: Any) -> "np.ndarray[Any, Any]":
+    """Make an array of a list. Raise TypeError or ValueError for ragged rows, and for values that are not numbers."""
     _refuse_masks(numbers)
     if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
         raise TypeError(f"a list of tensors: pass one tensor, for example from torch.stack; if ragged, {_PAD_THEM}")
@@ -98,7 +98,16 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
         array = np.asarray(numbers)
     except ValueError as error:
         raise ValueError(f"its rows are ragged, or mixed with numbers: {_PAD_THEM}") from error
-    made = torch.from_numpy(array)  # raises for text and objects, such as None and integers of more than 64 bits
+    if array.dtype.kind not in "biufc":  # text or objects, such as None and integers of more than 64 bits
+        kinds = sorted({type(one).__name__ for one in numbers})
+        raise TypeError(f"it holds {' and '.join(kinds)}; give numbers of at most 64 bits")
+    return array
+
+
+def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Make a tensor through NumPy, for dtypes that `struct` has no format for, and numbers of another kind."""
+    array = _checked_array(numbers)
+    made = torch.from_numpy(array)
     if made.dtype == torch.bool:
         return made
     if not _BOOLS.isdisjoint(map(type, numbers)):

@@ -167,6 +167,11 @@ class Inputs(metaclass=_Declaring):
                     message += f", but tensors have: {self._as_tensor()}"
             raise AttributeError(message)
 
+        def __getitem__(self, name: object) -> NoReturn:
+            """Raise TypeError that says how slots are read. Python calls this to iterate over an object, too."""
+            own = next(iter(self.slotgraph.slots), "name")
+            raise TypeError(f"{type(self).__name__!r} has attributes, not items: read view.{own}, got [{name!r}]")
+
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
         """Raise TypeError when a torch function gets a view as an argument. Torch calls this for each such function."""
@@ -263,12 +268,16 @@ def _default_fault(attribute: Any) -> str | None:
     if default is attrs.NOTHING or is_factory(default):
         return None
     kind: Any = type(default)
+    changes = isinstance(default, torch.Tensor)  # although it has a hash
     try:
         hash(default)
     except TypeError:
+        changes = True
+    if changes:
         return (
-            f"its default, of type {kind.__name__}, can be changed in place, which graphs would not see: make one for "
-            "each batch, attrs.field(factory=...), or give a value that cannot change, such as a tuple"
+            f"its default, of type {kind.__name__}, can be changed in place, which graphs would not see: make a "
+            "tensor a slot, with copied(...) or constant(...); make others for each batch, "
+            "attrs.field(factory=...), or give a value that cannot change, such as a tuple"
         )
     by_identity = kind.__hash__ is object.__hash__ and not (callable(default) or inspect.ismodule(default))
     if by_identity and (getattr(default, "__dict__", None) or getattr(kind, "__slots__", None)):

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-WIDTHS: Final = (1280, 500)
+WIDTHS: Final = (1280, 830, 390)
 SCHEMES: Final = ("light", "dark")
 _LOOK: Final = """<script>
 document.body.dataset.theme = "%s";

@@ -53,12 +53,11 @@ MARK: Final = "<!-- generated: standard slots -->\n"
 
 @attrs.frozen
 class Entry:
-    """A public name. given: Who gives it to users. path: The module to import it from, if it is no public one."""
+    """A public name. given: Who gives it to users."""
 
     name: str
     value: Any
     given: str = ""
-    path: str = ""
 
 
 # ---- what there is
@@ -74,9 +73,6 @@ def entries() -> dict[str, list[Entry]]:
         found[module.rpartition(".")[2]] = [Entry(name, getattr(public, name)) for name in names]
     for path, (page, given) in KNOWN["returned"].items():
         found[page].append(Entry(path.rpartition(".")[2], load(path), given=given))
-    for path, page in KNOWN["deeper"].items():
-        module, _, name = path.rpartition(".")
-        found[page].append(Entry(name, load(path), path=f"slotgraph.{module}"))
     return found
 
 
@@ -218,10 +214,10 @@ def raised(doc: Mapping[str, Any], scope: str) -> Iterator[str]:
     yield from ["Raises:", "", *items, ""] if items else ()
 
 
-def function(call: str, value: Any, scope: str, before: str = "") -> Iterator[str]:
+def function(call: str, value: Any, scope: str) -> Iterator[str]:
     """Yield the description of a function or method."""
     rows, doc = list(parameters(value)), sections(value)
-    yield from (signature(call, rows, before), "", prose(doc[""], scope, [row.name for row in rows]), "")
+    yield from (signature(call, rows), "", prose(doc[""], scope, [row.name for row in rows]), "")
     yield from described("parameter", rows, doc.get("Args", {}), scope)
     kind, said = inspect.signature(value).return_annotation, prose(doc["Returns"], scope).removesuffix(".")
     if inspect.isgeneratorfunction(inspect.unwrap(value)) and not inspect.isgeneratorfunction(value):
@@ -231,7 +227,7 @@ def function(call: str, value: Any, scope: str, before: str = "") -> Iterator[st
     yield from raised(doc, scope)
 
 
-def class_head(entry: Entry, before: str) -> Iterator[str]:
+def class_head(entry: Entry) -> Iterator[str]:
     """Yield how a class is made or derived from, what it is, and its parameters and attributes."""
     kind, name, doc = entry.value, entry.name, sections(entry.value)
     is_base = (
@@ -246,7 +242,7 @@ def class_head(entry: Entry, before: str) -> Iterator[str]:
         bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
         yield from (f"```py\nclass {name}{f'({bases})' if bases else ''}\n```", "")
     elif is_made:
-        yield from (signature(name, rows, before), "")
+        yield from (signature(name, rows), "")
     yield from (prose(doc[""], name, [row.name for row in rows]), "")
     said = doc.get("Args", {}) | doc.get("Attributes", {})
     if "options" in said:
@@ -282,7 +278,7 @@ def class_body(name: str, kind: type) -> Iterator[str]:
 
 def entry_text(entry: Entry) -> Iterator[str]:
     """Yield an entry with its heading."""
-    name, value, before = entry.name, entry.value, f"from {entry.path} import {entry.name}\n\n" if entry.path else ""
+    name, value = entry.name, entry.value
     yield from (f"## `{name}`", "", *([prose(entry.given), ""] if entry.given else []))
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         shown = type_cell(value) if typing.get_origin(value) else f"`{source_of(value)}`"
@@ -290,7 +286,7 @@ def entry_text(entry: Entry) -> Iterator[str]:
             shown = f'`Axis("{value}"{", fixed=True" * value.fixed})`'
         yield from (prose(said_of(entry), name), "", f"It is {shown}.", "")
         return
-    yield from class_head(entry, before) if inspect.isclass(value) else function(name, value, name, before)
+    yield from class_head(entry) if inspect.isclass(value) else function(name, value, name)
     source = file_of(value).resolve().relative_to(DOCS.parent)
     yield from (f"Source: [{source}](../../{source})", "")
     yield from class_body(name, value) if inspect.isclass(value) else ()

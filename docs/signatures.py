@@ -51,6 +51,8 @@ def source_of(value: Any) -> str | None:
         return None
     if isinstance(value, str):
         return json.dumps(value)
+    if inspect.isfunction(value):
+        return value.__name__
     text = "..." if value is ... else repr(dict(value) if isinstance(value, Mapping) else value).replace("'", '"')
     return re.sub(
         r"^(\w+)\((absent|name)=.*", lambda found: f"{found[1]}()" if found[2] == "absent" else found[0], text
@@ -79,7 +81,7 @@ def attributes(kind: type) -> Iterator[Row]:
             yield Row(name, found.get(name, ""))
 
 
-def signature(call: str, rows: Collection[Row], before: str = "") -> str:
+def signature(call: str, rows: Collection[Row]) -> str:
     """Return a block with a call and its parameters, on several lines if it is long."""
     parts = list[str]()
     for row in rows:
@@ -90,7 +92,7 @@ def signature(call: str, rows: Collection[Row], before: str = "") -> str:
     if len(text) > WIDTH:
         body = textwrap.fill(", ".join(parts) + ",", WIDTH, break_long_words=False, break_on_hyphens=False)
         text = f"{call}(\n{textwrap.indent(body, '    ')}\n)"
-    return f"```py\n{before}{text}\n```"
+    return f"```py\n{text}\n```"
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:

@@ -1,22 +1,29 @@
 """Pages that list tests name those that there are, and all of them; no page puts off or denies what there is."""
 
 import ast
+import code
 import importlib
+import inspect
 import json
 import re
+import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Final, TypeGuard
+from types import ModuleType
+from typing import Any, Final, TypeGuard, get_args
 
 import attrs
 import pytest
 
 import slotgraph
 from slotgraph import BreakableRunner, DecodeRunner, EagerRunner, PrefillRunner
+from slotgraph.backends import Capabilities
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow import environment
 from slotgraph.extend import Slot
 from slotgraph.runners.engine.config import keywords_of
+from slotgraph.runners.engine.statistics import Statistics, Why
 from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from tests.faults.planted import FAULTS
 
@@ -45,6 +52,8 @@ PROJECTS: Final = {
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
 }
+LISTS: Final = {ROOT / "docs" / name for name in ("index.md", "changes.md", "reference.md", "configuration.md")}
+"""Pages without programs."""
 LINK: Final = re.compile(r"\]\(([^):#\s]*)(?:#([^)\s]+))?\)")
 """A link to a file of the repository, or to a heading."""
 ROW: Final = re.compile(
@@ -93,15 +102,13 @@ def test_the_table_and_the_scenarios_are_one_list() -> None:
     known = {name: said.partition(": ")[0] for name, said in scenarios.items()}
     named, found = list[str](), [match.groupdict() for match in ROW.finditer(HAZARDS)]
     for row in found:
-        wrong, cure, tests = (cell.strip() for cell in row["rest"].split(" | "))
+        wrong, cure = (cell.strip() for cell in row["rest"].split(" | "))
         assert wrong
         assert cure
         prefix, repository = PROJECTS[row["project"]]
-        names = re.findall(r"`(test_\w+)`", tests)
+        names = [name for name in known if name.startswith(f"test_{prefix}_{row['number']}_")]
         assert names
-        for name in names:
-            assert name.startswith(f"test_{prefix}_{row['number']}_")
-            assert known[name] == row["kind"]
+        assert {known[name] for name in names} == {row["kind"]}
         named += names
         assert row["link"] == f"https://github.com/{repository}/issues/{row['number']}"
     assert sorted(named) == sorted(known)
@@ -139,6 +146,13 @@ def test_pages_are_plain_markdown(page: Path) -> None:
     assert re.findall(r"^```\{[\w-]+\}", text, re.MULTILINE) == []
 
 
+@pytest.mark.parametrize("page", [Path("README.md"), *(page for page in PAGES if page.parent.name == "docs")], ids=str)
+def test_code_fits_a_page_on_github(page: Path) -> None:
+    """A window 830 pixels wide shows 88 characters; what is longer scrolls sideways."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+
+
 def test_the_reference_says_what_the_package_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed pages are those that docstrings, signatures and annotations make now."""
     monkeypatch.syspath_prepend(ROOT / "docs")
@@ -149,6 +163,67 @@ def test_the_reference_says_what_the_package_says(monkeypatch: pytest.MonkeyPatc
     classes = {base.__name__: base for kind in values if isinstance(kind, type) for base in kind.__mro__}
     hidden = [name.partition(".") for name in reference.HIDDEN]
     assert [name for kind, _, name in hidden if not hasattr(classes[kind], name)] == [], "docs/reference.toml"
+
+
+@pytest.mark.parametrize("page", sorted({*ROOT.glob("docs/*.md")} - LISTS), ids=lambda page: page.name)
+def test_each_page_starts_with_a_program(page: Path) -> None:
+    """Within the first screen: five to fifteen lines that need nothing before them, and an answer. All blocks run."""
+    before, first, second = page.read_text("utf-8").split("```python\n")[:3]
+    program = first.partition("```")[0]
+    assert before.count("\n") <= 15
+    assert 5 <= len([line for line in program.splitlines() if line.strip()]) <= 15
+    assert max(map(len, program.splitlines())) <= 88
+    assert second.startswith(">>> ")
+
+
+def test_the_index_leads_to_every_page() -> None:
+    """Each page has its line there, of which the book makes its tree."""
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
+    named = re.findall(r"^- \[.+\]\(([\w-]+\.md)\): .+\.$", text, re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "index.md")
+
+
+class Prompt(code.InteractiveConsole):
+    """A Python prompt that keeps the errors which it would show."""
+
+    def showsyntaxerror(self, *_: Any, **__: Any) -> None:
+        raise sys.exception() or SyntaxError
+
+    showtraceback = showsyntaxerror
+
+
+@pytest.mark.parametrize("name", ["quick-start", "port-your-engine"])
+def test_blocks_can_be_pasted_into_a_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These pages say so. At a prompt a blank line ends a body, and nothing else does."""
+    page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    assert "Python prompt" in page
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    prompt = Prompt(vars(main))
+    for skipped, block in re.findall(r"(<!-- skip: .*\n+)?^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        typed = (
+            re.findall(r"^(?:>>>|\.\.\.) ?(.*)", block, re.MULTILINE) if block.startswith(">>>") else block.splitlines()
+        )
+        for line in typed if not skipped else ():
+            if "torch.ones(3)" not in line:  # the batch that is refused
+                prompt.push(line)
+        assert not prompt.push("")
+
+
+def test_pages_use_public_names_only() -> None:
+    """Users copy from pages: each import there, and each dotted name of the package, is one of the reference."""
+    modules = tomllib.loads((ROOT / "docs" / "reference.toml").read_text("utf-8"))["modules"]
+    public = set(modules)
+    for module in map(importlib.import_module, modules):
+        public |= {f"{module.__name__}.{name}" for name in getattr(module, "__all__", vars(module))}
+    private = list[str]()
+    for page in (*ROOT.glob("[!C]*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/examples/*/README.md")):
+        text = page.read_text("utf-8")
+        named = re.findall(r"(?<![\w./-])slotgraph(?:\.\w+)+", text)
+        for module, many, one in re.findall(r"from (slotgraph[\w.]*) import (?:\(([^)]*)\)|(.*))", text):
+            named += [f"{module}.{name}" for name in re.findall(r"\w+", many or one.partition("#")[0])]
+        private += [f"{page.name}: {name}" for name in named if name not in public]
+    assert private == []
 
 
 def test_contributing_names_each_module() -> None:
@@ -175,6 +250,50 @@ def test_declare_names_what_a_slot_has() -> None:
     derived = {"axes", "declared_values", "kind", "needs", "needs_rule", "varying"}
     named = re.findall(r"^\| `(\w+)(?:\(\w*\))?` \|", section, re.MULTILINE)
     assert set(named) == public - derived - {*declared}
+
+
+@pytest.mark.parametrize("name", ["copied", "computed", "constant", "staged", "output"])
+def test_declare_names_each_argument_of_a_specifier(name: str) -> None:
+    """In a table for `copied`, and in the call for the others. `init` is for type checkers alone."""
+    page = (ROOT / "docs" / "declare.md").read_text(encoding="utf-8")
+    call = re.search(rf"^`{name}\(([^)]*)\)`", page, re.MULTILINE)
+    assert call
+    named = re.findall(r"\w+", call[1])
+    if name == "copied":
+        table = page.split("## Copied slots")[1].split("### Sources")[0]
+        named = [
+            one for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for one in re.findall(r"`\*?(\w+)`", row)
+        ]
+    parameters = inspect.signature(getattr(slotgraph, name)).parameters
+    assert sorted(named) == sorted(parameters.keys() - {"init"})
+
+
+def first_cells(page: str, head: str) -> list[str]:
+    """The names in the first column of the table with this head."""
+    rows = (ROOT / "docs" / page).read_text("utf-8").split(head)[1].split("\n\n")[0]
+    return re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in rows.splitlines()[2:]))
+
+
+def test_tables_of_decisions_capabilities_and_statistics_are_whole() -> None:
+    """Each reason of a decision, each field of the capability record, and each key of `stats()` has its row."""
+    assert first_cells("run.md", "| `why` | path | reason |") == [*get_args(Why)]
+    fields = [field.name for field in attrs.fields(Capabilities)]
+    assert sorted(first_cells("backends.md", "| fields | say |")) == sorted(fields)
+    assert first_cells("observe.md", "| key | what it holds |") == [*Statistics.__annotations__]
+
+
+def test_how_it_works_names_modules_and_classes_that_there_are() -> None:
+    """Each path on the page is a file, and each class or method named with it is defined there."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:dataflow|backends|runners)/[\w/]+\.py)`(?:, `([\w.]+)`)?", page)
+    assert len(named) > 20
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        for part in filter(None, name.split(".")):
+            assert re.search(rf"^ *(?:class|def) {part}\b", (ROOT / path).read_text("utf-8"), re.MULTILINE), (
+                path,
+                name,
+            )
 
 
 CONFIGURATION: Final = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")

@@ -137,6 +137,7 @@ def check(
         CheckError: The state is too large to copy.
         RankError: Other ranks do not come, or check something else. The error names them.
     """
+    checked("runner", "a runner", runner, Runner)
     start, graphs, stage = time.perf_counter(), runner.graphs, runner.stage
     wanted = _chosen(runner, {only} if isinstance(only, str) else only)
     checked("rounds", "a whole number, at least 1", rounds, int, 1)

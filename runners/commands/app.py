@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 import typer
 from rich.console import Console
+from torch import nn
 
 from ...backends import choose, load, names
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
@@ -139,7 +140,7 @@ def find(
         exit_refused(f"{place} has no {name!r}{did_you_mean(name, known)}")
     if is_wanted(value):
         return value
-    arguments = None if isinstance(value, type) else _arguments(value, given)
+    arguments = None if isinstance(value, type | nn.Module) else _arguments(value, given)
     if arguments is None:
         exit_refused(f"{name!r} in {place} is {why}")
     made = value(**arguments)

@@ -137,4 +137,5 @@ def show(backend: Backend, console: Console) -> None:
         bar = "\u2588" * max(1, round(BAR * each / max(found.values())))
         style = "bold green" if name == "slotgraph" else "dim"
         say(f"{name:10} [{style}]{bar}[/{style}] {each:.0f} us")
-    console.print("\nNext: docs/quick-start.md; slotgraph bench, check and explain take a runner of your own.")
+    page = "https://github.com/slotgraph/slotgraph/blob/main/docs/quick-start.md"
+    console.print(f"\nNext: {page}\nslotgraph bench, check and explain take a runner of your own.")

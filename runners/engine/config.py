@@ -77,9 +77,11 @@ def declaration_of(inputs: Any) -> Declaration:
 
 
 def check_step(argument: str, step: Any, takes: str = "the view") -> None:
-    """Raise ConfigError if a step cannot be called."""
-    if not callable(step):
+    """Raise ConfigError for what is no step: what cannot be called, a class, a coroutine, or a generator."""
+    if not callable(step) or isinstance(step, type):
         refuse(argument, f"a function of {takes}", step)
+    if inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step):
+        raise ConfigError(f"{argument}: expected a function that returns its value, not a coroutine or a generator")
 
 
 def checked_sizes(sizes: Any, argument: str = "sizes") -> dict[Axis, int]:

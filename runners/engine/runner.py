@@ -284,7 +284,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
             return f"replay() takes what fill() returned, got {came}: call runner(batch), or replay(fill(batch))"
         if info.declaration is self.stage.declaration:
             return None
-        return f"this view was not filled last: another runner filled it, of {info.declaration.name}"
+        return f"this view was not filled last: another runner filled it, of {info.declaration.name}; replay it there"
 
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> tuple[ReadBatch, Route[V]]:
         """Fill from a batch by its route. whole: Whether the step runs next, and needs no view."""

@@ -12,6 +12,7 @@ from ...dataflow.capabilities import LoweringName
 from ...dataflow.plan import FillPlan
 from ...dataflow.shown import Table, cell
 from ..decode import GraphRunner
+from ..engine.config import checked
 from ..engine.runner import Runner
 from ..engine.sharing import Layout, lasting
 from ..engine.statistics import Decision, human_bytes
@@ -154,6 +155,7 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     Args:
         runner: Any runner, captured or not.
     """
+    checked("runner", "a runner", runner, Runner)
     stage, phase, buffers = runner.stage, runner.phase, runner.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
     lowering: LoweringName = "foreach"

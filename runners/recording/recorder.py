@@ -209,6 +209,7 @@ def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, 
     Raises:
         ConfigError: An argument makes no sense, or the path cannot be written.
     """
+    checked("runner", "a runner", runner, Runner)
     checked("last", "a whole number, at least 1", last, int, 1)
     try:
         file = pathlib.Path(path)

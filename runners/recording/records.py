@@ -201,7 +201,7 @@ class RunnerRecord:
 
 @attrs.define(kw_only=True)
 class RecordedFile:
-    """The contents of a file.
+    """The contents of a recording: the last steps of a runner.
 
     Attributes:
         runner: The runner that was recorded.

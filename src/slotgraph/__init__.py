@@ -1,7 +1,7 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs.
 
-Less common names are in `slotgraph.standard`, `.errors`, `.speculative`, `.ranks`, `.pool`, `.config`, `.testing` and
-`.extend`.
+Less common names are in `slotgraph.standard`, `.errors`, `.speculative`, `.ranks`, `.pool`, `.config`, `.testing`,
+`.extend`, `.reports`, `.metrics` and `.backends`.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults before the user sets others
 
 __version__ = "0.1.0"
-_SUBMODULES = {"backends", "config", "errors", "extend", "pool", "ranks", "speculative", "standard", "testing"}
+_SUBMODULES = {*"backends config errors extend metrics pool ranks reports speculative standard testing".split()}
 
 
 def _publish(module: str) -> None:

@@ -1,13 +1,20 @@
-"""For advanced declarations: slots and specifiers of your own, sources, roles, adopted memory, and types."""
+"""For advanced declarations: slots and specifiers of your own, sources, tails, roles, plans, watchers, and types."""
 
 from slotgraph import _publish
 from slotgraph.dataflow.buffers import Exclusive
 from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role
+from slotgraph.dataflow.plan import Pattern, plan_fill
 from slotgraph.dataflow.slots import Slot, slot
-from slotgraph.dataflow.sources import side
-from slotgraph.dataflow.tails import once
+from slotgraph.dataflow.sources import Compute, Path, Source, compute_of, side
+from slotgraph.dataflow.tails import Pad, once
+from slotgraph.runners.engine.hooks import Watcher
 from slotgraph.runners.steps.loop import LaunchedStep
 
-__all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "LaunchedStep", "Role", "Slot", "once", "side", "slot"]
+# fmt: off
+__all__ = [
+    "DEVICE", "HOST", "Compute", "Exclusive", "FillRole", "LaunchedStep", "Pad", "Path", "Pattern", "Role", "Slot",
+    "Source", "Watcher", "compute_of", "once", "plan_fill", "side", "slot",
+]
+# fmt: on
 
 _publish(__name__)

@@ -160,6 +160,7 @@ def make_batch(rows, generator):
 
 TWO = [make_batch(1, torch.Generator()), make_batch(3, torch.Generator())]
 number = 5
+model = torch.nn.Linear(2, 2)
 """
 
 REPLAYED = """
@@ -566,6 +567,7 @@ def test_check_of_a_sound_runner() -> None:
 
 NOT_CHECKED = {
     "number": (2, "'number' in checked_engine is not a runner, nor a function without"),
+    "model": (2, "'model' in checked_engine is not a runner, nor a function without"),
     "make_trouble": (1, "ZeroDivisionError at checked_engine.py:19, `return 1 // 0`"),
     "captured --only poisson": (2, "checks are poison, parity, addresses, coverage, races, weights; did you mean"),
     "captured --only transition": (2, "check 'transition' is not for this runner: no slot has then="),
