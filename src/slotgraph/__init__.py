@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults before the user sets others
 
 __version__ = "0.1.0"
-_SUBMODULES = {*"backends config errors extend metrics pool ranks reports speculative standard testing".split()}
+# fmt: off
+_SUBMODULES = {
+    "backends", "config", "errors", "extend", "metrics", "pool", "ranks", "reports", "speculative", "standard", "testing",
+}
+# fmt: on
 
 
 def _publish(module: str) -> None:
