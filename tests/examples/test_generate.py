@@ -120,9 +120,9 @@ def test_forgotten_resets_make_another_text(ahead: tuple[str, ...]) -> None:
     found = by_hand.forget(language, requests, options)
     [prompt] = [one for one in requests if one.prompt == found.prompt]
     assert found.text == language.tokens.decode(prompt.generated) != found.instead
-    console = Console(file=io.StringIO(), width=80)
-    tables.show_reasons({"forgotten": found, "fills": None}, console)
-    shown = console.file.getvalue()
+    sink = io.StringIO()
+    tables.show_reasons({"forgotten": found, "fills": None}, Console(file=sink, width=80))
+    shown = sink.getvalue()
     assert "no input without a rule for its padding" in shown
     assert len({line[13:] for line in shown.splitlines()[1:3]}) == 2
     assert by_hand.forget(language, requests[:1], options) == by_hand.Forgotten()

@@ -14,7 +14,8 @@ from serving.measuring import VARIANTS, Times, batches_of, effort_of, is_device,
 from serving.model import Language
 from serving.options import Options
 from serving.request import Request
-from slotgraph import BATCH, TOKENS, copied, keep
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, copied, keep
+from slotgraph.backends import Backend
 from slotgraph.runners.testing.timing import Spread
 
 PAIRS: Final = 200
@@ -25,12 +26,14 @@ PAIRS_A_ROUND: Final = 6
 class HandFilled:
     """The inputs of a decode step as engines keep them: a buffer for each, of which a graph reads the first rows."""
 
-    def __init__(self, buckets: Sequence[int], width: int, device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[int], width: int, backend: Backend) -> None:
+        device = backend.device
         self.buckets, rows = buckets, max(buckets)
+        self.no_length = SEQ_LEN_FILL.on(backend.capabilities)
         self.input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.seq_lens = torch.ones(rows, dtype=torch.int32, device=device)
+        self.seq_lens = torch.full((rows,), self.no_length, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.num_token_non_padded = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -45,7 +48,7 @@ class HandFilled:
         self.numbers[:rows] = batch.numbers
         self.numbers[rows:size] = 0
         self.seq_lens[:rows] = batch.seq_lens
-        self.seq_lens[rows:size] = 1
+        self.seq_lens[rows:size] = self.no_length
         self.block_tables[:rows] = batch.block_tables
         self.block_tables[rows:size] = 0
         self.num_token_non_padded.fill_(rows)
@@ -116,7 +119,7 @@ def time_fills(engine: Engine, options: Options, requests: Sequence[Request]) ->
         return None
     live, _ = sizes[-1]
     batches = batches_of(engine, options, decoded[:live])
-    hand = HandFilled(runner.buckets.sizes, engine.width, backend.device)
+    hand = HandFilled(runner.buckets.sizes, engine.width, backend)
 
     def pairs(count: int, *, after_a_step: bool) -> Times:
         by_hand, ours = list[float](), list[float]()
@@ -144,7 +147,8 @@ def compare_bytes(hand: HandFilled, engine: Engine, batch: DecodeInputs) -> None
     hand.fill(batch)
     view = engine.decode.fill(batch)
     engine.decode.replay(view)  # where the graph does a part of the fill, it is done now
-    for name, buffer in vars(hand).items():
-        slot = getattr(view, name, None)
-        if slot is not None and not torch.equal(slot, buffer[: len(slot)]):
+    buffers = {name: buffer for name, buffer in vars(hand).items() if isinstance(buffer, torch.Tensor)}
+    for name, buffer in buffers.items():
+        slot = getattr(view, name)
+        if not torch.equal(slot, buffer[: len(slot)]):
             raise RuntimeError(f"{name} is {slot.tolist()}, and by hand {buffer[: len(slot)].tolist()}")

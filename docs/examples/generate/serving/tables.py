@@ -46,7 +46,7 @@ def show_reasons(report: Report, console: Console) -> None:
             console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
         sentences.append("slotgraph takes no input without a rule for its padding.")
     if fills is not None:
-        sentences.append(_filled(fills))
+        sentences.append(f"{'It' if sentences else 'slotgraph'} {_filled(fills)}")
     if sentences:
         console.print(" ".join(sentences) + "\n", highlight=False)
 
@@ -64,7 +64,7 @@ def _filled(fills: Times) -> str:
         one, when = fills["after_a_step"], "after a step of the model"
     ratio = f"{one['ratio'].median:.2f} times as long (mostly {one['ratio'].p10:.2f} to {one['ratio'].p90:.2f})"
     took = f"{one['runner'].median:.1f} us of the host, {when}"
-    return f"slotgraph fills the inputs of {fills['live']} requests in {took}; by hand that takes {ratio}."
+    return f"fills the inputs of {fills['live']} requests in {took}; by hand that takes {ratio}."
 
 
 def show(report: Report, console: Console) -> None:
