@@ -30,6 +30,7 @@ def show_start(language: Language, prompts: int, options: Options, console: Cons
         f"{prompts} prompts share decode steps of {language.name}: graphs for {rows} rows, whose inputs stay where "
         "they are. Rows without a request run, too.\n",
         highlight=False,
+        markup=False,
     )
 
 
@@ -240,7 +241,7 @@ def _share(row: Times, waiting: Sequence[Times], fills: Times | None) -> str:
             f"{row['live']} requests; by hand it takes {fills['after_a_step']['by_hand'].median:.0f} us."
         )
     if share.p10 <= 0:
-        return f"The inputs take less than {max(share.p90, 0):.1%} of a decode step of {row['live']} requests."
+        return f"The inputs take less than {max(share.p90, 0.001):.1%} of a decode step of {row['live']} requests."
     text = f"The inputs (sizes, route, fill, padding, view) take {share.median:.1%} of a decode step"
     alone = "".join(f", {one['share'].median:.1%} where the host waits for each" for one in waiting)
     return f"{text} of {row['live']} requests{alone}: the whole step, runner(batch), less its graph alone."
