@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,22 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from rich.console import Console
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, computed
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module, save_llama, shifted, stale
+from tests.examples.demo import (
+    FOLDER,
+    NEEDS,
+    PROMPTS,
+    QUICK,
+    SMALL,
+    Generate,
+    Result,
+    module,
+    save_llama,
+    shifted,
+    stale,
+)
 from tests.programs import python
 
 pytest.importorskip("transformers", reason=NEEDS)
@@ -67,6 +81,63 @@ def test_times_and_memory_are_told(default: Result) -> None:
     assert "host time of a fill" in flat
     assert "a decode step of 7 requests" in flat
     assert f"A prefill step of {report['prefill_times']['requests']} requests" in flat
+
+
+def test_the_first_lines_say_why_and_the_last_ones_what_came_of_it(default: Result) -> None:
+    """What fills take beside those by hand is among the first ten lines; equality and speed are the last ones."""
+    _, report, out = default
+    lines, times = out.splitlines(), report["fills"]["at_once"]
+    assert report["fills"]["live"] == 7
+    assert all(0 < times[way]["p10"] <= times[way]["median"] for way in ("by_hand", "runner", "ratio"))
+    first, last = (" ".join(" ".join(some).split()) for some in (lines[:10], lines[-6:]))
+    assert first.startswith("16 prompts share decode steps of seeded Llama, seed 0: graphs for 1, 2, 4 or 8 rows")
+    assert f"slotgraph fills the inputs of 7 requests in {times['runner']['median']:.1f} us of the host" in first
+    assert f"by hand that takes {times['ratio']['median']:.2f} times as long" in first
+    assert f"tokens a second, this program {report['tokens_per_second']:.1f}" in last
+    assert f"equal to generate(): all {report['tokens']} tokens of 16 requests largest difference of a logit" in last
+    assert max(map(len, lines)) <= 80
+
+
+def test_both_are_served_in_two_pairs_of_runs(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers' batching was measured, both run twice, and the last lines have both ratios."""
+    speeds = iter([10.0, 5.0])
+    monkeypatch.setattr(module("serving.program"), "continuous_batching", lambda *_: (next(speeds), ""))
+    _, report, out = generate("--rounds", "2", *QUICK)
+    assert [theirs for _, theirs in report["pairs"]] == [10.0, 5.0]
+    ratios = " and ".join(f"{ours / theirs:.2f}" for ours, theirs in report["pairs"])
+    assert f"In pairs of runs this program makes {ratios} times as many" in " ".join(out.split())
+    assert "transformers' continuous batching 10.0 and 5.0" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("ahead", [(), ("--ahead", "1")], ids=["sync", "ahead"])
+def test_forgotten_resets_make_another_text(ahead: tuple[str, ...]) -> None:
+    """Without two resets a text ends differently, which the first lines show; alone in its bucket none does."""
+    by_hand, tables = module("serving.by_hand"), module("serving.tables")
+    options = module("serving.options").parse([*SMALL, *QUICK[:4], "--prefill", "eager", *ahead])
+    language = module("serving.model").load_language(options, torch.device("cpu"))
+    requests = module("serving.request").read_requests(options, language)
+    by_hand.run_all(module("serving.engine").Engine(language, requests, options), language)
+    found = by_hand.forget(language, requests, options)
+    [prompt] = [one for one in requests if one.prompt == found.prompt]
+    assert found.text == language.tokens.decode(prompt.generated) != found.instead
+    sink = io.StringIO()
+    tables.show_reasons({"forgotten": found, "fills": None}, Console(file=sink, width=80))
+    shown = sink.getvalue()
+    assert "no input without a rule for its padding" in shown
+    assert len({line[13:] for line in shown.splitlines()[1:3]}) == 2
+    assert by_hand.forget(language, requests[:1], options) == by_hand.Forgotten()
+
+
+def test_fills_by_hand_leave_the_same_bytes(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compared before they are timed: what leaves other bytes is not timed."""
+    hand, fill = module("serving.by_hand").HandFilled, module("serving.by_hand").HandFilled.fill
+
+    def shifted_fill(self: Any, batch: Any) -> None:
+        fill(self, shifted(batch))
+
+    monkeypatch.setattr(hand, "fill", shifted_fill)
+    with pytest.raises(RuntimeError, match=r"positions is .*, and by hand "):
+        generate("--rounds", "2", *QUICK)
 
 
 @pytest.mark.parametrize(

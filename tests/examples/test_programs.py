@@ -29,6 +29,7 @@ SHORT = {
     "windows": ["--requests", "4", "--max-new-tokens", "16", "--buckets", "1,4"],
     "speculating": ["--requests", "8", "--max-new-tokens", "24"],
     "states": ["--requests", "8", "--max-new-tokens", "16"],
+    "images": ["--images", "24", "--rounds", "1"],
     "cycles": [],
     "spans": ["--layers", "1", "--hidden", "8"],
 }
@@ -52,6 +53,12 @@ EQUAL: list[tuple[str, list[str], list[str]]] = [
         ("states", ["--model", family, "--buckets", "1,2,5"], [GENERATED, ", 3 buckets captured", ", 0 eagerly\n"])
         for family in ("bamba", "jamba", "falcon-h1")
     ),
+    (
+        "images",
+        [],
+        ["equal to the model on each image alone", "refused   1 of 2 more: slot 'corner': row", "\nDecodeRunner"],
+    ),
+    ("images", ["--most", "3"], ["equal to the model on each image alone", "\nbucket 3 "]),
 ]
 
 
@@ -167,6 +174,10 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
         )
         for family in ("bamba", "jamba", "falcon-h1")
     },
+    "stale rows of an index": (
+        *("images", "serve", [], "declaration"),
+        lambda: stale(module("images.inputs").ImageInputs, torch.int64, "index_row", axes=(BATCH,)),
+    ),
 }
 
 
@@ -175,9 +186,37 @@ def test_what_is_planted_is_found(name: str, capsys: pytest.CaptureFixture[str])
     """Exit status 1, and the first difference is named."""
     package, act, argv, seam, plant = PLANTED[name]
     needs(package)
-    options = module(f"{package}.options").parse([*SHORT[package], *argv])
+    options = module(f"{package}.program").parse([*SHORT[package], *argv])
     assert getattr(module(f"{package}.program"), act)(options, **{seam: plant()}) == 1
     assert "\nDIFFERENT" in "\n" + capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch of itself, where it compiles
+def test_a_compiled_model_is_timed_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--compile` gives the table of images another line."""
+    status, out = run(capsys, "images", "--backend", "cpu", "--compile")
+    assert status == 0
+    assert "\ntorch.compile(model) " in out
+
+
+def test_a_queue_answers_each_client_once() -> None:
+    """Leaving a service answers what is queued; an error that is no batch's fault reaches all clients of its batch."""
+    made, service = module("images.program").make_images(5), module("images.service").Service
+    sizes = []
+
+    def step(batch: Any) -> Any:
+        sizes.append(len(batch["corner"]))
+        if 5 in batch["index_row"]:
+            raise RuntimeError("no memory")
+        return torch.tensor(batch["index_row"]), torch.ones(sizes[-1])
+
+    queue = service(step, 3, 0.0)
+    futures = [queue.submit(image) for image in made]
+    with queue:
+        pass
+    assert [future.result() for future in futures[:3]] == [(row, 1.0) for row in (1, 2, 3)]
+    assert [str(future.exception()) for future in futures[3:]] == ["no memory"] * 2
+    assert sizes == [3, 2]
 
 
 def test_the_model_finds_a_mistake_that_both_runners_share(

@@ -53,7 +53,7 @@ class Effort:
 
 
 ON_A_DEVICE = Effort(rounds=11, turn=0.02, every_size=True, ways=(False, True), compare=True)
-ON_A_CPU = Effort(rounds=15, turn=0.008, every_size=False, ways=(False,), compare=False)
+ON_A_CPU = Effort(rounds=5, turn=0.008, every_size=False, ways=(False,), compare=False)
 
 
 @attrs.frozen
@@ -98,25 +98,26 @@ class Race:
             return 1e6 * (time.perf_counter() - begin) / self.steps
 
 
-def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Times | None:
+def measure(engine: Engine, options: Options, requests: Sequence[Request], fill: Spread | None) -> Times | None:
     """Time the decode steps of a run that is over; None where there is nothing to time, or it is not wanted.
+
+    fill: what the host takes to fill the inputs, as it was timed by itself.
 
     Each of the times is of one decode step of `live` requests in a bucket, run in several ways, in microseconds.
     each: whether the host waited for each step; else `steps` of them ran one behind another, and it waited at the end.
     replay: a graph of the step alone, on whatever its inputs hold. whole: runner(batch). share: of `whole`, what it
-    takes beyond `replay`, compared round by round. eager: the same step on the same view, not captured. ways: whole
-    steps beside each other, by the names of `WAYS`; empty where they were not compared. note: of torch.compile.
+    takes beyond `replay`, compared round by round; on a CPU, whose rounds differ by more than that, what `fill` takes.
+    eager: the same step on the same view, not captured. ways: whole steps beside each other, by the names of `WAYS`;
+    empty where they were not compared. note: of torch.compile.
     """
-    backend, effort = engine.decode.stage.backend, _effort(engine, options)
-    decoded = [request for request in requests if len(request.generated) > 1][: options.max_batch]
-    report = engine.decode.report
-    sizes = _sizes(() if report is None else report.captured, len(decoded))
+    backend, effort = engine.decode.stage.backend, effort_of(engine, options)
+    decoded, sizes = to_time(engine, options, requests)
     if not effort.rounds or not sizes:
         return None
     times: list[Times] = []
     note = ""
     for live, bucket in sizes if effort.every_size else sizes[-1:]:
-        batches = _batches(engine, options, decoded[:live])
+        batches = batches_of(engine, options, decoded[:live])
         contestants = _own_ways(engine, batches)
         race = Race.of(effort, contestants, backend.synchronize)
         others: dict[str, Contestant] = {}
@@ -126,6 +127,9 @@ def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Ti
         for each in effort.ways:
             replay, whole, eager, *rest = attrs.evolve(race, each=each).run([*contestants, *others.values()])
             ways = {own: whole, **dict(zip(others, rest, strict=True))} if others else {}
+            shares = [1 - alone / every for alone, every in zip(replay, whole, strict=True)]
+            if fill is not None and not is_device(engine):
+                shares = [fill.median / every for every in whole]
             times.append(
                 {
                     "live": live,
@@ -134,20 +138,20 @@ def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Ti
                     "steps": race.steps,
                     "replay": Spread.of(replay),
                     "whole": Spread.of(whole),
-                    "share": Spread.of([1 - alone / every for alone, every in zip(replay, whole, strict=True)]),
+                    "share": Spread.of(shares),
                     "eager": Spread.of(eager),
                     "ways": {name: Spread.of(ways[name]) for name in WAYS if name in ways},
                 }
             )
-    return {"rounds": effort.rounds, "device": _is_device(engine), "times": times, "note": note}
+    return {"rounds": effort.rounds, "device": is_device(engine), "times": times, "note": note}
 
 
 def measure_prefill(engine: Engine, options: Options, requests: Sequence[Request]) -> Times | None:
     """The same for a prefill step of as many requests as fit; ratio: eager beside whole, compared round by round."""
-    runner, backend, effort = engine.prefill, engine.decode.stage.backend, _effort(engine, options)
+    runner, backend, effort = engine.prefill, engine.decode.stage.backend, effort_of(engine, options)
     if isinstance(runner, EagerRunner) or not effort.rounds:
         return None
-    room = options.max_prefill_tokens if _is_device(engine) else CPU_TOKENS
+    room = options.max_prefill_tokens if is_device(engine) else CPU_TOKENS
     ends = accumulate(len(request.prompt_ids) for request in requests[: options.max_batch])
     together = _placed(engine, options, requests[: sum(end <= room for end in ends)])
     batch = prefill_batch(together, options.page_size, backend.device)
@@ -155,7 +159,7 @@ def measure_prefill(engine: Engine, options: Options, requests: Sequence[Request
     if decision.bucket is None or not together:
         return None
     eagerly = EagerRunner(runner.stage.inputs, engine.steps.prefill(attend_within_requests), backend=backend)
-    around = functools.partial(_served, engine.steps)
+    around = functools.partial(served, engine.steps)
     contestants: list[Contestant] = [(lambda _: eagerly(batch), around), (lambda _: runner(batch), around)]
     eager, whole = Race.of(effort, contestants, backend.synchronize).run(contestants)
     return {
@@ -169,19 +173,29 @@ def measure_prefill(engine: Engine, options: Options, requests: Sequence[Request
     }
 
 
-def _is_device(engine: Engine) -> bool:
+def to_time(
+    engine: Engine, options: Options, requests: Sequence[Request]
+) -> tuple[list[Request], list[tuple[int, int]]]:
+    """Requests that have decoded, and of how many of them in which bucket a step may be timed, the largest last."""
+    decoded = [request for request in requests if len(request.generated) > 1][: options.max_batch]
+    report = engine.decode.report
+    return decoded, _sizes(() if report is None else report.captured, len(decoded))
+
+
+def is_device(engine: Engine) -> bool:
+    """Whether its steps run on something else than the host."""
     return engine.decode.stage.backend.device.type != "cpu"
 
 
-def _effort(engine: Engine, options: Options) -> Effort:
+def effort_of(engine: Engine, options: Options) -> Effort:
     """The usual effort, but for what the options ask."""
-    effort = ON_A_DEVICE if _is_device(engine) else ON_A_CPU
+    effort = ON_A_DEVICE if is_device(engine) else ON_A_CPU
     given: dict[str, Any] = {"rounds": options.rounds, "compare": options.compare}
     return attrs.evolve(effort, **{name: value for name, value in given.items() if value is not None})
 
 
 @contextlib.contextmanager
-def _served(steps: Steps) -> Iterator[None]:
+def served(steps: Steps) -> Iterator[None]:
     """As in the engine."""
     with paged(steps.model), torch.inference_mode():
         yield
@@ -194,7 +208,7 @@ def _sizes(buckets: Sequence[int], most: int) -> list[tuple[int, int]]:
     return filled[::-1][:: max(1, -(-len(filled) // MOST_SIZES))][::-1]
 
 
-def _batches(engine: Engine, options: Options, requests: Sequence[Request]) -> list[DecodeInputs]:
+def batches_of(engine: Engine, options: Options, requests: Sequence[Request]) -> list[DecodeInputs]:
     """Batches in the middle of texts, with their own tensors: a step must not find its inputs where it left them."""
     again, device = _placed(engine, options, requests), engine.decode.stage.backend.device
 
@@ -214,7 +228,7 @@ def _placed(engine: Engine, options: Options, requests: Sequence[Request]) -> li
 def _own_ways(engine: Engine, batches: Sequence[DecodeInputs]) -> list[Contestant]:
     """The step's graph alone (captured for this: the runner's may hold a fill), runner(batch), and no graph."""
     runner, step, backend = engine.decode, engine.step, engine.decode.stage.backend
-    around = functools.partial(_served, engine.steps)
+    around = functools.partial(served, engine.steps)
     with around():
         view = runner.fill(batches[0])
         with backend.stream():
@@ -268,7 +282,7 @@ def _through_runner(engine: Engine, batches: Sequence[DecodeInputs], bucket: int
     if compiled:
         check_compiles(engine.decode.stage.backend.name)
     runner = engine.decoder(engine.steps.decoding(compiled=compiled), [bucket], progress=False)
-    around = functools.partial(_served, engine.steps)
+    around = functools.partial(served, engine.steps)
     with around():
         runner.capture()
     return _each_of(runner, batches), around

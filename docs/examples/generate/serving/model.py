@@ -1,14 +1,18 @@
 """The language model and its tokens: SmolLM2, a small seeded Llama, a folder, or a name on the hub."""
 
+import contextlib
 import importlib.util
+import io
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import attrs
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
@@ -152,14 +156,26 @@ def _smollm2() -> Path:
             f"or take --model {RANDOM}"
         )
     [file] = Path(package.origin).parent.glob("*.gguf")
-    print("generate: unpacking SmolLM2-135M-Instruct, once ...", file=sys.stderr)
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    del model.config.quantization_config  # weights are plain numbers by now
-    model.hf_quantizer = None
-    model.is_quantized = False
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    with _instead_of_other_bars("loading the model, which is unpacked the first time"):
+        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        del model.config.quantization_config  # weights are plain numbers by now
+        model.hf_quantizer = None
+        model.is_quantized = False
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
+
+
+@contextlib.contextmanager
+def _instead_of_other_bars(what: str) -> Iterator[None]:
+    """Within it a terminal shows one bar, and not those that others write to the standard error; a pipe gets a line."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        print(f"generate: {what} ...", file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
 
 
 def _refuse_what_is_no_llama(config: Any) -> None:

@@ -146,7 +146,7 @@ class Options:
     )
     rounds: int | None = _option(
         None,
-        "rounds in which decode steps are timed, 0 for none (default: 15 on a CPU, 11 on a device)",
+        "rounds in which decode steps are timed, 0 for none (default: 5 on a CPU, 11 on a device)",
         type=_rounds,
         metavar="N",
     )

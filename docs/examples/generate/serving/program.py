@@ -14,19 +14,20 @@ from transformers.utils import logging as transformers_logging
 
 from serving.ahead import AheadEngine
 from serving.attention import paged
+from serving.by_hand import forget, fresh, run_all, time_fills
 from serving.comparison import Judge
 from serving.engine import Engine, Prepare, unchanged
 from serving.inputs import DecodeInputs, PrefillInputs
 from serving.measuring import measure, measure_prefill
 from serving.model import Language, config_of, load_language
 from serving.options import RANDOM, Options, OptionsError, parse
-from serving.ranks import World, crew_of, joined
+from serving.ranks import ALONE, World, crew_of, joined
 from serving.reference import continuous_batching
 from serving.report import Report, part_of, passed, summarise, write_json
 from serving.request import Request, read_requests
 from serving.shares import check_even, check_layers, sharded, staged
 from serving.steps import check_compiles
-from serving.tables import show
+from serving.tables import show, show_reasons, show_start
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
 
@@ -85,13 +86,12 @@ def generate(
 def _report(options: Options, world: World, **seams: Any) -> Report:
     """Answer, serve, compare, and time; the same report in every rank."""
     device = backends.choose(options.backend).device
-    if options.prefill == "auto":
-        options = attrs.evolve(options, prefill="eager" if device.type == "cpu" else "breakable")
-    if options.ahead is None and not options.sync and device.type != "cpu" and world.size == 1:
-        options = attrs.evolve(options, ahead=1)
+    options = _settled(options, world, device)
     whole = load_language(options, device)
     every = read_requests(options, whole)
     requests = world.share(every)
+    console = Console(quiet=world.rank != 0)
+    show_start(whole, len(every), options, console)
     language, judged, judge, alone = whole, whole, None, None
     if world.way == "pp":
         language = staged(whole, world)
@@ -120,14 +120,56 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         reference_seconds=0.0 if judge is None else judge.seconds,
     )
     report = summarise(options, world, whole, world.gathered(part), batched)
-    # What a wrong step takes is of no interest; and a step can be timed by itself where each rank runs all that it is.
-    if passed(report) and world.way in {"", "tp"}:
-        options = attrs.evolve(options, compare=False) if world.size > 1 else options
-        with _bar(world) as progress:
-            progress.add_task("timing steps", total=None)
-            report["prefill_times"] = measure_prefill(engine, options, requests)
-            report["measured"] = measure(engine, options, requests)
+    if passed(report):  # what a wrong step takes is of no interest
+        if world.size == 1:
+            _compare_by_hand(report, engine, language, requests, options)
+            show_reasons(report, console)
+        if report["pairs"] and report["fills"] and not options.compile:  # compiling once more takes too long
+            report["pairs"].append(_once_more(kind, whole, requests, options, **seams))
+        if world.way in {"", "tp"}:  # a step can be timed by itself where each rank runs all that it is
+            _time_steps(report, engine, options, requests, world)
     return report
+
+
+def _settled(options: Options, world: World, device: torch.device) -> Options:
+    """The options, with what depends on the device if they do not say."""
+    if options.prefill == "auto":
+        options = attrs.evolve(options, prefill="eager" if device.type == "cpu" else "breakable")
+    if options.ahead is None and not options.sync and device.type != "cpu" and world.size == 1:
+        options = attrs.evolve(options, ahead=1)
+    return options
+
+
+def _time_steps(report: Report, engine: Engine, options: Options, requests: Sequence[Request], world: World) -> None:
+    options = attrs.evolve(options, compare=False) if world.size > 1 else options
+    fills = report["fills"]
+    with _bar(world) as progress:
+        progress.add_task("timing steps", total=None)
+        report["prefill_times"] = measure_prefill(engine, options, requests)
+        report["measured"] = measure(engine, options, requests, fills and fills["after_a_step"]["runner"])
+
+
+def _compare_by_hand(
+    report: Report, engine: Engine, language: Language, requests: Sequence[Request], options: Options
+) -> None:
+    with _bar(ALONE) as progress:
+        progress.add_task("the same by hand", total=None)
+        report["fills"] = time_fills(engine, options, requests)
+        if options.model != RANDOM and not options.compile:  # whose texts mean nothing, or are other ones not compiled
+            report["forgotten"] = forget(language, requests, options)
+
+
+def _once_more(
+    kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
+) -> tuple[float, float | None]:
+    """Tokens a second of another run, and of another one of transformers' continuous batching."""
+    again = fresh(requests)
+    engine = kind(language, again, options, **seams)
+    with _bar(ALONE) as progress:
+        progress.add_task("serving, once more", total=None)
+        run_all(engine, language)
+    other, _ = continuous_batching(language, requests, options, 1)
+    return sum(len(request.generated) for request in again) / engine.work.seconds, other
 
 
 def _ask(options: Options, world: World, language: Language, requests: Sequence[Request]) -> Judge:

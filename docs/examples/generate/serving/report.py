@@ -56,6 +56,7 @@ def summarise(
     compared = [part.comparison for part in shown if part.comparison is not None]
     comparison = Comparison.together(compared) if compared else None
     tokens = sum(len(request.generated) for request in requests)
+    speed = tokens / max(work.seconds for work in works)
     memories = [part.captured.memory for part in shown]
     buckets = _buckets([part.decode for part in shown])
     return {
@@ -72,7 +73,7 @@ def summarise(
         "decoded": sum(work.decoded for work in works),  # by the host; counted: by the device, inside the step
         "counted": sum(part.counts[0] for part in shown),
         "tokens": tokens,
-        "tokens_per_second": tokens / max(work.seconds for work in works),
+        "tokens_per_second": speed,
         "reference_tokens_per_second": comparison and comparison.tokens / max(part.reference_seconds for part in shown),
         "batched": dict(zip(("tokens_per_second", "note"), batched, strict=True)),
         "capture_seconds": max(part.captured.seconds for part in shown),
@@ -86,8 +87,12 @@ def summarise(
         "comparison": comparison,
         "texts": [_text(request, language) for request in requests],
         "ranks": _ranks(world, parts) if world.size > 1 else None,
-        "measured": None,  # what steps take, of a run that is right
+        "pairs": [] if batched[0] is None else [(speed, batched[0])],  # tokens a second of both, run after run
+        # of a run that is right: what steps take, and fills by hand and here; what came of forgotten resets
+        "measured": None,
         "prefill_times": None,
+        "fills": None,
+        "forgotten": None,
     }
 
 

@@ -1,0 +1,1 @@
+"""An image classifier behind a batch queue: no tokens, no decoding."""
