@@ -235,9 +235,13 @@ class InputBuffers(Generic[V]):
         """
         return self.at(padded).filling(self._layer.pattern(absent)).bucket.plan
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        """Return the number of fills by lowering."""
-        return {"lowerings": dict(self._layer.filler.lowered)}
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Return the number of fills by lowering, and how the functions in graphs run, as `CaptureReport` has it."""
+        functions = self._layer.filler.functions
+        return {
+            "lowerings": dict(self._layer.filler.lowered),
+            "functions": {} if functions is None else dict(functions.how),
+        }
 
     def _padded(self, padded: Sizes) -> Live:
         """Return padded sizes by varying axis. Raise ConfigError if one does not fit."""

@@ -5,6 +5,7 @@ one they take 2. Whole numbers stay the same to the byte. Floating-point numbers
 functions that make some are compiled only on request.
 """
 
+import contextlib
 import functools
 import itertools
 import types
@@ -20,10 +21,15 @@ from torch.utils.dlpack import from_dlpack
 
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.computation import Computation
+from ...dataflow.guard import outside_inference
 from ...dataflow.sources import OUT
 
 AS_ONE: Final = "compiled as one"
 """What `CompiledFunctions.how` says of a compiled function."""
+
+
+OTHER_MODES: Final = "torch has other modes in the capture than when it was compiled, such as autocast"
+"""What `CompiledFunctions.how` says of a function that was compiled, and still runs as written."""
 
 
 class _FloatWatch(TorchDispatchMode):
@@ -60,7 +66,11 @@ class _Call:
     writes_out: bool
 
 
-def _calls(group: Sequence[Computation]) -> tuple[list[_Call], list[torch.Tensor]]:
+Group = Sequence[Computation]
+"""Functions in the order in which they run."""
+
+
+def _calls(group: Group) -> tuple[list[_Call], list[torch.Tensor]]:
     """Return a group's calls, and all tensors that they read and write, each once.
 
     Each is an alias with a storage of its own: slots share one, and a compiler would ask whether they overlap.
@@ -80,6 +90,13 @@ def _calls(group: Sequence[Computation]) -> tuple[list[_Call], list[torch.Tensor
         others = tuple((name, value) for name, value in given.items() if not isinstance(value, torch.Tensor))
         calls.append(_Call(one.compute.function, slots, others, place(one.target), one.compute.writes_out))
     return calls, tensors
+
+
+@contextlib.contextmanager
+def _alike() -> Iterator[None]:
+    """Set the modes that torch compiles for, so that code that was compiled in one of them runs in all."""
+    with outside_inference(), torch.no_grad():
+        yield
 
 
 def _compiled(calls: Sequence[_Call], backend: str = "inductor") -> Callable[[Sequence[torch.Tensor]], None]:
@@ -138,7 +155,7 @@ class CompiledFunctions:
             yield [functools.partial(one.run, None) for one in group] if run is None else [run]
             left, is_compiled = [*waiting.values()], not is_compiled
 
-    def _compile(self, group: Sequence[Computation]) -> Callable[[], None] | None:
+    def _compile(self, group: Group) -> Callable[[], None] | None:
         """Return a call that runs a group compiled, or None if that fails or makes other bytes."""
         for one in group:
             one.run(None)
@@ -149,9 +166,8 @@ class CompiledFunctions:
             if made is None:
                 made = _compiled(calls)
                 self._known.append((calls, made))
-            run = functools.partial(made, tensors)
-            with warnings.catch_warnings(action="ignore"):  # a compiler's own, on which nobody here can act
-                run()
+            with warnings.catch_warnings(action="ignore"), _alike():  # a compiler's own, which nobody here can act on
+                made(tensors)
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything
             self.how.update({one.slot: _refused(error) for one in group})
             return None
@@ -159,7 +175,19 @@ class CompiledFunctions:
             if not self.floats and not torch.equal(one.target, value):
                 self.how.update({other.slot: f"compiled, {one.slot!r} has other values" for other in group})
                 return None
-        return run
+        return functools.partial(self._run, made, tensors, group)
+
+    def _run(
+        self, compiled: Callable[[Sequence[torch.Tensor]], None], tensors: Sequence[torch.Tensor], group: Group
+    ) -> None:
+        """Run a group, as written if torch would have to compile it anew, which it cannot inside of a capture."""
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"), _alike():
+                compiled(tensors)
+        except RuntimeError:
+            for one in group:
+                self.how[one.slot] = OTHER_MODES
+                one.run(None)
 
     def _why_not(self, one: Computation) -> str | None:
         """Run a function as written. Return why it cannot be compiled, or None."""

@@ -1,5 +1,6 @@
 """Functions of computed slots that are compiled as one, beside the same functions as written."""
 
+import contextlib
 from typing import Any, Final
 
 import attrs
@@ -9,13 +10,16 @@ import torch
 import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, output
 from slotgraph.backends import Backend
-from slotgraph.backends.cpu_capture import CpuCaptureBackend
+from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.engine import compiled
-from slotgraph.runners.engine.compiled import AS_ONE
+from slotgraph.runners.engine.compiled import AS_ONE, OTHER_MODES
 from tests.runners.models import decoder
 
 POOL: Final = 64
 PAGES: Final = Axis("PAGES", fixed=True)
+COMPILED: Final = ("cpu", "cuda")
+"""Backends whose graphs run compiled code. Captures of `cpu-capture` record each operator, and torch.compile has no
+compiler for the NPUs that tests run on."""
 
 
 def tables() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -77,7 +81,7 @@ def test_compiled_functions_make_the_same_bytes(backend: Backend) -> None:
     """In every bucket, at every live size, with and without an optional slot; padded rows included."""
     ours, plain = made(backend, compile_computed=True), made(backend, compile_computed=False)
     how = {*ours.stats()["capture"]["functions"].values()}
-    assert how == {AS_ONE} or backend.name == "npu"  # torch.compile has no compiler for it here
+    assert how == {AS_ONE} or backend.name not in COMPILED
     assert plain.stats()["capture"]["functions"] == {}
     draw = torch.Generator().manual_seed(5)
     for number in range(64):
@@ -95,9 +99,9 @@ def test_compiled_functions_make_the_same_bytes(backend: Backend) -> None:
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> str:
     """A device that compiles functions of whole numbers."""
-    record = attrs.evolve(CpuCaptureBackend().capabilities, compiles=True)
-    monkeypatch.setattr(CpuCaptureBackend, "capabilities", record)
-    return CpuCaptureBackend.name
+    record = attrs.evolve(CpuBackend().capabilities, compiles=True)
+    monkeypatch.setattr(CpuBackend, "capabilities", record)
+    return CpuBackend.name
 
 
 def test_a_device_compiles_whole_numbers_only(monkeypatch: pytest.MonkeyPatch, compiling: str) -> None:
@@ -134,7 +138,7 @@ def test_what_is_not_compiled_right_runs_as_written(
         return run
 
     monkeypatch.setattr(compiled, "_compiled", broken)
-    ours, plain = made(compiling), made("cpu")
+    ours, plain = made(compiling), made("cpu-capture")
     how = {one for name, one in ours.stats()["capture"]["functions"].items() if name != "half"}
     if fault == "raises":
         assert how == {"torch.compile refuses it: RuntimeError: no compiler here"}
@@ -162,7 +166,7 @@ class Mixed(Inputs):
 @pytest.mark.slow
 def test_a_function_that_cannot_be_compiled_leaves_the_others() -> None:
     """It runs as written between them, and its reason is reported."""
-    runner = decoder(Mixed, lambda view: view.next_ids, backend="cpu-capture", buckets=[4], compile_computed=True)
+    runner = decoder(Mixed, lambda view: view.next_ids, backend="cpu", buckets=[4], compile_computed=True)
     how = runner.stats()["capture"]["functions"]
     assert how["ids"].startswith("torch.compile refuses it: ")
     assert how["next_ids"] == AS_ONE
@@ -201,7 +205,7 @@ def test_compiled_rules_step_alike(backend: Backend) -> None:
         for wanted in (True, False)
     ]
     how = runners[0].stats()["capture"]["functions"]
-    assert how == dict.fromkeys(("ids", "turn", "place", "found"), AS_ONE) or backend.name == "npu"
+    assert how == dict.fromkeys(("ids", "turn", "place", "found"), AS_ONE) or backend.name not in COMPILED
     first = {"ids": [3, 5, 8], "turn": [1, 2, 3], "place": [10, 20, 30]}
     told = list[list[Any]]()
     for runner in runners:
@@ -250,3 +254,44 @@ def test_prepare_compiles_for_graphs_of_ones_own(backend: Backend) -> None:
         backend.synchronize()
         found.append([one.clone() for one in graph.outputs])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "around",
+    [torch.no_grad, torch.inference_mode, contextlib.nullcontext],
+    ids=["no_grad", "inference_mode", "gradients"],
+)
+@pytest.mark.parametrize("prepared", [torch.no_grad, torch.inference_mode], ids=["in no_grad", "in inference_mode"])
+def test_compiled_functions_run_in_every_mode(backend: Backend, around: Any, prepared: Any) -> None:
+    """Nothing is compiled inside of a capture, whatever mode it runs in."""
+    rows = torch.tensor([3, 5, 60], device=backend.device)
+    buffers = InputBuffers(Stepping, {BATCH: 4, TOKENS: 4}, backend=backend, compile_computed=True)
+    with prepared():
+        buffers.prepare()
+    before = buffers.stats()["functions"]
+    assert {*before.values()} == {AS_ONE} or backend.name == "npu"
+    with around():
+        view = buffers.view()
+
+        def step() -> torch.Tensor:
+            buffers.fill_in_graph()
+            return view.found.clone()
+
+        graph = backend.capture(step)
+    assert buffers.stats()["functions"] == before or backend.name not in COMPILED
+    batch = {"ids": rows, "turn": rows, "place": rows}
+    buffers.fill(batch, live={TOKENS: 3, BATCH: 3})
+    graph.replay()
+    backend.synchronize()
+    assert graph.outputs[:3].tolist() == TABLES[backend.device.type][0][rows].tolist()
+
+
+@pytest.mark.slow
+def test_settings_of_torch_that_changed_since_are_reported(backend: Backend) -> None:
+    """With other settings than those that it was compiled with a function runs as written, inside of a capture, too."""
+    buffers = InputBuffers(Stepping, {BATCH: 4, TOKENS: 4}, backend=backend, compile_computed=True)
+    buffers.prepare()
+    with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+        buffers.fill_in_graph()
+    assert OTHER_MODES in buffers.stats()["functions"].values() or backend.name == "npu"
