@@ -25,7 +25,7 @@ compiler for the NPUs that tests run on."""
 def tables() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Two tables of a request pool, which functions read, by the kind of device."""
     made = tuple(torch.randint(1, 1000, (POOL,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = {"cpu", "cpu" if accelerator is None else accelerator.type}
     return {device: (made[0].to(device), made[1].to(device)) for device in devices}
 
