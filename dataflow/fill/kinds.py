@@ -70,12 +70,15 @@ class Sizing:
 
 
 def shape_of_list(value: Any) -> tuple[int, ...]:
-    """Read the shape of nested lists from the first row of each. Code that converts them checks the other rows."""
+    """Read the shape of nested lists, or of lists of arrays, from the first row of each.
+
+    Code that converts them checks the other rows.
+    """
     shape = list[int]()
     while isinstance(value, list | tuple) and len(shape) <= MOST_DIMS:  # a list that contains itself has no end
         shape.append(len(value))
         value = value[0] if value else None
-    return tuple(shape)
+    return (*shape, *value.shape) if isinstance(value, np.ndarray) else tuple(shape)
 
 
 class SourceKinds:

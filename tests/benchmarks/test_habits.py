@@ -140,6 +140,7 @@ def _on_device(made: Callable[..., Habit]) -> Iterator[Habit]:
     yield made("a NumPy array in pieces", change=_replaced("input_ids", lambda one: one.cpu().numpy()[::-1]))
     yield made("a list for float16", halves, _replaced("halves", torch.Tensor.tolist))
     yield made("a nested list", tables, _replaced("tables", torch.Tensor.tolist))
+    yield made("a list of NumPy arrays", tables, _replaced("tables", lambda source: [*source.cpu().numpy()]))
     yield made("odd dtypes", odd)
     yield made("a strided source", mrope, _replaced("mrope", _strided))
     yield made("in place", call=_in_place)

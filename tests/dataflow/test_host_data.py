@@ -16,9 +16,9 @@ from slotgraph import BATCH, Axis, Inputs, copied
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities, LoweringName
 from slotgraph.dataflow.errors import BatchError
-from slotgraph.dataflow.fill.bucket import Bucket
+from slotgraph.dataflow.fill.bucket import Bucket, table_for
 from slotgraph.dataflow.hostdata import tensor_of
-from slotgraph.dataflow.sizing import limits_of
+from slotgraph.dataflow.sizing import Sizer, limits_of
 from slotgraph.extend import HOST, side
 from tests.packing import feed_for, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
@@ -123,6 +123,19 @@ REFUSED: Final[list[tuple[Any, torch.dtype, str]]] = [
     ([[2, 3], [True, 4]], torch.int64, r"bools and numbers together"),
     *((ragged, torch.int64, RAGGED) for ragged in ([[1], [1, 2]], [[1], 2], [[1], {2: 3}])),
 ]
+
+
+def test_lists_of_arrays_are_of_a_known_kind_at_each_size() -> None:
+    """They take the way of lists, whatever their number of rows. Rows of another length are another kind."""
+    slots = declaration_of({"rows": copied(BATCH, 3, dtype=torch.int32, pad=0)}).slotgraph
+    table = table_for(slots, SIZES, Sizer(slots, {}, SIZES))
+    kinds = table.add(([*np.arange(6, dtype=np.int32).reshape(2, 3)],))
+    for rows in (1, MOST):
+        sources = ([*np.ones((rows, 3), dtype=np.int32)],)
+        assert table.find(sources) is kinds
+        assert kinds.read(sources) == (rows,)
+    assert kinds.read(([*np.ones((2, 4), dtype=np.int32)],)) is None
+    assert kinds.read(([*np.ones((2, 3, 1), dtype=np.int32)],)) is None
 
 
 def test_what_is_no_box_of_numbers_is_refused() -> None:
