@@ -455,7 +455,6 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: None = None,
         needs: Collection[str] = (),
-        agree_every: int = 1,
     ) -> Iterator[LaunchedStep[Out]]: ...
 
     @overload
@@ -467,7 +466,6 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Out], Read],
         needs: Collection[str] = (),
-        agree_every: int = 1,
     ) -> Iterator[LaunchedStep[Read]]: ...
 
     def steps(
@@ -478,7 +476,6 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
-        agree_every: int = 1,
     ) -> Iterator[LaunchedStep[Any]]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
@@ -495,8 +492,6 @@ class DecodeRunner(RequestRunner[V, Out]):
                 It is called before their values are there, and computes nothing.
             needs: Slots whose values in later steps `step.needs` predicts, such as `["seq_lens"]`. Each advances by a
                 number and has one number a request.
-            agree_every: With ranks, after how many steps they choose a bucket together, the same for all of them. In
-                between, requests join only as far as the last bucket has room.
 
         Returns:
             The steps in order, which the device may still be running.
@@ -508,7 +503,6 @@ class DecodeRunner(RequestRunner[V, Out]):
             RankError: Another rank failed.
         """
         checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
-        checked("agree_every", "a number of steps, at least 1", agree_every, int, 1)
         needs = checked_names("needs", needs)
         if read is not None:
             check_step("read", read, "a step's outputs, which chooses parts of them")
@@ -517,8 +511,7 @@ class DecodeRunner(RequestRunner[V, Out]):
             why = f"the lowering is {self.lowering}"
         elif self.watch.watchers or self.config.modes:
             why = "each step is watched"
-        every = 1 if why else agree_every
-        with self.coordinator.loop(every) as loop:
+        with self.coordinator.loop() as loop:
             if batch is None:
                 batch, _ = self._empty(None, NO_SIDE)
             decision = self.decide(batch)

@@ -94,11 +94,9 @@ class Loop:
     """A loop of steps that ranks run together.
 
     Attributes:
-        every: After how many steps they agree on a bucket.
         bit: Its bit in the messages of ranks, or 0 if no other rank knows it.
     """
 
-    every: int
     bit: int = 0
 
 
@@ -179,9 +177,9 @@ class Coordinator:
         del backend
         return step
 
-    def loop(self, every: int) -> contextlib.AbstractContextManager[Loop]:
-        """Return a context that prepares a loop of steps. Ranks agree before each `every`th step."""
-        return contextlib.nullcontext(Loop(every))
+    def loop(self) -> contextlib.AbstractContextManager[Loop]:
+        """Return a context that prepares a loop of steps. Ranks agree before each of them."""
+        return contextlib.nullcontext(Loop())
 
     def looping(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
         """Return a context that hands out a loop's steps. If it ends early, ranks still in the loop are notified."""

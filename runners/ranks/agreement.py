@@ -227,13 +227,10 @@ class Agreement(Coordinator):
             raise
 
     @contextlib.contextmanager
-    def loop(self, every: int) -> Iterator[Loop]:
-        """Run a block that prepares a loop of steps. Raise RankError, at its end, if one rank refuses them.
-
-        every: Ranks agree on each step whose number divides by it, so all must have the same.
-        """
+    def loop(self) -> Iterator[Loop]:
+        """Run a block that prepares a loop of steps. Raise RankError, at its end, if one rank refuses them."""
         self.begin()
-        loop = Loop(every, self.ranks.begin_loop() if self.quiet else 0)
+        loop = Loop(self.ranks.begin_loop() if self.quiet else 0)
         try:
             if self.quiet:
                 self.ranks.quiet_step(self._call_site, self.timeout)
@@ -246,21 +243,11 @@ class Agreement(Coordinator):
                 self.gather("steps() begin", str(error))
             raise
         if not self.quiet:
-            self._check_loops(self.gather("steps() begin", "", every))
+            for rank, (text, begins) in enumerate(self.gather("steps() begin", "", 1)):
+                if not begins:
+                    raise RankError(f"rank {rank} refused its batch, so that no rank starts the loop: {text}")
             loop.bit = self.ranks.begin_loop()
         self._loop, self._loop_site = loop, self._step_site(loop.bit)
-
-    def _check_loops(self, gathered: Sequence[tuple[str, int]]) -> None:
-        """Raise RankError, on all ranks alike, if one refused its first batch, or if their intervals differ."""
-        for rank, (text, number) in enumerate(gathered):
-            if not number:
-                raise RankError(f"rank {rank} refused its batch, so that no rank starts the loop: {text}")
-        if len({number for _, number in gathered}) > 1:
-            each = ", ".join(f"rank {rank} after {number}" for rank, (_, number) in enumerate(gathered))
-            raise RankError(
-                f"ranks agree after different numbers of steps: {each}; give all the same agree_every=, and leave it "
-                f"out if a rank has a recording, a debug mode or another lowering"
-            )
 
     @contextlib.contextmanager
     def looping(self, loop: Loop) -> Iterator[None]:

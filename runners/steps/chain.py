@@ -64,11 +64,6 @@ class Chain(Generic[V]):
         self._forks = FORKS.count
         self._sizes_of_ranks: Mapping[Any, Any] = {}
         self._slot_of_ranks = next((name for name, slot in slots.items() if RANKS in slot.needs), None)
-        if self._slot_of_ranks and loop.every > 1 and not self._ranks.quiet:
-            raise ConfigError(
-                f"slot {self._slot_of_ranks!r} has sizes of all ranks, which may change in each step: leave out "
-                "agree_every="
-            )
         self._keys: Keys = ()
         self._rows: dict[Hashable, int] = {}
         self._leaving: dict[Hashable, None] = {}  # these three are the next edit
@@ -152,13 +147,7 @@ class Chain(Generic[V]):
 
     def _check_room(self, requests: int) -> None:
         """Raise BatchError if no graph takes so many requests in the next step."""
-        bucket, agreed = self._buckets.fit(requests), self._agreed
-        if agreed is not None and self._number % self._loop.every and requests > agreed:
-            when = self._number + -self._number % self._loop.every
-            raise BatchError(
-                f"steps() cannot take {requests} requests in step {self._number}: ranks agreed on bucket {agreed}, and "
-                f"agree again in step {when}: join when `lands` is {when}, or let others leave first"
-            )
+        bucket = self._buckets.fit(requests)
         if bucket is None or not self._graphs.has(bucket, self._absent):
             largest = self._buckets.largest
             why = f"the largest bucket holds {largest}" if bucket is None else f"bucket {bucket} has no graph"
@@ -218,8 +207,6 @@ class Chain(Generic[V]):
 
     def _agree(self, *, idle: bool) -> bool | None:
         """Return whether other ranks' sizes change slots of this rank, or None if all ranks are idle."""
-        if not self._ranks.quiet and self._number % self._loop.every:
-            return False
         requests, before = self._requests, self._sizes_of_ranks
         rows = self._buckets.fit(requests)
         own = Decision("graph", rows, "fits", f"bucket {rows} fits")

@@ -29,12 +29,8 @@ from tests.ranks.stepping import OVER, soon
 from tests.runners.models import decoder
 
 WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead")
-STEPS: Final[dict[str, tuple[bool, int]]] = {
-    "steps, known to be equal": (True, 1),
-    "steps, agreed": (False, 1),
-    "steps, agreed every 8": (False, 8),
-}
-"""Steps launched ahead: whether ranks are known to be equal, and `agree_every=`."""
+STEPS: Final[dict[str, bool]] = {"steps, known to be equal": True, "steps, agreed": False}
+"""Steps launched ahead: whether ranks are known to be equal."""
 LIVE, BUCKET = 29, 32
 
 
@@ -87,9 +83,9 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
             outputs[0, 0].item()
 
         runs[way] = Run(step, range(len(batches)), around)
-    for way, (equal, every) in STEPS.items():
+    for way, equal in STEPS.items():
         runner = decoder(Advancing, model, buckets=[BUCKET], backend=backend, ranks=Ranks(equal=equal))
-        loop = runner.steps(batches[0], ahead=1, read=lambda outputs: outputs[:, 0], agree_every=every)
+        loop = runner.steps(batches[0], ahead=1, read=lambda outputs: outputs[:, 0])
         runs[way] = Run(functools.partial(follow, loop), [0], around)
     measure(list(runs.values()), choose(backend), rounds, steps)
     return {way: run.host for way, run in runs.items()}

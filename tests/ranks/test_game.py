@@ -62,7 +62,6 @@ class Turn:
     faults: tuple[str, ...]
     at: int  # the step of the loop in which it happens
     ahead: int
-    every: int
     is_ahead: bool
 
     def is_idle(self, rank: int) -> bool:
@@ -81,13 +80,11 @@ def drawn(seed: int, size: int, rounds: int, *, alike: bool = False, equal: bool
             faults = faults[:1] * size
         if calm or number > rounds - 3:
             faults = [""] * size
-        which, at, ahead, every = (draw.randrange(2) for _ in range(4))
+        which, at, ahead = (draw.randrange(2) for _ in range(3))
         if found and {"held", "cycle"}.intersection(found[-1].faults):  # a call of the runner ends a loop that is kept
             kind, which = draw.choice(["call", "loop"]), found[-1].which
             faults = [""] * size
-        found.append(
-            Turn(number, kind, which, tuple(faults), 1 + 2 * at, 2 * ahead, 1 + 2 * every, draw.random() < 0.3)
-        )
+        found.append(Turn(number, kind, which, tuple(faults), 1 + 2 * at, 2 * ahead, draw.random() < 0.3))
     return found
 
 
@@ -144,9 +141,7 @@ class Player:
         """One loop of steps, which this rank may leave."""
         runner, step = self.runners[turn.which], self.steps[turn.which]
         step.left = -1
-        loop = runner.steps(
-            self.batch(turn, "refused" if fault == "begin" else ""), ahead=turn.ahead, agree_every=turn.every
-        )
+        loop = runner.steps(self.batch(turn, "refused" if fault == "begin" else ""), ahead=turn.ahead)
         if fault == "dropped":
             return "left"
         for one in loop:

@@ -117,7 +117,7 @@ def test_junk_arguments_of_steps_are_refused(place: int) -> None:
     """They are refused before anything is run."""
     junk = JUNK[place]
     runner = decoder(Mixed, mixed_step, backend="cpu-capture", buckets=(2,), output_rows=BATCH)
-    for argument in ("keys", "needs", "read", "ahead", "agree_every"):
+    for argument in ("keys", "needs", "read", "ahead"):
         given: Any = {argument: junk}
         with suppress(SlotGraphError):
             next(runner.steps(mixed(1, 2), **given))
