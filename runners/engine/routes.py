@@ -54,11 +54,6 @@ class Route(abc.ABC, Generic[V]):
     def run(self, view: V | None, live: Live) -> Any:
         """Run the filled step, count it, and return its outputs for live rows. view: Given if the route needs it."""
 
-    def count(self, live: Live) -> None:
-        """Count a step that has run."""
-        self.counts.steps += 1
-        self.counts.live += live[-1] if live else 0
-
 
 class GraphRoute(Route[V]):
     """A graph of the whole step."""
@@ -78,8 +73,7 @@ class GraphRoute(Route[V]):
         """Replay the graph."""
         del view
         self._graphs.replay(self.captured)
-        self.counts.steps += 1
-        self.counts.live += live[-1]
+        self.counts.replayed(live[-1])
         rows = None if self._rows_each is None else live[-1] * self._rows_each
         outputs = self.captured.graph.outputs
         if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a new container, since the caller may change it
@@ -113,7 +107,8 @@ class EagerRoute(Route[V]):
             outputs = _run(stage.run, view)
         if hosts.notes:
             hosts.note()
-        self.count(live)
+        self.counts.steps += 1
+        self.counts.live += live[-1] if live else 0
         return outputs
 
 

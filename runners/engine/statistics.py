@@ -85,23 +85,36 @@ class TallyData(TypedDict):
 
     Attributes:
         ahead: Steps of `steps()` that were launched ahead of the host, and those that waited for it, by reason.
+        rows: How many steps of graphs had so many live rows: see `plan_buckets`.
     """
 
     steps: dict[str, int]
     ahead: dict[str, int]
     buckets: dict[int, BucketData]
+    rows: dict[int, int]
     eager: dict[str, EagerData]
     fills: FillsData
 
 
 @attrs.define(eq=False)
 class Counts:
-    """Steps and their live rows, how many of their fills were timed, and the nanoseconds that these took."""
+    """Steps and their live rows, how many of their fills were timed, and the nanoseconds that these took.
+
+    Attributes:
+        rows: With a graph, how many steps had so many live rows.
+    """
 
     steps: int = 0
     live: int = 0
+    rows: dict[int, int] = attrs.field(factory=dict)
     timed: int = 0
     took: int = 0
+
+    def replayed(self, rows: int) -> None:
+        """Count a step of a graph."""
+        self.steps += 1
+        self.live += rows
+        self.rows[rows] = self.rows.get(rows, 0) + 1
 
     def times(self) -> FillTimesData:
         """Return the times of fills as plain data."""
@@ -163,12 +176,16 @@ class Tally:
             for size, (steps, live) in sorted(found.items())
             if steps
         }
+        rows = collections.Counter[int]()
+        for counts in self.buckets.copy().values():
+            rows.update(counts.rows.copy())
         eager: dict[str, EagerData] = {why: {"steps": one.steps, "live": one.live} for why, one in reasons if one.steps}
         graphs, others = (sum(one["steps"] for one in of.values()) for of in (buckets, eager))
         return {
             "steps": {self.path: graphs, "eager": others},
             "ahead": dict(self.ahead),
             "buckets": buckets,
+            "rows": dict(sorted(rows.items())),
             "eager": eager,
             "fills": {
                 "every": EVERY,
@@ -313,6 +330,7 @@ class Statistics(TallyData):
         steps: Steps by path.
         ahead: Steps of `steps()` that were launched ahead of the host, and those that waited for it, by reason.
         buckets: By bucket its path, steps, live and padded rows, and the share of padding.
+        rows: How many steps of graphs had so many live rows.
         eager: Steps and their live rows without a graph, by reason.
         fills: How long fills took, in each bucket, and eagerly by reason. One fill in `every` is timed.
         lowerings: Fills of buckets by lowering.

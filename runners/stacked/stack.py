@@ -346,7 +346,7 @@ class StackRoute(Route[V]):
             raise
         finally:
             CURRENT.reset(token)
-        self.count(live)
+        self.counts.replayed(live[-1])
         return outputs
 
     def _cut(self, outputs: Any, calls: int, live: Live) -> Any:

@@ -199,8 +199,7 @@ class Chain(Generic[V]):
                 self._prepare(moved=moved)
             self._replay()
             clock.replays += 1
-            self._counts.steps += 1
-            self._counts.live += len(self._keys)
+            self._counts.replayed(len(self._keys))
             if self._hosts.notes:
                 self._hosts.note()
         return self._keys
