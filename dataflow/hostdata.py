@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from .capabilities import dtype_text
+from .ragged import Ragged, below
 
-HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
+HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
 """Types that a batch may have instead of a tensor."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
 """Errors for host data that cannot be converted to bytes as it is."""
@@ -53,6 +54,8 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         flags = array.flags
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # one row: any stride
         return torch.from_numpy(array if is_plain else array.copy())
+    if isinstance(value, Ragged):
+        raise TypeError("rows of different lengths: declare the slot with ragged=True")
     numbers, shape = unnested(value, _DIMS if wanted is None else len(wanted))
     if not numbers:
         is_open = wanted is not None and [*wanted[: len(shape)]] == shape
@@ -63,6 +66,84 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         made = None
     made = _converted(numbers, dtype) if made is None else made
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
+
+
+def is_ragged(value: Any) -> bool:
+    """Return whether a value is what a slot with `ragged=True` has laid out: `Ragged`, or a list of rows."""
+    return isinstance(value, Ragged | list | tuple)
+
+
+def laid_out(value: Any, dtype: torch.dtype, wanted: Sequence[int], pad: Any) -> torch.Tensor:
+    """Lay out rows of different lengths in a host tensor.
+
+    Args:
+        value: `Ragged`, or a list of rows, each a list, a tuple or an array of one dim.
+        dtype: The dtype of the tensor. Values in lists are converted to it, others must have it.
+        wanted: The number of rows and columns.
+        pad: The tail rule of the slot, whose value the rest of each row holds.
+
+    Raises:
+        TypeError: It is no rows of numbers.
+        ValueError: A row is longer than the columns, or there are more or fewer rows.
+    """
+    (rows, columns), rest = wanted, pad.value
+    counts = value.counts if isinstance(value, Ragged) else _lengths(value)
+    if len(counts) != rows:
+        raise ValueError(f"it has {len(counts)} rows")
+    over = np.flatnonzero(counts > columns)
+    if len(over):
+        raise ValueError(f"row {over[0]} has {counts[over[0]]} values, and the slot has room for {columns}")
+    made = torch.full((rows, columns), rest, dtype=dtype, device="cpu")
+    if not isinstance(value, Ragged) and _are_packed(value, made, counts, rest):
+        return made
+    values = value.values if isinstance(value, Ragged) else _joined(value, dtype)
+    if values.dtype != dtype:
+        raise TypeError(f"its values are {dtype_text(values.dtype)}: convert them")
+    is_value = torch.from_numpy(below(counts, columns))
+    if values.dim() == 1:
+        return made.masked_scatter_(is_value, value.flat() if isinstance(value, Ragged) else values)
+    columns = min(columns, values.shape[1])
+    made[:, :columns] = values[:, :columns]
+    return made.masked_fill_(~is_value, rest)
+
+
+def _are_packed(lists: Any, made: torch.Tensor, counts: "np.ndarray[Any, Any]", rest: Any) -> bool:
+    """Pack lists of numbers into the rows of a tensor. Return whether all were, and none is a bool."""
+    if made.dtype not in LETTERS or made.dtype == torch.bool:
+        return False
+    room, at, pace = made.view(torch.uint8).numpy().data.cast("B"), 0, made.stride(0) * made.itemsize
+    try:
+        for row in lists:
+            _row_packer(len(row), made.dtype)(room, at, *row)
+            at += pace
+    except NOT_CARRIED:
+        return False
+    numbers = made.numpy()
+    bits = np.count_nonzero((numbers == 0) | (numbers == 1))  # a bool is one of these
+    if bits > (made.numel() - counts.sum() if rest in _BITS else 0):
+        return _BOOLS.isdisjoint(map(type, itertools.chain.from_iterable(lists)))
+    return True
+
+
+@functools.lru_cache(1024)
+def _row_packer(columns: int, dtype: torch.dtype) -> Callable[..., None]:
+    """Return a function that packs this many numbers into a buffer."""
+    return struct.Struct(f"={columns}{LETTERS[dtype]}").pack_into
+
+
+def _joined(rows: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of all rows, one after another."""
+    if any(isinstance(row, np.ndarray) for row in rows):
+        return tensor_of(np.concatenate(rows), dtype)
+    return tensor_of([*itertools.chain.from_iterable(rows)], dtype, (-1,))
+
+
+def _lengths(rows: Any) -> "np.ndarray[Any, Any]":
+    """Return the length of each row. Raise TypeError if one is no list, tuple or array of one dim."""
+    for number, row in enumerate(rows):
+        if not (type(row) in _LISTS or (isinstance(row, np.ndarray) and row.ndim == 1)):
+            raise TypeError(f"row {number} is {type(row).__name__}, expected a list of numbers")
+    return np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
 
 
 def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:

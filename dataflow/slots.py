@@ -124,6 +124,7 @@ class Slot:
         strided: Whether a source may be non-contiguous.
         converts: Source dtypes that the copy converts.
         limit: The largest value that host data may hold.
+        ragged: Whether a source may have rows of different lengths, whose rest holds the pad value.
     """
 
     needs_rule: ClassVar[bool] = False
@@ -142,6 +143,7 @@ class Slot:
     strided: bool = attrs.field(default=False, converter=flag)
     converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
     limit: Dim | None = attrs.field(default=None, converter=limit_of)
+    ragged: bool = attrs.field(default=False, converter=flag)
 
     def initial(self) -> Value:
         """Return the value that the buffer is initialized with: the declared one, else the tail's, else zero."""
@@ -208,6 +210,7 @@ class Slot:
             yield f"its limit {limit!r} varies by step: give a number or a fixed axis"
         if limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
             yield f"it has a limit, but {dtype_text(dtype)} is not a whole number: leave it out"
+        yield from _ragged_faults(self) if self.ragged else ()
         if self.argument is not None:
             yield from _parameter_faults(self, dtype)
 
@@ -313,6 +316,16 @@ class Output(Slot):
         return BY_STEP
 
 
+def _ragged_faults(slot: Slot) -> Iterator[str]:
+    """Yield why the slot cannot have rows of different lengths."""
+    if len(slot.shape) != 2 or slot.varying != (0,):  # noqa: PLR2004 - rows and columns
+        yield "it is ragged, so it has two dims: rows that vary, and a fixed number of columns, such as BATCH, PAGES"
+    if not (isinstance(slot.pad, Pad) and isinstance(slot.pad.value, int | float)):
+        yield f"it is ragged, and the rest of each row holds its pad value: say pad=number, not {slot.pad!r}"
+    if slot.limit is not None:
+        yield "it is ragged, and limits are for rows of one length: leave limit= out"
+
+
 def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
     """Yield why the slot cannot be a host parameter."""
     if slot.placement != HOST:
@@ -375,7 +388,7 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     return _field(made, faults, init="init" not in given, default=default)
 
 
-def copied(
+def copied(  # noqa: PLR0913 - one for each property of a slot
     *shape: Size,
     dtype: Dtype,
     pad: PadValue | Tail | None = None,
@@ -389,6 +402,7 @@ def copied(
     argument: str | None = None,
     starts: PadValue | None = None,
     limit: Size | None = None,
+    ragged: bool = False,
     poison: Poison | None = None,
     when: When | None = None,
     default: Any = attrs.NOTHING,
@@ -413,6 +427,8 @@ def copied(
         argument: The operators' argument, such as "actual_seq_lengths_kv", that takes this slot in host memory.
         starts: What the buffer holds at first, if not the tail's value.
         limit: The largest value that host data may hold.
+        ragged: Whether rows may have different lengths: a list of lists, or `Ragged`. The rest of each row holds the
+            pad value.
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
         default: None makes the slot optional.

@@ -165,7 +165,7 @@ def _declared(one: SampledSlot, axes: Mapping[tuple[str, DimSizes], str], *, on_
     notes = list[str]()
     if one.is_ragged:
         shape[1] = "..."
-        notes.append("its rows have different lengths: pad them, and put the longest length in place of the second ...")
+        notes.append("its rows have different lengths: put the longest in place of the first ..., or a fixed axis")
     elif one.was_list:
         notes.append("it came in lists, which have no dtype: say the one that the step reads")
     if len({value.dtype for value in one.present}) > 1:
@@ -178,6 +178,7 @@ def _declared(one: SampledSlot, axes: Mapping[tuple[str, DimSizes], str], *, on_
     options = [
         f"dtype={first.dtype}",
         *["pad=..."] * is_padded,
+        *["ragged=True"] * one.is_ragged,
         *["default=None"] * (len(one.present) < len(one.values)),
     ]
     yield from (f"    # {note}" for note in notes)

@@ -12,6 +12,7 @@ import torch
 from ..axes import Dim, Live
 from ..declaration import Declaration
 from ..guard import Guard, dense_places, own_guard
+from ..hostdata import is_ragged
 from ..sizing import Sizer
 from ..sources import Gather, Side, Sources, chosen
 from .reach import Reach, Rows
@@ -81,6 +82,14 @@ def shape_of_list(value: Any) -> tuple[int, ...]:
     return (*shape, *value.shape) if isinstance(value, np.ndarray) else tuple(shape)
 
 
+def _reader(source: Any, rows: Rows) -> Callable[[Any], Sequence[int]]:
+    """Return what reads the shape of a source. That of ragged rows is the shape in which they are laid out."""
+    if rows.ragged and is_ragged(source):
+        columns = rows.shape[1](())
+        return lambda value: (len(value), columns)
+    return shape_of_list if isinstance(source, list | tuple) else _SHAPE
+
+
 class SourceKinds:
     """The kind of each source of a batch: its type, dtype, device and layout. Sizes along axes are free.
 
@@ -137,8 +146,7 @@ class SourceKinds:
         self._types = [(place, type(like[place])) for place in others]
         self._dtypes = [(place, like[place].dtype) for place in others if isinstance(like[place], np.ndarray)]
         self._ranks = [(number, len(rows[place].shape)) for number, place in enumerate(present) if place in others]
-        are_lists = [isinstance(like[place], list | tuple) for place in present]
-        self._readers = [shape_of_list if is_list else _SHAPE for is_list in are_lists] if others else None
+        self._readers = [_reader(like[place], rows[place]) for place in present] if others else None
         self._sizes = sizes
         self._sizing = sizing
         self._last: tuple[Sequence[Sequence[int]] | None, Live, Guard | None] = None, (), None

@@ -61,14 +61,16 @@ class Rows:
         reaches: The reach of each of them.
         sizes: The size of every dim, as declared.
         shape: The reach of every dim.
+        ragged: Whether a source may have rows of different lengths.
     """
 
-    __slots__ = ("dims", "reaches", "shape", "sizes")
+    __slots__ = ("dims", "ragged", "reaches", "shape", "sizes")
 
     def __init__(self, slot: Slot, varying: Sequence[Axis], fixed: Sizes) -> None:
         self.dims = slot.varying
         self.shape = [reach_of(dim, varying, fixed) for dim in slot.shape]
         self.sizes = slot.shape
+        self.ragged = slot.ragged
         self.reaches = [self.shape[dim] for dim in slot.varying]
 
     def at(self, live: Live) -> Extent:

@@ -163,6 +163,7 @@ def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities,
     notes = {
         f"set to {_named(slot.initial())}": not slot.writers,
         "optional": slot.optional,
+        "ragged": slot.ragged,
         f"when {_named(slot.when)}": slot.when,
         f"at most {slot.limit}": slot.limit,
         f"argument {slot.argument}": slot.argument,

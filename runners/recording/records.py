@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
+from ...dataflow.ragged import Ragged
 from ..engine.config import json_data
 from ..engine.runner import Runner
 from ..engine.statistics import Decision
@@ -59,6 +60,8 @@ class RecordedValue:
     def of(cls, name: str, source: Any, device: torch.device) -> "RecordedValue":
         """Describe a source, for a recording on a device. A tensor is not copied yet. Never raises."""
         try:
+            if isinstance(source, Ragged):
+                source = source.tolist()
             if isinstance(source, torch.Tensor):
                 is_plain = source.layout == torch.strided and not source.is_meta
                 need(

@@ -71,7 +71,7 @@ def test_what_samples_cannot_tell_stays_open() -> None:
     ]
     source = suggest([*batches, {**batches[0], "maybe": None}])
     assert source.count(", pad=...") == 3
-    assert "pages: torch.Tensor = copied(BATCH, ..., dtype=torch.int64, pad=...)" in source
+    assert "pages: torch.Tensor = copied(BATCH, ..., dtype=torch.int64, pad=..., ragged=True)" in source
     assert "its rows have different lengths" in source
     assert "it came in lists" in source
     assert "it is the same in all batches" in source
