@@ -18,7 +18,7 @@ from slotgraph import BATCH, TOKENS, InputBuffers, Inputs, computed, copied, out
 from slotgraph.backends import Backend, Event, Graph
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import BatchError
-from tests.packing import backend_of
+from tests.packing import NAME, backend_of
 from tests.runners.models import decoder
 
 BUCKETS: Final = (1, 2, 4, 6)
@@ -39,7 +39,7 @@ def steps_of(rows: int) -> st.SearchStrategy[list[list[int]]]:
     return st.lists(st.lists(st.sampled_from(KEYS), unique=True, max_size=rows), min_size=2, max_size=14)
 
 
-backends = pytest.mark.parametrize("name", ["cpu", "cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
+backends = pytest.mark.parametrize("name", ["cpu", "cpu-capture", NAME, pytest.param("cuda", marks=pytest.mark.cuda)])
 
 
 @functools.cache
