@@ -17,6 +17,7 @@ from slotgraph.dataflow import admission, buffers, capabilities, computation, gu
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, writers
 from slotgraph.dataflow.packet import Feed
+from slotgraph.dataflow.tails import Pad
 from slotgraph.dataflow.transition import Transition
 from slotgraph.runners import decode, tree
 from slotgraph.runners.engine import config, current, graphs, outputs, routes, sharing
@@ -133,6 +134,13 @@ def rows_apart_are_read_as_one_piece(old: Any, *given: Any) -> int:
     """Take rows that lie apart for one piece: a step sees what lies between them."""
     del old, given
     return 0
+
+
+@fault(SOURCES, admission, "laid_out", "dataflow/test_ragged.py::test_rows_are_laid_out_as_by_hand")
+def the_rest_of_a_ragged_row_is_zero(old: Any, value: Any, dtype: Any, wanted: Any, pad: Any) -> Any:
+    """Lay out ragged rows with zeros behind them: a page table names page 0, which belongs to somebody."""
+    del pad
+    return old(value, dtype, wanted, Pad(0))
 
 
 @fault(KINDS, kinds.SourceKinds, "read", "runners/engine/test_outputs.py::test_rows_of_outputs_follow_their_axis")
