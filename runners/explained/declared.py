@@ -105,7 +105,7 @@ class Explanation(Explained):
         """Yield slots, and the plan if there are sizes."""
         yield self.slot_table(f"{self.declaration} on {self.backend}")
         if self.plan is None:
-            yield Table("no plan: give the size of every axis")
+            yield Table("no plan: give the size of every axis, as in --size batch=3/4, or extents={BATCH: (3, 4)}")
         else:
             sizes = ", ".join(f"{axis}={live}/{padded}" for axis, (live, padded) in self.sizes.items())
             copied = f"a step of {sizes} copies {self.copied:,} bytes into {self.nbytes:,} bytes of buffers"
