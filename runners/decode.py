@@ -60,6 +60,8 @@ class StageArguments(TypedDict, total=False):
 class CaptureArguments(StageArguments, total=False):
     """The arguments of every runner that captures."""
 
+    bind: Mapping[str, Bound]
+    keep_bound: bool
     absent: Sequence[Collection[str]]
     phase: Phase | None
     state: Iterable[torch.Tensor] | None
@@ -88,7 +90,6 @@ class StackArguments(CaptureArguments, total=False):
 class DraftArguments(CaptureArguments, total=False):
     """The arguments of a runner whose buckets are requests, and whose outputs have one row a request."""
 
-    bind: Mapping[str, Bound]
     compile_computed: bool | None
 
 
@@ -173,10 +174,13 @@ class GraphRunner(Runner[V, Out]):
         # whether the bucket depends only on the leading rows and the absent slots
         self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
-        self._bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
+        bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
+        keep = checked("keep_bound", "True or False", given.get("keep_bound", False), bool)
+        self._allocate = functools.partial(stage.allocate, self._capacity, bind, keep_bound=keep)
         if given.get("phase") is not None:
             phase = checked("phase", "a phase of a pool, such as pool['decode'], or None", given["phase"], Phase)
-            self.phase = phase.pool.join(phase, self.name, stage, self._capacity, self._bind, sharing=config.sharing)
+            own = phase, self.name, stage, self._capacity, bind, self._allocate
+            self.phase = phase.pool.join(*own, sharing=config.sharing)
         else:
             _ = self.eager  # raise errors now, not at the first step
 
@@ -194,7 +198,7 @@ class GraphRunner(Runner[V, Out]):
         """The memory of the slots. The first use lays out the memory of a pool."""
         if self.phase is not None and self.phase.member:
             return self.phase.pool.take(self.phase.member)
-        return self.stage.allocate(self._capacity, self._bind)
+        return self._allocate()
 
     @functools.cached_property
     def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
@@ -382,7 +386,7 @@ class RequestRunner(GraphRunner[V, Out]):
         """Make a decode runner of the same step with some other options. It has separate memory and graphs."""
         stage = self.stage
         own = {"sizes": stage.sizes, "width": self.config.width, "backend": stage.backend, "state": stage.state}
-        taken = {name: value for name, value in self._given.items() if name not in {"bind", "phase"}}
+        taken = {name: value for name, value in self._given.items() if name not in {"bind", "keep_bound", "phase"}}
         return DecodeRunner(stage.inputs, stage.step, **{**taken, **own, **options})
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
@@ -424,6 +428,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         sizes: Sizes of the fixed axes, and capacities of varying ones besides BATCH and TOKENS.
         settings: What `when=` of slots refers to.
         bind: Tensors to adopt as buffers, by slot.
+        keep_bound: Keep the contents of adopted tensors, in place of each slot's initial value.
         absent: Further patterns of absent optional slots to capture, each a collection of names. Without them, a batch
             that lacks an optional slot runs eagerly.
         output_rows: The axis that the rows of outputs follow: TOKENS, the default, or BATCH, or None to get outputs

@@ -79,10 +79,10 @@ class PrefillRunner(StackRunner[V, Out]):
             Token slots have a bucket's rows, all of which are executed. Request slots have the batch's, up to
             `max_batch`, and may be read in splits, and outside of the stack.
         output_rows: TOKENS, the default, to cut outputs to the live tokens. Other values are as for `BreakableRunner`.
-        options: `sizes`, `settings`, `absent`, `phase`, `state`, `ranks`, `config` and `backend`, as for
-            `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`, `progress`,
-            `debug`, `sharing`, `graphs`, `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as
-            `RunnerConfig` describes them.
+        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `phase`, `state`, `ranks`, `config` and `backend`,
+            as for `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`,
+            `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig`
+            describes them.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class BreakableRunner(StackRunner[V, Out]):
         stack: The module within the step that is captured, or a dotted path to it. By default it is the whole step.
         output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole. By
             default BATCH if the declaration has slots over requests, else TOKENS.
-        options: `sizes`, `settings`, `absent`, `phase`, `state`, `ranks`, `config` and `backend`, as for
-            `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`, `progress`,
-            `debug`, `sharing`, `graphs`, `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as
-            `RunnerConfig` describes them.
+        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `phase`, `state`, `ranks`, `config` and `backend`,
+            as for `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`,
+            `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig`
+            describes them.
     """
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[StackArguments]) -> None:

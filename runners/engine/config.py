@@ -438,7 +438,7 @@ def keywords_of(kind: type) -> frozenset[str]:
     return frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
 
 
-_DEFAULTS: Final[Mapping[str, Any]] = {"sizes": {}, "absent": (), "bind": {}, "output_rows": ...}
+_DEFAULTS: Final[Mapping[str, Any]] = {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ...}
 """Defaults of keywords that are no options, unless they are None. Each runner has its own of `output_rows`."""
 
 

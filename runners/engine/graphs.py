@@ -522,11 +522,11 @@ class GraphSet(Generic[V]):
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all slots have their initial values.
 
-        It does nothing unless a fill, or another runner of a pool, may have written them.
+        It does nothing unless a fill, another runner of a pool, or their owner may have written them.
         """
         self.filler.hosts.wait()
         self.filler.order()  # another runner may have used the memory on another stream
-        wanted = always or any(buffer.pooled for buffer in self.buffers)
+        wanted = always or any(buffer.pooled or buffer.adopted for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
     def _capture_bucket(self, rows: int) -> None:

@@ -1,6 +1,5 @@
 """Pools: input memory that several runners share, each in its own phase."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
@@ -92,6 +91,7 @@ class InputPool(Unique):
         stage: Stage[Any],
         capacity: Sizes,
         bind: Mapping[str, Bound],
+        allocate: Callable[..., Buffers],
         *,
         sharing: bool | None,
     ) -> Phase:
@@ -103,6 +103,7 @@ class InputPool(Unique):
             stage: Its declaration and backend.
             capacity: The largest size of each axis.
             bind: Tensors to adopt, by slot.
+            allocate: Makes its buffers. Its argument has the shared memory of slots.
             sharing: Whether it shares memory. None leaves it to the backend.
         """
         declaration, backend = stage.declaration, stage.backend
@@ -118,7 +119,7 @@ class InputPool(Unique):
         while member in self._allocations:
             member, number = f"{phase.name} {number}", number + 1  # such as "verify 2"
         self._backends[device] = backend
-        self._allocations[member] = functools.partial(stage.allocate, capacity, bind)
+        self._allocations[member] = allocate
         self._slots += pooled_slots(
             declaration, capacity, capabilities, member, phase.name, device, bound=bind, kept=phase.kept
         )

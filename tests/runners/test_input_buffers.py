@@ -1,13 +1,26 @@
 """Memory of inputs: buffers and fills without a runner, and memory that its owner hands in."""
 
 import re
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, Axis, InputBuffers, Inputs, computed, constant, copied, output
-from slotgraph.backends import choose, load
+from slotgraph import (
+    BATCH,
+    TOKENS,
+    Axis,
+    DecodeRunner,
+    InputBuffers,
+    Inputs,
+    computed,
+    constant,
+    copied,
+    keep,
+    output,
+    staged,
+)
+from slotgraph.backends import Backend, choose, load
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.errors import BatchError, BindError, CaptureError, CheckError, ConfigError, DeclarationError
@@ -141,14 +154,53 @@ def test_live_sizes_that_no_source_tells_may_be_given() -> None:
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 def test_adopted_memory_is_kept_where_asked(lowering: str) -> None:
     """Adopted memory holds what it held, or the initial value; either way each fill resets its padding."""
-    for keep in (False, True):
+    for kept in (False, True):
         mine = torch.arange(9)
-        buffers = InputBuffers(Wide, CAPACITY, bind={"ids": mine}, keep_bound=keep, backend="cpu", lowering=lowering)
-        assert mine.tolist() == (list(range(9)) if keep else [-7] * 9)
+        buffers = InputBuffers(Wide, CAPACITY, bind={"ids": mine}, keep_bound=kept, backend="cpu", lowering=lowering)
+        assert mine.tolist() == (list(range(9)) if kept else [-7] * 9)
         batch, flags = batch_of(2, 3, 1, 1)
         view = buffers.fill(batch, {TOKENS: 7}, flags=flags)
         assert view.ids.data_ptr() == mine.data_ptr()
-        assert mine.tolist() == [*batch["ids"].tolist(), *[-7] * 4, *(range(7, 9) if keep else [-7] * 2)]
+        assert mine.tolist() == [*batch["ids"].tolist(), *[-7] * 4, *(range(7, 9) if kept else [-7] * 2)]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_runners_keep_adopted_memory_over_captures(backend: Backend, lazy: bool) -> None:
+    """A capture runs on initial values, and the owner's contents are there again after it."""
+
+    class Owned(Inputs):
+        rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        table: torch.Tensor = staged(BATCH, 2, dtype=torch.int64, pad=keep("its owner writes it"))
+
+    seen = list[torch.Tensor]()
+
+    def step(view: Owned) -> torch.Tensor:
+        if not seen:
+            seen.append(view.table.clone())
+        return view.table[:, 0] + view.rows
+
+    for kept in (True, False):
+        mine = torch.arange(8, device=backend.device).view(4, 2)
+        seen.clear()
+        runner = DecodeRunner(
+            Owned,
+            step,
+            buckets=[2, 4],
+            bind={"table": mine},
+            keep_bound=kept,
+            lazy=lazy,
+            backend=backend,
+            progress=False,
+        )
+        runner.capture()
+        rows = torch.tensor([10, 20, 30], device=backend.device)
+        assert runner({"rows": rows}).tolist() == ([10, 22, 34] if kept else [10, 20, 30])
+        assert seen[0].count_nonzero() == 0
+        assert mine.tolist() == ([[0, 1], [2, 3], [4, 5], [6, 7]] if kept else [[0, 0]] * 4)
+        mine[:3] = 5
+        assert runner({"rows": rows}).tolist() == [15, 25, 35]
+    with pytest.raises(ConfigError, match="keep_bound: expected True or False, got 1"):
+        DecodeRunner(Owned, step, keep_bound=cast("bool", 1), backend=backend)
 
 
 def test_sizes_and_slots_that_do_not_fit_are_refused() -> None:

@@ -312,3 +312,23 @@ def test_a_split_that_raises_is_named(backend: Backend) -> None:
         failing.capture()
     faults.clear()
     assert torch.equal(runner(batch), before)
+
+
+@each_kind
+def test_memory_of_an_owner_is_filled_and_kept(backend: Backend, kind: str) -> None:
+    """A prefill runner adopts tensors as a decode runner does, and a capture keeps what they hold."""
+    model = Model(named=kind == "piecewise").to(backend.device)
+    probe = runner_of(kind, model, backend)
+    mine = torch.arange(3, 3 + max(probe.sizes), device=backend.device)
+    runner = runner_of(kind, model, backend, bind={"input_ids": mine}, keep_bound=True)
+    runner.capture()
+    assert mine.tolist() == [*range(3, 3 + len(mine))]
+    eager = EagerRunner(Prefill, model, backend=backend)
+    for lengths in ([2, 3], [5], [1, 1, 4]):
+        batch = batch_of(lengths, 5, backend.device)
+        outputs = runner(batch).clone()
+        assert mine[: sum(lengths)].tolist() == batch["input_ids"].tolist()
+        model.clear()
+        expected = eager(batch)
+        model.clear()
+        assert torch.equal(outputs, expected)

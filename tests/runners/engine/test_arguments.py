@@ -56,7 +56,7 @@ USED: dict[str, set[str]] = {
     "DraftExtendRunner": {*CAPTURING, "width"},
     "MultiLayerDraftExtendRunner": {*CAPTURING, "width"},
 }
-FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "relations", "absent"}
+FOREIGN = {"bind", "keep_bound", "stack", "splits", "phase", "topk", "chained", "one_width", "relations", "absent"}
 """Arguments that some runners have and others do not."""
 
 
@@ -116,7 +116,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "relations": lambda value: value is None or value == {},
     **dict.fromkeys(("absent", "chained"), lambda value: isinstance(value, list) and not value),
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
-    "one_width": lambda value: isinstance(value, bool),
+    **dict.fromkeys(("one_width", "keep_bound"), lambda value: isinstance(value, bool)),
     "phase": lambda value: value is None or value is PHASE,
     **dict.fromkeys(("ranks", "config", "buffers", "stack"), lambda value: value is None),
     "state": lambda value: value is None or (isinstance(value, list) and not value),
@@ -142,7 +142,7 @@ def test_signatures_have_every_keyword(runner: str) -> None:
     kind: Any = RUNNERS[runner]
     signature = inspect.signature(kind)
     assert not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    config, own = RunnerConfig(), {"sizes": {}, "absent": (), "bind": {}, "output_rows": ...}
+    config, own = RunnerConfig(), {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ...}
     for name in keywords_of(kind) - {"chained"}:
         default = signature.parameters[name].default
         assert default is inspect.Parameter.empty or default == getattr(config, name, own.get(name)), name
