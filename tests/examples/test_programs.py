@@ -290,6 +290,15 @@ def test_few_pages_preempt_and_prompts_share(capsys: pytest.CaptureFixture[str])
     status, out = run(capsys, "paging", "--pages", "200")
     assert status == 0
     assert figures(out, "preemptions") == [0]
+    assert module("paging.program").main([*SHORT["paging"], "--pages", "4"]) == 2
+    assert "raise --pages" in capsys.readouterr().err
+
+
+def test_the_page_of_the_paged_loop_shows_the_lines_of_today() -> None:
+    """The page of the paged loop shows the lines of code of today."""
+    needs("paging")
+    text = "\n".join(module("paging.lines").table())
+    assert text in (EXAMPLES / "paged_loop" / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_page_is_shared_by_all_that_lies_before_it() -> None:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)  # its operators are too short to share: threads would wait for each other
     try:
         return serve(options)
-    except (BackendUnavailableError, CaptureError, OptionsError, ValueError) as error:
+    except (BackendUnavailableError, CaptureError, OptionsError) as error:
         print(f"paged_loop: {error}", file=sys.stderr)
         return 2
 
@@ -90,8 +90,11 @@ def run(served: Served, options: Options, language: Language) -> None:
         ahead=served.way.ahead,
         eos=language.eos,
     )
-    for request in served.requests:
-        served.scheduler.add(request)
+    try:
+        for request in served.requests:
+            served.scheduler.add(request)
+    except ValueError as error:
+        raise OptionsError(str(error)) from error
     engine = served.way.engine(served.runner, served.scheduler)
     begin = time.perf_counter()
     engine.run()
