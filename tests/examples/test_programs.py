@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,7 @@ from slotgraph.speculative import WIDTH
 from tests.examples.demo import EXAMPLES, NEEDS, module, stale
 from tests.programs import python
 
-MODELS = ("windows", "speculating", "states")  # packages that take transformers
+MODELS = ("windows", "speculating", "states", "paging")  # packages that take transformers
 SHORT = {
     "twins": ["--sequences", "8", "--max-new-tokens", "20"],
     "engine": ["--requests", "40", "--tokens", "30"],
@@ -30,6 +31,7 @@ SHORT = {
     "speculating": ["--requests", "8", "--max-new-tokens", "24"],
     "states": ["--requests", "8", "--max-new-tokens", "16"],
     "images": ["--images", "24", "--rounds", "1"],
+    "paging": ["--requests", "8", "--max-new-tokens", "24", "--pages", "20"],
     "cycles": [],
     "spans": ["--layers", "1", "--hidden", "8"],
 }
@@ -58,6 +60,8 @@ EQUAL: list[tuple[str, list[str], list[str]]] = [
         [],
         ["equal to the model on each image alone", "refused   1 of 2 more: slot 'corner': row", "\nDecodeRunner"],
     ),
+    ("paging", [], [GENERATED]),
+    ("paging", ["--buckets", "3", "--prefill-buckets", "128"], [GENERATED]),
     ("images", ["--most", "3"], ["equal to the model on each image alone", "\nbucket 3 "]),
 ]
 
@@ -139,6 +143,24 @@ def forgetful(base: Any) -> Any:
     return Forgetful
 
 
+def faulty(part: str, **behaviour: Any) -> Any:
+    """The paged loop with a class of it, a runner or a scheduler, in which these methods do something else."""
+    ours = module("paging.program").OURS
+    return attrs.evolve(ours, **{part: type("Faulty", (getattr(ours, part),), behaviour)})
+
+
+def still_found(scheduler: Any, **settings: Any) -> None:
+    """A scheduler whose pages can be found by what they held before they were handed out again."""
+    module("paging.scheduler").Scheduler.__init__(scheduler, **settings)
+    pages = scheduler.pages
+
+    def append(request: Any) -> None:
+        request.pages.append(pages.free.popleft())
+        pages.users[request.pages[-1]] = 1
+
+    pages.append = append
+
+
 PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
     "a stale tail, beside a runner by hand": (
         *("twins", "show", ["--buckets", "1,8"], "after"),
@@ -174,6 +196,14 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
         )
         for family in ("bamba", "jamba", "falcon-h1")
     },
+    "pages that are not appended": (
+        *("paging", "serve", [], "ours"),
+        lambda: faulty("runner", grow=lambda *_: None),
+    ),
+    "pages that hold something else by now": (
+        *("paging", "serve", [], "ours"),
+        lambda: faulty("scheduler", __init__=still_found),
+    ),
     "stale rows of an index": (
         *("images", "serve", [], "declaration"),
         lambda: stale(module("images.inputs").ImageInputs, torch.int64, "index_row", axes=(BATCH,)),
@@ -243,6 +273,53 @@ def test_the_page_shows_the_lines_of_today() -> None:
     text = "\n".join(line.rstrip() for line in table)
     assert text in (EXAMPLES / "before_after" / "README.md").read_text(encoding="utf-8")
     assert (EXAMPLES.parent / "pictures/beside.svg").read_text(encoding="utf-8") == module("twins.beside").picture()
+
+
+def figures(out: str, name: str) -> list[int]:
+    """The first number of each line of a report that begins with a name."""
+    return [int(number) for number in re.findall(rf"^ *{name} +(\d+)", out, re.MULTILINE)]
+
+
+def test_few_pages_preempt_and_prompts_share(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both loops preempt where pages are few, share beginnings, and choose the same tokens as with many pages."""
+    status, out = run(capsys, "paging", "--by-hand", "--rounds", "2")
+    assert status == 0
+    assert GENERATED in out
+    for name in ("preemptions", "shared"):
+        assert [number > 0 for number in figures(out, name)] == [True, True], name
+    status, out = run(capsys, "paging", "--pages", "200")
+    assert status == 0
+    assert figures(out, "preemptions") == [0]
+    assert module("paging.program").main([*SHORT["paging"], "--pages", "4"]) == 2
+    assert "raise --pages" in capsys.readouterr().err
+
+
+def test_the_page_of_the_paged_loop_shows_the_lines_of_today() -> None:
+    """The page of the paged loop shows the lines of code of today."""
+    needs("paging")
+    text = "\n".join(module("paging.lines").table())
+    assert text in (EXAMPLES / "paged_loop" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_page_is_shared_by_all_that_lies_before_it() -> None:
+    """The same tokens behind other ones are another page; a page in use goes to nobody, a free one can be found."""
+    request, pages = module("paging.request"), module("paging.pages").Pages(9)
+    size = request.PAGE
+    first, second = ([number] * size + [7] * size + [1] for number in (1, 2))
+    one, same, other = (request.Request(number=0, prompt_ids=ids, limit=1) for ids in (first, first, second))
+    for each, shared in ((one, 0), (same, 2), (other, 2)):
+        assert pages.admit(each, len(each) + 1)
+        assert pages.shared == shared
+    assert one.pages[:2] == same.pages[:2]
+    assert not {*one.pages} & {*other.pages}
+    both, mine = list(one.pages), list(same.pages)
+    pages.release(one)
+    assert [pages.users[page] for page in mine] == [1, 1, 1]
+    pages.release(same)
+    assert pages.find(first) == both[:2]
+    assert not pages.admit(request.Request(number=1, prompt_ids=[3] * 6 * size, limit=1), 6 * size)
+    assert pages.admit(request.Request(number=2, prompt_ids=[4] * 5 * size, limit=1), 5 * size)
+    assert pages.find(first) == []
 
 
 def test_stale_padding_of_an_engines_own_graphs_is_noticed(

@@ -1,0 +1,77 @@
+"""What steps read: the declarations, and the batches that the engine makes of requests."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paging.request import PAGE, Request
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, computed, copied, output
+
+PAGES = Axis("PAGES", fixed=True)  # the most pages that a request may have
+
+
+def place(block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return where in the cache each request's newest token goes; padded rows write to page 0."""
+    pages = block_tables.gather(1, (positions // PAGE)[:, None])[:, 0]
+    return pages * PAGE + positions % PAGE
+
+
+class DecodeInputs(Inputs):
+    """One token a request. `then` says what the next step reads if the host says nothing."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda next_ids: next_ids)
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda positions: positions + 1)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, then=lambda seq_lens: seq_lens + 1)
+    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int64, pad=0)
+    out_cache_loc: torch.Tensor = computed(place, shape=TOKENS, dtype=CACHE_LOC)
+    next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
+
+
+class PrefillInputs(Inputs):
+    """All tokens of several prompts that are not cached, behind one another.
+
+    Attributes:
+        last_rows: Where each request's last token lies.
+        new_tokens: How many tokens of each request run, on the host, where attention reads them.
+    """
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    last_rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int64, pad=0)
+    new_tokens: list[int]
+
+    @classmethod
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:
+        """Return what graphs are captured on: one request that owns all tokens."""
+        return {"last_rows": [step.live(TOKENS) - 1], "new_tokens": [step.live(TOKENS)]}
+
+
+def tables(requests: Iterable[Request], width: int) -> list[list[int]]:
+    """Return the pages of each request, and page 0 behind them."""
+    return [request.pages + [0] * (width - len(request.pages)) for request in requests]
+
+
+def decode_batch(requests: Sequence[Request], width: int) -> dict[str, Any]:
+    """Return the newest token of each request, with its place."""
+    return {
+        "input_ids": [request.generated[-1] for request in requests],
+        "positions": [len(request) - 1 for request in requests],
+        "seq_lens": [len(request) for request in requests],
+        "block_tables": tables(requests, width),
+    }
+
+
+def prefill_batch(requests: Sequence[Request], width: int) -> dict[str, Any]:
+    """Return all tokens of the requests that are not cached; of a request that was preempted also generated ones."""
+    tokens = [(request, position) for request in requests for position in range(request.cached, len(request))]
+    return {
+        "input_ids": [token for request in requests for token in request.ids[request.cached :]],
+        "positions": [position for _, position in tokens],
+        "out_cache_loc": [request.location(position) for request, position in tokens],
+        "last_rows": [row for row, (request, position) in enumerate(tokens) if position == len(request) - 1],
+        "block_tables": tables(requests, width),
+        "new_tokens": [len(request) - request.cached for request in requests],
+    }
