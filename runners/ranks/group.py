@@ -30,6 +30,8 @@ Exchange = Callable[[], "list[Message]"]
 """An exchange that has begun: when called, it waits for every rank's message and returns them."""
 _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
+_LOST: Final = "lost others: "
+"""Begins the announcement of a rank that gave up waiting, which is no reason for others to."""
 _STOPPED: Final = "stopped before exchange"
 _PATIENCE: Final = 0.2
 """Seconds after which a waiting rank writes that to the store, and looks there for an aborted rank."""
@@ -577,11 +579,11 @@ class Ranks(Unique):
                 else f"rank {rank} did not come {how}: it is dead, stuck, or does something else"
                 for rank in missing
             )
-            lost = lost or why
+            lost = lost or ("" if f" {_LOST}" in why else why)
         except RuntimeError:  # the errors of all kinds of stores
             lost = "ranks were lost, and so was the store that could say which: see its host"
         self.broken = f"{site}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
-        self._announce_stop(self.exchanges + 1, f"lost others: {self.broken}")
+        self._announce_stop(self.exchanges + 1, f"{_LOST}{self.broken}")
         return RankError(self.broken)
 
     def _stop_before(self, number: int) -> str:

@@ -44,7 +44,7 @@ def smallest(view: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.slotgraph_backends("cpu-capture", "cuda")
+@pytest.mark.slotgraph_backends("cpu", "cuda")
 def test_functions_compiled_as_one(backend: Backend) -> None:
     """A replay with them, beside one of the same step without functions, and the seconds of captures."""
     pooled, plain = declared(backend.device)

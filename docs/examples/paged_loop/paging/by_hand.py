@@ -70,7 +70,7 @@ class HandRunner:
         buffers["seq_lens"][rows:size] = 1
         buffers["block_tables"][:rows] = columns["block_tables"]
         buffers["block_tables"][rows:size] = 0
-        buffers["out_cache_loc"][:rows] = place(columns["block_tables"], columns["positions"])
+        place(columns["block_tables"], columns["positions"], buffers["out_cache_loc"][:rows])
         buffers["out_cache_loc"][rows:size] = 0
 
     def on_device(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -11,10 +11,10 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, computed, co
 PAGES = Axis("PAGES", fixed=True)  # the most pages that a request may have
 
 
-def place(block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return where in the cache each request's newest token goes; padded rows write to page 0."""
+def place(block_tables: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+    """Say where in the cache each request's newest token goes, in the device's dtype; padded rows write to page 0."""
     pages = block_tables.gather(1, (positions // PAGE)[:, None])[:, 0]
-    return pages * PAGE + positions % PAGE
+    out.copy_(pages * PAGE + positions % PAGE)
 
 
 class DecodeInputs(Inputs):
