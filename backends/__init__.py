@@ -94,9 +94,9 @@ def name_of(backend: str | Backend | type[Backend]) -> str:
 
 
 def choose(backend: str | Backend | type[Backend]) -> Backend:
-    """Return a backend by name or class, or the one that "auto" stands for. Return an instance as it is.
+    """Make a backend from its name or class. Return an instance as it is.
 
-    "auto" stands for the one that SLOTGRAPH_BACKEND names, or without it for the available one of highest priority.
+    For "auto", take the backend that SLOTGRAPH_BACKEND names, or the available one of highest priority.
 
     Raises BackendUnavailableError with the reason if the backend cannot run on this machine, and ConfigError for
     anything else, or if its record does not match its methods.

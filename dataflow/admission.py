@@ -9,7 +9,7 @@ from .axes import Extent, Shape
 from .buffers import Buffer, Buffers
 from .capabilities import DEVICE, dtype_text
 from .errors import BatchError, Fault, MissingSourceError
-from .hostdata import HOST_KINDS, is_ragged, laid_out, tensor_of
+from .hostdata import HOST_KINDS, tensor_for
 from .packet import converts
 
 NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
@@ -103,10 +103,7 @@ def admitted(to: Buffer, source: Any, shape: Extent) -> torch.Tensor:
     made: Any = source
     if isinstance(source, HOST_KINDS):
         try:
-            if to.slot.ragged and is_ragged(source):
-                made = laid_out(source, to.tensor.dtype, shape, to.slot.pad)
-            else:
-                made = tensor_of(source, to.tensor.dtype, shape)
+            made = tensor_for(to.slot, source, to.tensor.dtype, shape)
         except (RuntimeError, TypeError, ValueError) as error:
             text = f"{_expected(to, shape)}, got {type(source).__name__}: {error}"
             raise BatchError.of(Fault(to.name, text)) from error

@@ -4,14 +4,15 @@ import ctypes
 import functools
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from .capabilities import dtype_text
-from .ragged import Ragged, below
+from .ragged import Ragged, mask_of
+from .slots import Slot
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
 """Types that a batch may have instead of a tensor."""
@@ -68,8 +69,18 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
 
 
+def tensor_for(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> torch.Tensor:
+    """Make a host tensor of lists or arrays for a slot. Rows of different lengths are laid out if the slot allows them.
+
+    Raises the errors of `tensor_of` and `laid_out`.
+    """
+    if slot.ragged and is_ragged(value):
+        return laid_out(value, dtype, wanted, slot.pad)
+    return tensor_of(value, dtype, wanted)
+
+
 def is_ragged(value: Any) -> bool:
-    """Return whether a value is what a slot with `ragged=True` has laid out: `Ragged`, or a list of rows."""
+    """Return whether a value may have rows of different lengths: `Ragged`, or a list."""
     return isinstance(value, Ragged | list | tuple)
 
 
@@ -83,7 +94,7 @@ def laid_out(value: Any, dtype: torch.dtype, wanted: Sequence[int], pad: Any) ->
         pad: The tail rule of the slot, whose value the rest of each row holds.
 
     Raises:
-        TypeError: It is no rows of numbers.
+        TypeError: A row is not a row of numbers.
         ValueError: A row is longer than the columns, or there are more or fewer rows.
     """
     (rows, columns), rest = wanted, pad.value
@@ -94,12 +105,12 @@ def laid_out(value: Any, dtype: torch.dtype, wanted: Sequence[int], pad: Any) ->
     if len(over):
         raise ValueError(f"row {over[0]} has {counts[over[0]]} values, and the slot has room for {columns}")
     made = torch.full((rows, columns), rest, dtype=dtype, device="cpu")
-    if not isinstance(value, Ragged) and _are_packed(value, made, counts, rest):
+    if not isinstance(value, Ragged) and _pack_rows(value, made, counts, rest):
         return made
     values = value.values if isinstance(value, Ragged) else _joined(value, dtype)
     if values.dtype != dtype:
         raise TypeError(f"its values are {dtype_text(values.dtype)}: convert them")
-    is_value = torch.from_numpy(below(counts, columns))
+    is_value = torch.from_numpy(mask_of(counts, columns))
     if values.dim() == 1:
         return made.masked_scatter_(is_value, value.flat() if isinstance(value, Ragged) else values)
     columns = min(columns, values.shape[1])
@@ -107,14 +118,14 @@ def laid_out(value: Any, dtype: torch.dtype, wanted: Sequence[int], pad: Any) ->
     return made.masked_fill_(~is_value, rest)
 
 
-def _are_packed(lists: Any, made: torch.Tensor, counts: "np.ndarray[Any, Any]", rest: Any) -> bool:
-    """Pack lists of numbers into the rows of a tensor. Return whether all were, and none is a bool."""
+def _pack_rows(lists: Any, made: torch.Tensor, counts: "np.ndarray[Any, Any]", rest: Any) -> bool:
+    """Pack lists into the rows of a tensor. Return False if a value does not fit its dtype, or may be a bool."""
     if made.dtype not in LETTERS or made.dtype == torch.bool:
         return False
     room, at, pace = made.view(torch.uint8).numpy().data.cast("B"), 0, made.stride(0) * made.itemsize
     try:
         for row in lists:
-            _row_packer(len(row), made.dtype)(room, at, *row)
+            _format(len(row), made.dtype).pack_into(room, at, *row)
             at += pace
     except NOT_CARRIED:
         return False
@@ -125,12 +136,6 @@ def _are_packed(lists: Any, made: torch.Tensor, counts: "np.ndarray[Any, Any]", 
     return True
 
 
-@functools.lru_cache(1024)
-def _row_packer(columns: int, dtype: torch.dtype) -> Callable[..., None]:
-    """Return a function that packs this many numbers into a buffer."""
-    return struct.Struct(f"={columns}{LETTERS[dtype]}").pack_into
-
-
 def _joined(rows: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers of all rows, one after another."""
     if any(isinstance(row, np.ndarray) for row in rows):
@@ -139,7 +144,7 @@ def _joined(rows: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lengths(rows: Any) -> "np.ndarray[Any, Any]":
-    """Return the length of each row. Raise TypeError if one is no list, tuple or array of one dim."""
+    """Return the length of each row. Raise TypeError if a row is not a list, a tuple or an array of one dim."""
     for number, row in enumerate(rows):
         if not (type(row) in _LISTS or (isinstance(row, np.ndarray) and row.ndim == 1)):
             raise TypeError(f"row {number} is {type(row).__name__}, expected a list of numbers")
@@ -222,17 +227,17 @@ def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
 
     Raise one of the errors in `NOT_CARRIED` for bools among numbers, and for numbers that do not fit the dtype.
     """
-    pack = _packer(len(source), dtype)
+    pack = _format(len(source), dtype).pack
     alike = _bools if dtype == torch.bool else _no_bools
     return pack(*alike(source))
 
 
 @functools.lru_cache(1024)
-def _packer(rows: int, dtype: torch.dtype) -> Callable[..., bytes]:
-    """Return a function that packs this many numbers. Raise TypeError if `struct` has no format for the dtype."""
+def _format(numbers: int, dtype: torch.dtype) -> struct.Struct:
+    """Return the format that packs this many numbers. Raise TypeError if `struct` has none for the dtype."""
     if dtype not in LETTERS:
         raise TypeError(f"Python's struct module has no format for {dtype_text(dtype)}")
-    return struct.Struct(f"={rows}{LETTERS[dtype]}").pack  # without "=", C's own floats would overflow to infinity
+    return struct.Struct(f"={numbers}{LETTERS[dtype]}")  # without "=", C's own floats would overflow to infinity
 
 
 def _bools(source: Any) -> Any:

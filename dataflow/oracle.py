@@ -10,7 +10,7 @@ from .buffers import Buffers
 from .capabilities import Capabilities
 from .computation import Computation
 from .declaration import Declaration
-from .hostdata import is_ragged, laid_out, tensor_of
+from .hostdata import tensor_for
 from .slots import Slot
 from .sources import NO_SIDE, Side
 from .tails import Pad, resolve_value
@@ -39,8 +39,7 @@ def fill_slot_by_slot(
         source, view = slot.reads(name), buffers[name].view(step.padded_sizes)
         value = given.get(name) if given is not None else None if source is None else source.read(batch, side)
         if value is not None and not isinstance(value, torch.Tensor):
-            shape, lays_out = extent(slot.shape, step.live_sizes), slot.ragged and is_ragged(value)
-            value = laid_out(value, view.dtype, shape, slot.pad) if lays_out else tensor_of(value, view.dtype, shape)
+            value = tensor_for(slot, value, view.dtype, extent(slot.shape, step.live_sizes))
         if name in left:
             views[name] = view
             continue

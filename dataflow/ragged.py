@@ -25,7 +25,7 @@ class Ragged:
         counts: How many of its first columns are each row's: whole numbers, one for each row.
 
     Raises:
-        TypeError: Both or none of `offsets` and `counts` are given, or something is no array of numbers.
+        TypeError: Not exactly one of `offsets` and `counts` is given, or an argument is not an array of numbers.
         ValueError: Offsets decrease or lead out of the values, or a count is not between 0 and the number of columns.
     """
 
@@ -67,7 +67,7 @@ class Ragged:
         """Return the values of all rows, one after another."""
         if self.offsets is not None:
             return self.values[self.offsets[0] : self.offsets[-1]]
-        return self.values[torch.from_numpy(below(self.counts, self.values.shape[1]))]
+        return self.values[torch.from_numpy(mask_of(self.counts, self.values.shape[1]))]
 
     def tolist(self) -> list[list[Any]]:
         """Return a list for each row."""
@@ -76,7 +76,7 @@ class Ragged:
         return [numbers[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
 
 
-def below(counts: Any, columns: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+def mask_of(counts: Any, columns: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Return a mask of the first columns of each row, as many as it counts."""
     mask: np.ndarray[Any, np.dtype[np.bool_]] = np.arange(columns) < counts[:, None]
     return mask

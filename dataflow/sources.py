@@ -226,7 +226,7 @@ class Gather:
         return self._one_by_one(batch, side)
 
     def _with_others(self, found: Sources, batch: Any, side: Side) -> Sources:
-        """Add the values of sources that are no plain names, each in its place."""
+        """Insert the values of the other sources, in the order of the slots."""
         values = [*found]
         for place, source in self._others:
             values.insert(place, source.read(batch, side))

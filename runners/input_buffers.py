@@ -237,11 +237,8 @@ class InputBuffers(Generic[V]):
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return the number of fills by lowering, and how the functions in graphs run, as `CaptureReport` has it."""
-        functions = self._layer.filler.functions
-        return {
-            "lowerings": dict(self._layer.filler.lowered),
-            "functions": {} if functions is None else dict(functions.how),
-        }
+        filler = self._layer.filler
+        return {"lowerings": dict(filler.lowered), "functions": filler.how_computed}
 
     def _padded(self, padded: Sizes) -> Live:
         """Return padded sizes by varying axis. Raise ConfigError if one does not fit."""

@@ -25,11 +25,11 @@ from ...dataflow.guard import outside_inference
 from ...dataflow.sources import OUT
 
 AS_ONE: Final = "compiled as one"
-"""What `CompiledFunctions.how` says of a compiled function."""
+"""The value in `CompiledFunctions.how` for a compiled function."""
 
 
 OTHER_MODES: Final = "torch has other modes in the capture than when it was compiled, such as autocast"
-"""What `CompiledFunctions.how` says of a function that was compiled, and still runs as written."""
+"""The value in `CompiledFunctions.how` for a compiled function that a capture runs as written."""
 
 
 class _FloatWatch(TorchDispatchMode):

@@ -77,7 +77,7 @@ def declaration_of(inputs: Any) -> Declaration:
 
 
 def check_step(argument: str, step: Any, takes: str = "the view") -> None:
-    """Raise ConfigError for what is no step: what cannot be called, a class, a coroutine, or a generator."""
+    """Raise ConfigError if a step cannot be called, or is a class, a coroutine or a generator."""
     if not callable(step) or isinstance(step, type):
         refuse(argument, f"a function of {takes}", step)
     if inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step):
@@ -439,7 +439,7 @@ def keywords_of(kind: type) -> frozenset[str]:
 
 
 _DEFAULTS: Final[Mapping[str, Any]] = {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ...}
-"""Defaults of keywords that are no options, unless they are None. Each runner has its own of `output_rows`."""
+"""Defaults of the keywords that are not options, except None. Each runner class has its own `output_rows`."""
 
 
 class KeywordSignature:

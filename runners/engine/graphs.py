@@ -276,6 +276,11 @@ class Filler(Generic[V]):
         """The compiled functions that all buckets share, or None if they run as written."""
         return compiled_functions(self.stage.backend.capabilities, wanted=self.compile_computed)
 
+    @property
+    def how_computed(self) -> dict[str, str]:
+        """How the functions in graphs run, as `CaptureReport.functions` has it."""
+        return {} if self.functions is None else dict(self.functions.how)
+
     def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
         """Make a bucket and its fills. Nothing is captured yet.
 
@@ -506,9 +511,7 @@ class GraphSet(Generic[V]):
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self.captured}))
-        functions = self.filler.functions
-        how = {} if functions is None else dict(functions.how)
-        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, how)
+        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, self.filler.how_computed)
         report.log(self.runner)
         return report, errors
 

@@ -11,7 +11,7 @@ from ...dataflow.shown import Shown, Table
 from .config import MOST_ROWS, Buckets, checked
 
 MOST_SIZES: Final = 2048
-"""The most sizes that are told apart. If there are more, neighbouring sizes count as the largest of them."""
+"""The most sizes that are compared. If there are more, neighbouring sizes are merged into the largest of them."""
 
 
 @attrs.frozen(repr=False)

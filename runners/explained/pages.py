@@ -6,7 +6,6 @@ from typing import Any
 import attrs
 
 from ...dataflow.shown import Shown, Table
-from ...dataflow.shown import html as html  # noqa: PLC0414 - users import it from this module
 from ..serial import to_data
 
 

@@ -31,7 +31,7 @@ Exchange = Callable[[], "list[Message]"]
 _EXCHANGE: Final = "exchange"
 _WAIT: Final = "wait"
 _LOST: Final = "lost others: "
-"""Begins the announcement of a rank that gave up waiting, which is no reason for others to."""
+"""The first words of a rank that gave up waiting. They do not say which rank is missing."""
 _STOPPED: Final = "stopped before exchange"
 _PATIENCE: Final = 0.2
 """Seconds after which a waiting rank writes that to the store, and looks there for an aborted rank."""

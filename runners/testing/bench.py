@@ -57,7 +57,7 @@ QUICK: Final = (5, 5, 3)
 ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: measure on the device you serve on."
 _WAITS: Final = "- means that the host cannot get ahead of the device, so that its time cannot be measured alone."
 _CLOCKS: Final = (("host_us", "host", ""), ("gpu_us", "device", _WAITS))
-"""Whose time is shown: the key of a row, in words, and what a missing figure means."""
+"""The clocks of a table: the key in a row, the clock's name, and a note on missing figures."""
 Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 

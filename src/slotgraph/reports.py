@@ -1,9 +1,9 @@
 """Explanations and recordings outside of the command line: as plain data, as pages, and replayed."""
 
 from slotgraph import _publish
+from slotgraph.dataflow.shown import html
 from slotgraph.runners.explained.declared import explain_declaration
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.pages import html
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import RecordedRanks, replay_file
 from slotgraph.runners.serial import from_data, to_data

@@ -136,7 +136,7 @@ def rows_apart_are_read_as_one_piece(old: Any, *given: Any) -> int:
     return 0
 
 
-@fault(SOURCES, admission, "laid_out", "dataflow/test_ragged.py::test_rows_are_laid_out_as_by_hand")
+@fault(SOURCES, hostdata, "laid_out", "dataflow/test_ragged.py::test_rows_are_laid_out_as_by_hand")
 def the_rest_of_a_ragged_row_is_zero(old: Any, value: Any, dtype: Any, wanted: Any, pad: Any) -> Any:
     """Lay out ragged rows with zeros behind them: a page table names page 0, which belongs to somebody."""
     del pad
@@ -199,11 +199,11 @@ def a_refused_batch_ends_the_view(old: Any, self: Any, *given: Any, **named: Any
         raise
 
 
-@fault(NUMBERS, hostdata, "_packer", "dataflow/test_host_data.py::test_each_odd_number_is_what_torch_makes_of_it")
+@fault(NUMBERS, hostdata, "_format", "dataflow/test_host_data.py::test_each_odd_number_is_what_torch_makes_of_it")
 def floats_overflow(old: Any, rows: int, dtype: Any) -> Any:
     """Pack floats as C does: 1e300 in a list for a float32 slot becomes infinity."""
     old(rows, dtype)
-    return struct.Struct(f"{rows}{hostdata.LETTERS[dtype]}").pack
+    return struct.Struct(f"{rows}{hostdata.LETTERS[dtype]}")
 
 
 @fault(READ, bucket, "hand_over", "runners/test_restored.py::test_no_copy_spares_the_batch")

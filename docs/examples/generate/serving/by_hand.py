@@ -1,4 +1,4 @@
-"""The same without the library: a fill written by hand, what it takes, and what comes of a reset that it forgets."""
+"""A fill written by hand: its time beside the runner's, and the wrong text if it forgets to reset padded rows."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class Forgetful(DecodeInputs):
 
 @attrs.frozen(kw_only=True)
 class Forgotten:
-    """What came of the forgotten resets: the first text that ended as another one, None where none did."""
+    """The first text that the forgotten resets changed. `prompt` is None if they changed none."""
 
     prompt: str | None = None
     text: str = ""
@@ -93,7 +93,7 @@ def forget(language: Language, requests: Sequence[Request], options: Options) ->
 
 
 def fresh(requests: Sequence[Request]) -> list[Request]:
-    """The same requests before anything has become of them."""
+    """Return copies of the requests as they were before they ran."""
     return [attrs.evolve(request, generated=[], logits=[], steps=[], pages=[]) for request in requests]
 
 
@@ -111,7 +111,7 @@ def time_fills(engine: Engine, options: Options, requests: Sequence[Request]) ->
 
     after_a_step: with a step of the model before each fill. at_once: with nothing between, None on a device, where
     graphs may do a part of the fill. ratio: by hand beside the runner, pair by pair; they take turns in who is first.
-    None where there is nothing to time, or it is not wanted. RuntimeError where the two leave other bytes.
+    Return None if there is nothing to time, or if timing is off. Raise RuntimeError if the two leave different bytes.
     """
     runner, backend, rounds = engine.decode, engine.decode.stage.backend, effort_of(engine, options).rounds
     decoded, sizes = to_time(engine, options, requests)

@@ -59,7 +59,7 @@ def _part(text: str, place: int) -> str:
 
 
 def _filled(fills: Times) -> str:
-    """What it takes to fill the inputs of a step, here and by hand."""
+    """Say how long a fill of one step's inputs takes, by the runner and by hand."""
     one, when = fills["at_once"], "back to back"
     if one is None:
         one, when = fills["after_a_step"], "after a step of the model"

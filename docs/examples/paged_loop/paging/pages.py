@@ -59,7 +59,7 @@ class Pages:
         return True
 
     def append(self, request: Request) -> None:
-        """Give a request one page more, which must be free. What it held can be found no longer."""
+        """Give a request one more page, which must be free. The page's old contents are no longer found."""
         page = self.free.popleft()
         self._page_by_hash.pop(self._hash_by_page.pop(page, b""), None)
         self.users[page] = 1

@@ -1,4 +1,4 @@
-"""The model runner: what stands in place of an engine's own buffers, captures and replays."""
+"""The model runner. It replaces an engine's own buffers, captures and replays."""
 
 from collections.abc import Iterator, Sequence
 
