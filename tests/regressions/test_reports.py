@@ -200,6 +200,19 @@ def test_nano_vllm_190_columns_of_a_block_table() -> None:
     assert runner(wide).tolist() == [7]
 
 
+def test_a_table_row_left_over_from_a_longer_request() -> None:
+    """A: a request with fewer pages takes the row of one with more, whose last pages stay behind its own."""
+
+    class Tables(Inputs):
+        block_tables: torch.Tensor = copied(BATCH, 6, dtype=torch.int64, pad=-1, ragged=True)
+
+    runner = captured(Tables, lambda view: view.block_tables.clamp(min=0).sum(1))
+    assert runner({"block_tables": [[3, 4, 5, 6], [1], [2, 2]]}).tolist() == [18, 1, 4]
+    assert runner({"block_tables": [[7], [], [8, 9, 9]]}).tolist() == [7, 0, 26]
+    view = runner.fill({"block_tables": [[5, 5]]})
+    assert view.block_tables.tolist() == [[5, 5, -1, -1, -1, -1]]
+
+
 class Lengths(Inputs):  # a length of 2 in padded rows, so that their part of the sum is seen
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2)
     total: torch.Tensor = computed(lambda seq_lens: seq_lens.sum(0, keepdim=True), shape=1, dtype=torch.int64)
@@ -326,6 +339,29 @@ def test_vllm_53915_what_the_engine_has_replaced_since() -> None:
     graphed = captured(Copied, lambda view: view.ids * view.factor)  # or a slot, which each fill writes
     assert torch.equal(graphed({"ids": ids, "longest": 7}), ids * 7)
     assert graphed.stats()["steps"] == {"graph": 1, "eager": 0}
+
+
+def test_sglang_39825_host_values_in_a_graph_of_several_steps() -> None:
+    """J: a graph that holds two steps reads lengths on the host between them, and keeps those of its capture."""
+
+    class Drafts(Ids):
+        seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+    def by_host(view: Any) -> torch.Tensor:
+        longest = int(view.seq_lens.max())  # read in the capture alone
+        return view.ids * (longest + 1) + (longest + 2)
+
+    def by_device(view: Any) -> torch.Tensor:
+        longest = view.seq_lens.max()
+        return view.ids * (longest + 1) + (longest + 2)
+
+    with pytest.raises(CaptureError, match="value"):
+        captured(Drafts, by_host)
+    runner = captured(Drafts, by_device)
+    for lengths in ([3, 5], [9], [1, 1, 2]):
+        batch = {"ids": draw(1, 9, (len(lengths),), max(lengths)), "seq_lens": lengths}
+        assert torch.equal(runner(batch), batch["ids"] * (max(lengths) + 1) + max(lengths) + 2)
+    assert runner.stats()["steps"] == {"graph": 3, "eager": 0}
 
 
 def test_trtllm_15534_a_workspace_that_is_given_back() -> None:
