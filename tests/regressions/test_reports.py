@@ -210,7 +210,7 @@ def test_a_table_row_left_over_from_a_longer_request() -> None:
     assert runner({"block_tables": [[3, 4, 5, 6], [1], [2, 2]]}).tolist() == [18, 1, 4]
     assert runner({"block_tables": [[7], [], [8, 9, 9]]}).tolist() == [7, 0, 26]
     view = runner.fill({"block_tables": [[5, 5]]})
-    assert view.block_tables.tolist() == [[5, 5, -1, -1, -1, -1]]
+    assert view.block_tables.tolist() == [[5, 5, -1, -1, -1, -1], *[[-1] * 6] * 3]
 
 
 class Lengths(Inputs):  # a length of 2 in padded rows, so that their part of the sum is seen
