@@ -5,7 +5,7 @@ import keyword
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, final
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ from attrs.converters import optional as or_none
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
-from .sources import Compute, Path, Source, compute_of, one_argument, optional_source
+from .sources import Compute, Path, Source, compute_of, in_group, one_argument, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
@@ -94,6 +94,38 @@ def constant_of(value: Any) -> Any:
 
 
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
+
+
+@final
+class Group:
+    """Names of slots that are declared as one, such as cache groups or kinds of layers: `group=Group("full", "sliding")`.
+
+    Args:
+        names: Identifiers, all different.
+
+    Raises:
+        ValueError: They are not, or there are none.
+    """
+
+    __slots__ = ("names",)
+
+    def __init__(self, *names: str) -> None:
+        if not names or len({*names}) < len(names) or not all(map(str.isidentifier, map(str, names))):
+            raise ValueError(f"a group has names of slots, different identifiers such as 'full', got {names!r}")
+        self.names = names
+
+    def part(self, name: str, value: Any) -> Any:
+        """Return what the slot of a name takes of a parameter: its own value of a mapping by name, else all of it.
+
+        Raise ValueError for a mapping by other names.
+        """
+        if isinstance(value, tuple):
+            return tuple([self.part(name, one) for one in value])
+        if not isinstance(value, Mapping):
+            return value
+        if value.keys() != {*self.names}:
+            raise ValueError(f"give one value, or one for each name of the group: {', '.join(self.names)}")
+        return value[name]
 
 
 Writer = Literal["batch", "function", "producer", "step"]
@@ -253,8 +285,8 @@ class Copied(Slot):
     then: Compute | None = attrs.field(default=None, converter=or_none(compute_of))
 
     def reads(self, name: str) -> Source | None:
-        """Return the declared source, or the slot's own name."""
-        return self.source or Path((name,))
+        """Return the declared source, or the slot's own name, which in a group is a path."""
+        return self.source or Path(tuple(name.split(".")))
 
     def advances(self) -> Compute | None:
         """Return the declared rule."""
@@ -338,6 +370,8 @@ def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
         yield "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
 
 
+SlotOrGroup = Slot | Mapping[str, Slot]
+"""What a field declares: a slot, or the slots of a group by their names in it."""
 SLOT: Final = "slotgraph.slot"
 FAULTS: Final = "slotgraph.faults"
 Size = int | Axis | Dim
@@ -357,35 +391,70 @@ def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
     return _field(kind, [], init=init, default=default)
 
 
-def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
-    """Make an attrs field that carries a slot, and the faults that the declaration must report about its parameters."""
+def _field(kind: SlotOrGroup, faults: list[str], *, init: bool, default: Any) -> Any:
+    """Make an attrs field that carries slots, and the faults that the declaration must report about their parameters."""
     if not isinstance(init, bool):
         faults.append(f"init={_brief(init)}: say True or False")
     if default is not None and default is not attrs.NOTHING:
         faults.append(f"default={_brief(default)}: say default=None, which makes the slot optional, or leave it out")
-    metadata = {SLOT: kind, FAULTS: tuple(faults)}
+    metadata = {SLOT: kind, FAULTS: tuple(dict.fromkeys(faults))}
     return attrs.field(
         default=default, init=init is not False, metadata=metadata, repr=lambda value: _brief(value, repr)
     )
 
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
-    """Make the field of a slot. If a parameter is invalid, the field has a stand-in slot that reports the faults."""
-    suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
+    """Make the field of a slot, or of the slots of a group."""
+    faults, group = list[str](), given["group"]
+    if isinstance(group, Group):
+        made: SlotOrGroup = {name: _made(kind, given, faults, group, name) for name in group.names}
+    else:
+        made = _made(kind, given, faults)
+        if group is not None:
+            faults.append(f"group={_brief(group)}: expected a Group, such as Group('full', 'sliding')")
+    if given.get("init", False) is not False:
+        faults.append(f"init={_brief(given['init'])}: no batch has this slot, so leave init= out")
+    return _field(made, faults, init="init" not in given, default=given.get("default", attrs.NOTHING))
+
+
+def _made(
+    kind: type[Slot], given: Mapping[str, Any], faults: list[str], group: Group | None = None, member: str = ""
+) -> Slot:
+    """Make a slot, of this name if it is in a group. If parameters are invalid, add faults and return a stand-in."""
+    suited, is_right = dict[str, Any](), True
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
         if name in given and callable(convert):
             try:
-                suited[name] = convert(given[name])
+                value = given[name] if group is None else group.part(member, given[name])
+                suited[name] = convert(value)
+                if name == "source" and group is not None and value is given[name]:
+                    suited[name] = in_group(suited[name], member)
             except (TypeError, ValueError) as error:
+                is_right = False
                 faults.append(f"{name}={_brief(given[name])}: {error}")
-    if faults:
-        made: Slot = Staged(shape=(), dtype=torch.int64, placement=suited.get("placement", DEVICE))
-    else:
-        made = kind(**suited, optional=default is None)
-    if given.get("init", False) is not False:
-        faults.append(f"init={_brief(given['init'])}: no batch has this slot, so leave init= out")
-    return _field(made, faults, init="init" not in given, default=default)
+    if not is_right:
+        return Staged(shape=(), dtype=torch.int64, placement=suited.get("placement", DEVICE))
+    return kind(**suited, optional=given.get("default", attrs.NOTHING) is None)
+
+
+def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
+    """Return all slots by name, those of groups as in `tables.full`.
+
+    A parameter of their functions that names a group with the same names takes the slot that has the name of theirs.
+    """
+    found = dict[str, Slot]()
+    groups = {name: tuple(kind) for name, kind in declared.items() if not isinstance(kind, Slot)}
+    for name, kind in declared.items():
+        if isinstance(kind, Slot):
+            found[name] = kind
+            continue
+        alike = {one for one, names in groups.items() if names == groups[name]}
+        for member, slot in kind.items():
+            functions = {"function": slot.computes(), "then": slot.advances()}
+            named = {key: one.within(alike, member) for key, one in functions.items() if one is not None}
+            found[f"{name}.{member}"] = attrs.evolve(slot, **named)
+    return found
 
 
 def copied(  # noqa: PLR0913 - one for each property of a slot
@@ -405,6 +474,7 @@ def copied(  # noqa: PLR0913 - one for each property of a slot
     ragged: bool = False,
     poison: Poison | None = None,
     when: When | None = None,
+    group: Group | None = None,
     default: Any = attrs.NOTHING,
 ) -> Any:
     """Declare a slot that is copied from the batch in each step; `default=None` makes it optional.
@@ -431,6 +501,7 @@ def copied(  # noqa: PLR0913 - one for each property of a slot
             pad value.
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         default: None makes the slot optional.
     """
     return _declared(Copied, locals())
@@ -444,6 +515,7 @@ def computed(
     placement: Placement = DEVICE,
     argument: str | None = None,
     when: When | None = None,
+    group: Group | None = None,
     init: Literal[False] = False,
 ) -> Any:
     """Declare a slot that is derived in each step. The function's parameters name what it needs.
@@ -459,6 +531,7 @@ def computed(
         placement: The memory of the buffer, "device" or "host".
         argument: The operators' argument that takes this slot in host memory.
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Computed, locals())
@@ -471,6 +544,7 @@ def constant(
     dtype: Dtype,
     placement: Placement = DEVICE,
     when: When | None = None,
+    group: Group | None = None,
     init: Literal[False] = False,
 ) -> Any:
     """Declare a slot that is set once: to a number, a fixed axis or an expression, a fill role, or a function's result.
@@ -481,6 +555,7 @@ def constant(
         dtype: A torch dtype, or a role.
         placement: The memory of the buffer, "device" or "host".
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Constant, locals())
@@ -493,6 +568,7 @@ def staged(
     placement: Placement = DEVICE,
     poison: Poison | None = None,
     when: When | None = None,
+    group: Group | None = None,
     init: Literal[False] = False,
 ) -> Any:
     """Declare a slot that a producer writes inside or outside the step. A fill resets its tail in each step.
@@ -504,13 +580,19 @@ def staged(
         placement: The memory of the buffer, "device" or "host".
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Staged, locals())
 
 
 def output(
-    *shape: Size, dtype: Dtype, placement: Placement = DEVICE, when: When | None = None, init: Literal[False] = False
+    *shape: Size,
+    dtype: Dtype,
+    placement: Placement = DEVICE,
+    when: When | None = None,
+    group: Group | None = None,
+    init: Literal[False] = False,
 ) -> Any:
     """Declare a buffer at a fixed address that the step writes its result to.
 
@@ -519,6 +601,7 @@ def output(
         dtype: A torch dtype, or a role.
         placement: The memory of the buffer, "device" or "host".
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Output, locals())
@@ -526,4 +609,6 @@ def output(
 
 def _brief(value: Any, text: Callable[[Any], str] = reprlib.repr) -> str:
     """Show a value briefly. Show only dtype and shape of a tensor, since its values may be on the device."""
+    if isinstance(value, Mapping):
+        return str({name: _brief(one, text) for name, one in value.items()})
     return f"{dtype_text(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else text(value)

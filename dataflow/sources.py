@@ -1,6 +1,7 @@
 """Where slots' values come from: sources in a batch, which are read together, and functions of other slots."""
 
 import abc
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
@@ -196,6 +197,21 @@ def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Sourc
     return Call(one_argument(source, "a dotted path, side(path) or a function of the batch"))
 
 
+def in_group(source: Source | None, member: str) -> Source | None:
+    """Return the source of a group's slot: what the group's source finds has a value by its name.
+
+    Raise TypeError for a source that is neither a path nor a function.
+    """
+    match source:
+        case None:
+            return None
+        case Path(parts, from_side):
+            return Path((*parts, member), from_side)
+        case Call(function):
+            return Call(functools.wraps(function)(lambda batch: look_up(function(batch), member)))
+    raise TypeError("give a path, a function of the batch, or a source for each name of the group")
+
+
 def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:
     """Make a function that selects some sources in a given order, and always returns a tuple."""
     if len(places) > 1:
@@ -269,6 +285,15 @@ class Compute:
         """The function's name, for plans and messages."""
         return str(getattr(self.function, "__qualname__", self.function))
 
+    def within(self, groups: Collection[str], member: str) -> "Compute":
+        """Return the function as a group's slot has it: of these groups it needs the slots of the same name."""
+        needs = [f"{need}.{member}" if need in groups else need for need in self.needs]
+        return attrs.evolve(self, needs=tuple(needs))
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values of what it needs by parameter, which has the group's name for a slot of a group."""
+        return {need.partition(".")[0]: value for need, value in values.items()}
+
 
 def compute_of(function: Callable[..., Any]) -> Compute:
     """Read a function's parameters. Raise TypeError if they cannot name slots."""
@@ -316,7 +341,7 @@ class _Term:
 def linear(rule: Compute) -> tuple[str, int] | None:
     """Return the slot and the number that a rule adds up, or None for any other rule."""
     try:
-        made = rule.function(**{need: _Term(need) for need in rule.needs})
+        made = rule.function(**rule.arguments({need: _Term(need) for need in rule.needs}))
     except Exception:  # noqa: BLE001 - it does more with what it is given than to add a number
         return None
     return (made.slot, made.add) if isinstance(made, _Term) else None

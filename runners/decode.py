@@ -175,6 +175,7 @@ class GraphRunner(Runner[V, Out]):
         self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
         bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
+        bind = stage.declaration.by_slot(bind)
         keep = checked("keep_bound", "True or False", given.get("keep_bound", False), bool)
         self._allocate = functools.partial(stage.allocate, self._capacity, bind, keep_bound=keep)
         if given.get("phase") is not None:
