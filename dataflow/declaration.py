@@ -56,13 +56,11 @@ class Declaration:
         return found
 
     def by_slot(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace each group in values by name, a mapping by the names in it, by its slots."""
-        found = dict[str, Any]()
-        for name, value in values.items():
-            if name in self.groups and isinstance(value, Mapping):
-                found |= {f"{name}.{member}": one for member, one in value.items()}
-            else:
-                found[name] = value
+        """Replace each value that a mapping gives a group by those of its slots."""
+        found = dict(values)
+        for name in self.groups.keys() & values:
+            if isinstance(values[name], Mapping):
+                found |= {f"{name}.{member}": one for member, one in found.pop(name).items()}
         return found
 
     @functools.cached_property

@@ -13,7 +13,7 @@ from attrs.converters import optional as or_none
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
-from .sources import Compute, Path, Source, compute_of, in_group, one_argument, optional_source
+from .sources import Compute, Path, Source, compute_of, one_argument, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
@@ -114,18 +114,11 @@ class Group:
             raise ValueError(f"a group has names of slots, different identifiers such as 'full', got {names!r}")
         self.names = names
 
-    def part(self, name: str, value: Any) -> Any:
-        """Return what the slot of a name takes of a parameter: its own value of a mapping by name, else all of it.
-
-        Raise ValueError for a mapping by other names.
-        """
-        if isinstance(value, tuple):
-            return tuple([self.part(name, one) for one in value])
-        if not isinstance(value, Mapping):
-            return value
-        if value.keys() != {*self.names}:
-            raise ValueError(f"give one value, or one for each name of the group: {', '.join(self.names)}")
-        return value[name]
+    def member(self, name: str, value: Any) -> Any:
+        """Return what the slot of a name takes of a parameter: its own value of a mapping by the names, else all."""
+        if isinstance(value, Mapping) and value.keys() == {*self.names}:
+            return value[name]
+        return tuple([self.member(name, one) for one in value]) if isinstance(value, tuple) else value
 
 
 Writer = Literal["batch", "function", "producer", "step"]
@@ -285,8 +278,10 @@ class Copied(Slot):
     then: Compute | None = attrs.field(default=None, converter=or_none(compute_of))
 
     def reads(self, name: str) -> Source | None:
-        """Return the declared source, or the slot's own name, which in a group is a path."""
-        return self.source or Path(tuple(name.split(".")))
+        """Return the declared source, or the slot's own name. A slot of a group has its name below such a path."""
+        name, _, member = name.partition(".")
+        source = self.source or Path((name,))
+        return Path((*source.parts, member), source.from_side) if member and isinstance(source, Path) else source
 
     def advances(self) -> Compute | None:
         """Return the declared rule."""
@@ -404,55 +399,46 @@ def _field(kind: SlotOrGroup, faults: list[str], *, init: bool, default: Any) ->
 
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
-    """Make the field of a slot, or of the slots of a group."""
-    faults, group = list[str](), given["group"]
+    """Make the field of a slot, or of a group. If a parameter is invalid, a stand-in slot reports the faults."""
+    suited, faults, default, group = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING), given["group"]
     if isinstance(group, Group):
-        made: SlotOrGroup = {name: _made(kind, given, faults, group, name) for name in group.names}
-    else:
-        made = _made(kind, given, faults)
-        if group is not None:
-            faults.append(f"group={_brief(group)}: expected a Group, such as Group('full', 'sliding')")
-    if given.get("init", False) is not False:
-        faults.append(f"init={_brief(given['init'])}: no batch has this slot, so leave init= out")
-    return _field(made, faults, init="init" not in given, default=given.get("default", attrs.NOTHING))
-
-
-def _made(
-    kind: type[Slot], given: Mapping[str, Any], faults: list[str], group: Group | None = None, member: str = ""
-) -> Slot:
-    """Make a slot, of this name if it is in a group. If parameters are invalid, add faults and return a stand-in."""
-    suited, is_right = dict[str, Any](), True
+        slots = dict[str, Slot]()
+        for name in group.names:
+            field = _declared(kind, {**{key: group.member(name, one) for key, one in given.items()}, "group": None})
+            slots[name] = field.metadata[SLOT]
+            faults += field.metadata[FAULTS]
+        return _field(slots, faults, init="init" not in given, default=default)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
         if name in given and callable(convert):
             try:
-                value = given[name] if group is None else group.part(member, given[name])
-                suited[name] = convert(value)
-                if name == "source" and group is not None and value is given[name]:
-                    suited[name] = in_group(suited[name], member)
+                suited[name] = convert(given[name])
             except (TypeError, ValueError) as error:
-                is_right = False
                 faults.append(f"{name}={_brief(given[name])}: {error}")
-    if not is_right:
-        return Staged(shape=(), dtype=torch.int64, placement=suited.get("placement", DEVICE))
-    return kind(**suited, optional=given.get("default", attrs.NOTHING) is None)
+    if group is not None:
+        faults.append(f"group={_brief(group)}: expected a Group, such as Group('full', 'sliding')")
+    if faults:
+        made: Slot = Staged(shape=(), dtype=torch.int64, placement=suited.get("placement", DEVICE))
+    else:
+        made = kind(**suited, optional=default is None)
+    if given.get("init", False) is not False:
+        faults.append(f"init={_brief(given['init'])}: no batch has this slot, so leave init= out")
+    return _field(made, faults, init="init" not in given, default=default)
 
 
 def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
     """Return all slots by name, those of groups as in `tables.full`.
 
-    A parameter of their functions that names a group with the same names takes the slot that has the name of theirs.
+    A parameter of the functions of these that names a group takes the slot that has the same name in it.
     """
-    found = dict[str, Slot]()
-    groups = {name: tuple(kind) for name, kind in declared.items() if not isinstance(kind, Slot)}
+    found, groups = dict[str, Slot](), [name for name, kind in declared.items() if isinstance(kind, Mapping)]
     for name, kind in declared.items():
         if isinstance(kind, Slot):
             found[name] = kind
             continue
-        alike = {one for one, names in groups.items() if names == groups[name]}
         for member, slot in kind.items():
             functions = {"function": slot.computes(), "then": slot.advances()}
-            named = {key: one.within(alike, member) for key, one in functions.items() if one is not None}
+            named = {key: one.within(groups, member) for key, one in functions.items() if one}
             found[f"{name}.{member}"] = attrs.evolve(slot, **named)
     return found
 
@@ -610,5 +596,5 @@ def output(
 def _brief(value: Any, text: Callable[[Any], str] = reprlib.repr) -> str:
     """Show a value briefly. Show only dtype and shape of a tensor, since its values may be on the device."""
     if isinstance(value, Mapping):
-        return str({name: _brief(one, text) for name, one in value.items()})
+        return "{" + ", ".join(f"{name!r}: {_brief(one, text)}" for name, one in value.items()) + "}"
     return f"{dtype_text(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else text(value)

@@ -1,7 +1,6 @@
 """Where slots' values come from: sources in a batch, which are read together, and functions of other slots."""
 
 import abc
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
@@ -195,21 +194,6 @@ def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Sourc
     if isinstance(source, str):
         return Path(_parts(source))
     return Call(one_argument(source, "a dotted path, side(path) or a function of the batch"))
-
-
-def in_group(source: Source | None, member: str) -> Source | None:
-    """Return the source of a group's slot: what the group's source finds has a value by its name.
-
-    Raise TypeError for a source that is neither a path nor a function.
-    """
-    match source:
-        case None:
-            return None
-        case Path(parts, from_side):
-            return Path((*parts, member), from_side)
-        case Call(function):
-            return Call(functools.wraps(function)(lambda batch: look_up(function(batch), member)))
-    raise TypeError("give a path, a function of the batch, or a source for each name of the group")
 
 
 def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:

@@ -175,7 +175,6 @@ class GraphRunner(Runner[V, Out]):
         self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
         self._routes = dict[tuple[int | None, Absent], Route[V]]()
         bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
-        bind = stage.declaration.by_slot(bind)
         keep = checked("keep_bound", "True or False", given.get("keep_bound", False), bool)
         self._allocate = functools.partial(stage.allocate, self._capacity, bind, keep_bound=keep)
         if given.get("phase") is not None:
@@ -227,6 +226,12 @@ class GraphRunner(Runner[V, Out]):
     def eager(self) -> EagerRoutes[V]:  # type: ignore[override] # one that is kept
         """Runs the batches that no graph takes, in the same buffers."""
         return EagerRoutes(self.stage, self.name, self._table, buffers=self.graphs.buffers)
+
+    def use(self, buffers: Buffers) -> None:
+        """Use other buffers in place of those that were made for it, before anything is captured."""
+        del self.graphs, self.eager
+        self._buffers = buffers
+        _ = self.eager
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first. With `lazy`, capture each when the first batch comes for it.

@@ -67,7 +67,6 @@ class InputBuffers(Generic[V]):
         stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
         stage = attrs.evolve(stage, views=inputs)  # the caller's code may assign to views
         bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
-        bound = stage.declaration.by_slot(bound)
         self.capacity = stage.complete(stage.sizes)
         buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
         checked("compile_computed", "True, False or None", compile_computed, (bool, type(None)))
