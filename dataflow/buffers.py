@@ -55,8 +55,8 @@ class BufferUse:
 
     @property
     def others(self) -> int:
-        """A number that grows whenever another set's fill may have written some of this memory."""
-        return sum([other.fills for other in self.neighbours]) if self.neighbours else 0  # each fill reads it
+        """A number that grows whenever a fill may have written some of this memory."""
+        return sum([other.fills for other in self.neighbours], self.fills) if self.neighbours else self.fills
 
     def overwritten(self, slot: str) -> int:
         """Return a number that grows whenever another set's fill may have written a slot's memory."""

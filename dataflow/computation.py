@@ -129,7 +129,7 @@ class Computation:
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
-        function = functools.partial(compute.function, **given)
+        function = functools.partial(compute.function, **compute.arguments(given))
         aliases = tuple(alias for _, alias in read.values())
         is_number = target.numel() == 1 and not target.is_complex()
         numbers = range_of(target.dtype) if is_number else (None, 0, 0)

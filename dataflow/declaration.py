@@ -46,6 +46,24 @@ class Declaration:
     following: tuple[Axis, ...] = ()
 
     @functools.cached_property
+    def groups(self) -> Mapping[str, Mapping[str, str]]:
+        """The slots of each group, enabled or not, by their names in it."""
+        found = dict[str, dict[str, str]]()
+        for slot in (*self.slots, *self.disabled):
+            group, _, name = slot.partition(".")
+            if name:
+                found.setdefault(group, {})[name] = slot
+        return found
+
+    def by_slot(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace each value that a mapping gives a group by those of its slots."""
+        found = dict(values)
+        for name in self.groups.keys() & values:
+            if isinstance(values[name], Mapping):
+                found |= {f"{name}.{member}": one for member, one in found.pop(name).items()}
+        return found
+
+    @functools.cached_property
     def functions(self) -> Mapping[str, Compute]:
         """The function of each computed slot, in dependency order.
 
@@ -134,7 +152,8 @@ class Declaration:
         checked = self.checked_fields
         if not checked or isinstance(batch, checked[0].owner):
             return []
-        faults, seen = list[str](), {name: look_up(batch, name) for name in self.sources}
+        names = dict.fromkeys(name.partition(".")[0] for name in self.sources)  # a group's value is one attribute
+        faults, seen = list[str](), {name: look_up(batch, name) for name in names}
         for name, field in self.fields.items():
             try:
                 seen[name] = field.read(batch)
@@ -260,6 +279,8 @@ def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
         yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
     elif need in _GIVEN and need in fields and need not in slots:
         yield f"it needs {need!r}, which has a meaning of its own in slotgraph, but is a field, too: rename that"
+    elif need in made.groups:
+        yield f"it needs {need!r}, a group of slots: declare it with group=, of the same names, to get one of them each"
     elif need not in known:
         what = "neither slot nor field of the declaration, nor `step`, `settings` or `ranks`"
         yield f"it needs {need!r}, which is {what}{did_you_mean(need, known)}"

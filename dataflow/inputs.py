@@ -12,7 +12,7 @@ import torch
 from .axes import TOKENS, Axis, Step
 from .declaration import Declaration, Faults, declare, refused
 from .errors import BatchError, DeclarationError, DeclarationErrors, did_you_mean
-from .slots import FAULTS, SLOT, Slot, computed, constant, copied, output, slot, staged
+from .slots import FAULTS, SLOT, Slot, SlotOrGroup, computed, constant, copied, named_slots, output, slot, staged
 from .sources import Field, is_factory
 from .views import ViewInfo, live_values, narrowed
 
@@ -22,14 +22,14 @@ _UNMADE: Final = type(attrs.field())  # the class of a field before attrs makes 
 _CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")  # attrs ignores these
 _NONE: Final = re.compile(r"\b(?:None|Optional)\b")
 _REQUIRED: Final = "say default=None or when= if it may be absent, else leave None out of the annotation"
-_Bases = dict[str, list[tuple[type, Slot | None]]]
+_Bases = dict[str, list[tuple[type, SlotOrGroup | None]]]
 
 
 V = TypeVar("V", bound="Inputs")
 
 
-def slot_in(field: object) -> Slot | None:
-    """Return the slot that a field carries, before or after attrs makes an attribute of it, or None."""
+def slot_in(field: object) -> SlotOrGroup | None:
+    """Return the slot or group that a field carries, before or after attrs makes an attribute of it, or None."""
     metadata = getattr(field, "metadata", None)
     return metadata.get(SLOT) if isinstance(metadata, Mapping) else None
 
@@ -111,7 +111,7 @@ class Inputs(metaclass=_Declaring):
         for name, fault in faults:
             what = "field" if name in plain else "slot"
             found.append(DeclarationError(f"{cls.__name__}.{name}: {what} {name!r}: {fault}"))
-        cls.slotgraph = declare(cls.__name__, slots, fields, found)
+        cls.slotgraph = declare(cls.__name__, named_slots(slots), fields, found)
 
     def narrow(self, axis: Axis, start: int, stop: int, *, tokens: tuple[int, int] | None = None) -> Self:
         """Return the micro-batch of rows `start` to `stop` on `axis`, as if the sliced batch had filled a view.
@@ -142,19 +142,24 @@ class Inputs(metaclass=_Declaring):
     if not TYPE_CHECKING:  # type checkers would accept any name as a field
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError that explains why a declared name has no value in this object."""
-            declaration = type(self).slotgraph
+            """Return the slots of a group in a view. Raise AttributeError that explains why any other name has no value."""
+            declaration, values = type(self).slotgraph, vars(self)
+            members = declaration.groups.get(name, {})
+            found = {member: values[slot] for member, slot in members.items() if slot in values}
+            if found:
+                return found
+            is_slot = name in declaration.slots or name in declaration.groups
             if name in declaration.fields:
                 message = (
                     f"{name!r} is carried from the batch and has no default, so no graph may depend on it: it is not "
                     "to be seen during capture. Make it a slot, or give it a default that holds for every graph"
                 )
-            elif name in declaration.slots and self._slotgraph_view is None:
+            elif is_slot and self._slotgraph_view is None:
                 message = (
                     f"slot {name!r} is not in a batch, and this object is a batch (attrs.evolve makes one of a "
                     "view): read the slot in the view that a fill hands out"
                 )
-            elif name in declaration.slots:
+            elif is_slot:
                 message = (
                     f"slot {name!r} follows from what the host computes, and a captured step cannot have it anew for a "
                     "micro-batch: each replay would see the value of the capture. Read the whole view's, or compute it "
@@ -212,7 +217,7 @@ def _attributes(cls: type) -> Any:
     return vars(cls).get("__attrs_attrs__", ())
 
 
-def _own(cls: type) -> dict[str, Slot | None]:
+def _own(cls: type) -> dict[str, SlotOrGroup | None]:
     """Return the names in the body of a class, each with its slot, or None for a field without a slot."""
     return {field.name: slot_in(field) for field in _attributes(cls) if not field.inherited}
 
@@ -308,6 +313,7 @@ def _field_faults(cls: type) -> Faults:
         elif slot_in(field) is None and (fault := _default_fault(field)):
             yield field.name, fault
         kind, is_faulty = slot_in(field), bool(field.metadata.get(FAULTS))
+        kind = next(iter(kind.values())) if isinstance(kind, Mapping) else kind  # those of a group are alike in this
         required = kind is not None and not (kind.optional or kind.when or is_faulty)
         if required and _NONE.search(str(field.type)):
             yield field.name, f"{field.type} says that it may be None, but it is always there: {_REQUIRED}"

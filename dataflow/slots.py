@@ -5,7 +5,7 @@ import keyword
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, final
 
 import attrs
 import torch
@@ -94,6 +94,31 @@ def constant_of(value: Any) -> Any:
 
 
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
+
+
+@final
+class Group:
+    """Names of slots that are declared as one, such as cache groups or kinds of layers: `group=Group("full", "sliding")`.
+
+    Args:
+        names: Identifiers, all different.
+
+    Raises:
+        ValueError: They are not, or there are none.
+    """
+
+    __slots__ = ("names",)
+
+    def __init__(self, *names: str) -> None:
+        if not names or len({*names}) < len(names) or not all(map(str.isidentifier, map(str, names))):
+            raise ValueError(f"a group has names of slots, different identifiers such as 'full', got {names!r}")
+        self.names = names
+
+    def member(self, name: str, value: Any) -> Any:
+        """Return what the slot of a name takes of a parameter: its own value of a mapping by the names, else all."""
+        if isinstance(value, Mapping) and value.keys() == {*self.names}:
+            return value[name]
+        return tuple([self.member(name, one) for one in value]) if isinstance(value, tuple) else value
 
 
 Writer = Literal["batch", "function", "producer", "step"]
@@ -253,8 +278,10 @@ class Copied(Slot):
     then: Compute | None = attrs.field(default=None, converter=or_none(compute_of))
 
     def reads(self, name: str) -> Source | None:
-        """Return the declared source, or the slot's own name."""
-        return self.source or Path((name,))
+        """Return the declared source, or the slot's own name. A slot of a group has its name below such a path."""
+        name, _, member = name.partition(".")
+        source = self.source or Path((name,))
+        return Path((*source.parts, member), source.from_side) if member and isinstance(source, Path) else source
 
     def advances(self) -> Compute | None:
         """Return the declared rule."""
@@ -338,6 +365,8 @@ def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
         yield "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
 
 
+SlotOrGroup = Slot | Mapping[str, Slot]
+"""What a field declares: a slot, or the slots of a group by their names in it."""
 SLOT: Final = "slotgraph.slot"
 FAULTS: Final = "slotgraph.faults"
 Size = int | Axis | Dim
@@ -357,21 +386,28 @@ def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
     return _field(kind, [], init=init, default=default)
 
 
-def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
-    """Make an attrs field that carries a slot, and the faults that the declaration must report about its parameters."""
+def _field(kind: SlotOrGroup, faults: list[str], *, init: bool, default: Any) -> Any:
+    """Make an attrs field that carries slots, and the faults that the declaration must report about their parameters."""
     if not isinstance(init, bool):
         faults.append(f"init={_brief(init)}: say True or False")
     if default is not None and default is not attrs.NOTHING:
         faults.append(f"default={_brief(default)}: say default=None, which makes the slot optional, or leave it out")
-    metadata = {SLOT: kind, FAULTS: tuple(faults)}
+    metadata = {SLOT: kind, FAULTS: tuple(dict.fromkeys(faults))}
     return attrs.field(
         default=default, init=init is not False, metadata=metadata, repr=lambda value: _brief(value, repr)
     )
 
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
-    """Make the field of a slot. If a parameter is invalid, the field has a stand-in slot that reports the faults."""
-    suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
+    """Make the field of a slot, or of a group. If a parameter is invalid, a stand-in slot reports the faults."""
+    suited, faults, default, group = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING), given["group"]
+    if isinstance(group, Group):
+        slots = dict[str, Slot]()
+        for name in group.names:
+            field = _declared(kind, {**{key: group.member(name, one) for key, one in given.items()}, "group": None})
+            slots[name] = field.metadata[SLOT]
+            faults += field.metadata[FAULTS]
+        return _field(slots, faults, init="init" not in given, default=default)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
         if name in given and callable(convert):
@@ -379,6 +415,8 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
                 suited[name] = convert(given[name])
             except (TypeError, ValueError) as error:
                 faults.append(f"{name}={_brief(given[name])}: {error}")
+    if group is not None:
+        faults.append(f"group={_brief(group)}: expected a Group, such as Group('full', 'sliding')")
     if faults:
         made: Slot = Staged(shape=(), dtype=torch.int64, placement=suited.get("placement", DEVICE))
     else:
@@ -386,6 +424,23 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     if given.get("init", False) is not False:
         faults.append(f"init={_brief(given['init'])}: no batch has this slot, so leave init= out")
     return _field(made, faults, init="init" not in given, default=default)
+
+
+def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
+    """Return all slots by name, those of groups as in `tables.full`.
+
+    A parameter of the functions of these that names a group takes the slot that has the same name in it.
+    """
+    found, groups = dict[str, Slot](), [name for name, kind in declared.items() if isinstance(kind, Mapping)]
+    for name, kind in declared.items():
+        if isinstance(kind, Slot):
+            found[name] = kind
+            continue
+        for member, slot in kind.items():
+            functions = {"function": slot.computes(), "then": slot.advances()}
+            named = {key: one.within(groups, member) for key, one in functions.items() if one}
+            found[f"{name}.{member}"] = attrs.evolve(slot, **named)
+    return found
 
 
 def copied(  # noqa: PLR0913 - one for each property of a slot
@@ -405,6 +460,7 @@ def copied(  # noqa: PLR0913 - one for each property of a slot
     ragged: bool = False,
     poison: Poison | None = None,
     when: When | None = None,
+    group: Group | None = None,
     default: Any = attrs.NOTHING,
 ) -> Any:
     """Declare a slot that is copied from the batch in each step; `default=None` makes it optional.
@@ -431,6 +487,7 @@ def copied(  # noqa: PLR0913 - one for each property of a slot
             pad value.
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         default: None makes the slot optional.
     """
     return _declared(Copied, locals())
@@ -444,6 +501,7 @@ def computed(
     placement: Placement = DEVICE,
     argument: str | None = None,
     when: When | None = None,
+    group: Group | None = None,
     init: Literal[False] = False,
 ) -> Any:
     """Declare a slot that is derived in each step. The function's parameters name what it needs.
@@ -459,6 +517,7 @@ def computed(
         placement: The memory of the buffer, "device" or "host".
         argument: The operators' argument that takes this slot in host memory.
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Computed, locals())
@@ -471,6 +530,7 @@ def constant(
     dtype: Dtype,
     placement: Placement = DEVICE,
     when: When | None = None,
+    group: Group | None = None,
     init: Literal[False] = False,
 ) -> Any:
     """Declare a slot that is set once: to a number, a fixed axis or an expression, a fill role, or a function's result.
@@ -481,6 +541,7 @@ def constant(
         dtype: A torch dtype, or a role.
         placement: The memory of the buffer, "device" or "host".
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Constant, locals())
@@ -493,6 +554,7 @@ def staged(
     placement: Placement = DEVICE,
     poison: Poison | None = None,
     when: When | None = None,
+    group: Group | None = None,
     init: Literal[False] = False,
 ) -> Any:
     """Declare a slot that a producer writes inside or outside the step. A fill resets its tail in each step.
@@ -504,13 +566,19 @@ def staged(
         placement: The memory of the buffer, "device" or "host".
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Staged, locals())
 
 
 def output(
-    *shape: Size, dtype: Dtype, placement: Placement = DEVICE, when: When | None = None, init: Literal[False] = False
+    *shape: Size,
+    dtype: Dtype,
+    placement: Placement = DEVICE,
+    when: When | None = None,
+    group: Group | None = None,
+    init: Literal[False] = False,
 ) -> Any:
     """Declare a buffer at a fixed address that the step writes its result to.
 
@@ -519,6 +587,7 @@ def output(
         dtype: A torch dtype, or a role.
         placement: The memory of the buffer, "device" or "host".
         when: The name of the setting that enables the slot, or a function of the settings.
+        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Output, locals())
@@ -526,4 +595,6 @@ def output(
 
 def _brief(value: Any, text: Callable[[Any], str] = reprlib.repr) -> str:
     """Show a value briefly. Show only dtype and shape of a tensor, since its values may be on the device."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_brief(one, text)}" for name, one in value.items()) + "}"
     return f"{dtype_text(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else text(value)

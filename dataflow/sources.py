@@ -269,6 +269,15 @@ class Compute:
         """The function's name, for plans and messages."""
         return str(getattr(self.function, "__qualname__", self.function))
 
+    def within(self, groups: Collection[str], member: str) -> "Compute":
+        """Return the function as a group's slot has it: of these groups it needs the slots of the same name."""
+        needs = [f"{need}.{member}" if need in groups else need for need in self.needs]
+        return attrs.evolve(self, needs=tuple(needs))
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values of what it needs by parameter, which has the group's name for a slot of a group."""
+        return {need.partition(".")[0]: value for need, value in values.items()}
+
 
 def compute_of(function: Callable[..., Any]) -> Compute:
     """Read a function's parameters. Raise TypeError if they cannot name slots."""
@@ -316,7 +325,7 @@ class _Term:
 def linear(rule: Compute) -> tuple[str, int] | None:
     """Return the slot and the number that a rule adds up, or None for any other rule."""
     try:
-        made = rule.function(**{need: _Term(need) for need in rule.needs})
+        made = rule.function(**rule.arguments({need: _Term(need) for need in rule.needs}))
     except Exception:  # noqa: BLE001 - it does more with what it is given than to add a number
         return None
     return (made.slot, made.add) if isinstance(made, _Term) else None

@@ -227,6 +227,12 @@ class GraphRunner(Runner[V, Out]):
         """Runs the batches that no graph takes, in the same buffers."""
         return EagerRoutes(self.stage, self.name, self._table, buffers=self.graphs.buffers)
 
+    def use(self, buffers: Buffers) -> None:
+        """Use other buffers in place of those that were made for it, before anything is captured."""
+        del self.graphs, self.eager
+        self._buffers = buffers
+        _ = self.eager
+
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first. With `lazy`, capture each when the first batch comes for it.
 

@@ -1,7 +1,7 @@
 """Hypothesis strategies: random declarations, sizes, batches and step sequences, and the worlds they play in."""
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -29,10 +29,11 @@ from slotgraph.dataflow.capabilities import Capabilities, Placement, resolve_dty
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.tails import Once
-from slotgraph.extend import DEVICE, HOST, once, side
+from slotgraph.extend import DEVICE, HOST, Group, once, side
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
+KINDS = Group("full", "sliding")
 AXES = (BATCH, TOKENS, PAGES)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = (torch.bool, *INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -101,12 +102,15 @@ def tails(draw: st.DrawFn, dtype: torch.dtype) -> Any:
 
 @st.composite
 def copied_slots(draw: st.DrawFn, name: str, *, called: bool = True) -> Any:
-    """A copied slot of any dtype, shape, tail rule, source and placement. called: a source may be a function."""
+    """A copied slot, or a group, of any dtype, shape, tail rule, source and placement. called: a source may be a function."""
     dtype = draw(st.sampled_from(DTYPES))
     role = dtype == torch.int64 and draw(st.booleans())
     converts = draw(st.sampled_from([(), (torch.int64,), (torch.float32, torch.int32)])) if dtype != torch.bool else ()
     optional: dict[str, Any] = {"default": None} if draw(st.booleans()) else {}
-    pad = draw(tails(dtype))
+    group = draw(st.sampled_from([None, None, KINDS]))
+    pads = [draw(tails(dtype)) for _ in range(1 if group is None else 2)]
+    pad = pads[0] if group is None else dict(zip(group.names, pads, strict=True))
+    called = called and group is None
 
     def from_batch(batch: Any) -> Any:
         return look_up(batch, f"called_{name}")
@@ -115,12 +119,13 @@ def copied_slots(draw: st.DrawFn, name: str, *, called: bool = True) -> Any:
         *draw(shapes()),
         dtype=CACHE_LOC if role else dtype,
         pad=pad,
-        starts=None if isinstance(pad, Once) else draw(st.none() | numbers(dtype)),
+        starts=None if any(isinstance(one, Once) for one in pads) else draw(st.none() | numbers(dtype)),
         source=draw(st.sampled_from([None, None, f"nested.{name}", side(f"beside.{name}"), *[from_batch] * called])),
         placement=draw(st.sampled_from(["device", "host"])),
         strided=draw(st.booleans()),
         converts=converts,
         rewritten=draw(st.booleans()),
+        group=group,
         **optional,
     )
 
@@ -170,8 +175,8 @@ def _pairs(step: Step) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.int16).view(rows, columns) + step.live(BATCH)
 
 
-def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
-    """A computed slot: from sizes, from a field, or from a required slot, returned or written to `out`."""
+def computed_slots(bases: Mapping[str, Slot | Mapping[str, Slot]]) -> st.SearchStrategy[Any]:
+    """A computed slot: from sizes, from a field, or from a required slot or group, returned or written to `out`."""
     plain = [
         st.just(computed(lambda step: step.live(TOKENS) + 100 * step.padded(TOKENS), shape=1, dtype=torch.int32)),
         st.just(computed(_twice, shape=BATCH, dtype=torch.int64, placement="host")),
@@ -179,14 +184,16 @@ def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
         st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16)),
         st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64)),
     ]
-    needed = {n: s for n, s in bases.items() if not s.optional and (s.reads(n) or s.computes())}
+    found = {name: [*kind.values()] if isinstance(kind, Mapping) else [kind] for name, kind in bases.items()}
+    needed = {n: s for n, s in found.items() if not s[0].optional and (s[0].reads(n) or s[0].computes())}
     return st.one_of(*plain, *(st.just(_flipped(n, s, out=out)) for n, s in needed.items() for out in (False, True)))
 
 
-def _flipped(need: str, slot: Slot, *, out: bool) -> Any:
+def _flipped(need: str, slots: Sequence[Slot], *, out: bool) -> Any:
+    slot, group = slots[0], KINDS if len(slots) > 1 else None
     flipped = f"{need}.flip([*range({need}.dim())])"
     function = eval(f"lambda {need}, out: out.copy_({flipped})" if out else f"lambda {need}: {flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
-    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement)
+    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement, group=group)
 
 
 @st.composite
@@ -302,7 +309,11 @@ def batch_of(
         value = given[name] if name in given else source_for(slot, capabilities, turn, turn.choices >> (2 * index))
         text = str(source)
         holder = beside if text.startswith("argument") else found["nested"] if "nested" in text else found
-        holder[f"called_{name}" if "from_batch" in text else name] = value
+        group, _, member = name.partition(".")
+        if member:
+            holder.setdefault(group, {})[member] = value
+        else:
+            holder[f"called_{name}" if "from_batch" in text else name] = value
     if turn.choices & 1:
         found["nested"] = types.SimpleNamespace(**found["nested"])
     batch = found if turn.choices & 2 else types.SimpleNamespace(**found)

@@ -23,6 +23,7 @@ from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
 from ..engine.state import State, draw_on
 from ..engine.statistics import Decision
+from ..modes import ModeRunner
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition
@@ -100,7 +101,7 @@ class CheckReport(Shown):
 
 
 def check(
-    runner: Runner[Any],
+    runner: Runner[Any] | ModeRunner[Any, Any],
     batches: Batches | None = None,
     *,
     state: Iterable[torch.Tensor] | None = None,
@@ -120,7 +121,7 @@ def check(
     are in the report of each.
 
     Args:
-        runner: The runner.
+        runner: The runner. One of several modes is checked mode by mode, with the batches that each takes.
         batches: Batches to check with, or a function of rows and a generator that makes one. By default they are drawn.
         state: Tensors that the step changes besides its slots. By default one run of the step finds them.
         only: One of the checks, or several.
@@ -137,6 +138,8 @@ def check(
         CheckError: The state is too large to copy.
         RankError: Other ranks do not come, or check something else. The error names them.
     """
+    if isinstance(runner, ModeRunner):
+        return _check_modes(**locals())
     checked("runner", "a runner", runner, Runner)
     start, graphs, stage = time.perf_counter(), runner.graphs, runner.stage
     wanted = _chosen(runner, {only} if isinstance(only, str) else only)
@@ -158,6 +161,26 @@ def check(
         finally:
             trial.buffers.distrust()
     return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _check_modes(runner: ModeRunner[Any, Any], batches: Batches | None, **options: Any) -> CheckReport:
+    """Check each mode, with the given batches that take it, and join the reports."""
+    start, samples = time.perf_counter(), [] if batches is None or callable(batches) else [*map(_sample, batches)]
+    found, notes, steps, times = list[Finding](), list[str](), collections.Counter[str](), 0
+    for mode, one in runner.modes.items():
+        own = [(each.batch, each.side) for each in samples if runner.decide(each.batch, **each.side).mode == mode]
+        if samples and not own:
+            notes.append(f"{mode}: not checked, since no batch takes it")
+            continue
+        report = check(one, own or batches, **options)
+        found += [attrs.evolve(finding, message=f"{mode}: {finding.message}") for finding in report.findings]
+        notes += [f"{mode}: {note}" for note in report.notes]
+        steps.update(report.steps)
+        times += 1
+    unread = collections.Counter(one.slot for one in found if one.check == "coverage")
+    findings = tuple(one for one in found if one.check != "coverage" or unread[one.slot] == times)  # no mode reads it
+    name, seconds = type(runner).__name__, time.perf_counter() - start
+    return CheckReport(runner=name, findings=findings, steps=steps, notes=tuple(notes), seconds=seconds)
 
 
 def _chosen(runner: Runner[Any], only: Collection[str]) -> list[str]:

@@ -529,7 +529,7 @@ class GraphSet(Generic[V]):
         """
         self.filler.hosts.wait()
         self.filler.order()  # another runner may have used the memory on another stream
-        wanted = always or any(buffer.pooled or buffer.adopted for buffer in self.buffers)
+        wanted = always or self.buffers.use.fills or any(buffer.pooled or buffer.adopted for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
     def _capture_bucket(self, rows: int) -> None:

@@ -159,17 +159,17 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
             BatchError: No source has a size, or sources differ in it.
             ReplayError: Nothing is captured yet.
         """
-        decision, _ = self._decide_alone(batch, side)
+        decision, _ = self.decide_alone(batch, side)
         self.size.compare(batch, side)
         return decision
 
-    def _decide_alone(self, batch: Any, side: Side) -> tuple[Decision, Live]:
+    def decide_alone(self, batch: Any, side: Side) -> tuple[Decision, Live]:
         """Return this rank's own decision for a batch, and the batch's live sizes.
 
         Sources are not compared: the fill does that.
         """
-        live = self.size(batch, side)
-        return self._decide(live, self.stage.absent(batch, side), batch), live
+        call = self._reader.read(batch, side)
+        return self._decide(call.live, call.absent, batch), call.live
 
     def __call__(self, batch: Any, **side: Any) -> Out:
         """Run one step and return its outputs for the live rows, valid until the next replay.
@@ -255,7 +255,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
             filler = filled.route.filler
             if filler.buffers.use.others != self._others:
                 raise ReplayError(
-                    "another runner of the same pool was filled since, in memory that both use: replay a view before "
+                    "another runner of the same pool was filled since, or another mode, in memory that both use: replay a view before "
                     "the next phase begins, or declare that the phases overlap"
                 )
             try:
@@ -344,7 +344,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
             self.stage.declaration.check_side(side)
             return
         with coordinator.preparing():
-            own, live = self._decide_alone(batch, side)
+            own, live = self.decide_alone(batch, side)
         coordinator.agree_ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Out | None:
@@ -366,7 +366,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
             return None
         with coordinator.preparing():
             empty, given = self._empty(batch, side)
-            own, live = self._decide_alone(empty, given)
+            own, live = self.decide_alone(empty, given)
         return None if coordinator.idle(own, live) else self(empty, **given)
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:

@@ -59,7 +59,7 @@ def _call_of(step: Callable[..., Any], declaration: Declaration) -> Callable[[An
         parameters = [one for one in parameters_of(_as_function(step)) if not str(one).startswith("*")]
     except TypeError:  # it does not reveal its parameters
         return step
-    known = {*declaration.slots, *declaration.disabled, *declaration.fields}
+    known = {*declaration.slots, *declaration.groups, *declaration.disabled, *declaration.fields}
     free = known.difference(getattr(step, "keywords", ()))  # functools.partial has bound the others
     names = [one.name for one in parameters if one.name in free and one.kind is not one.POSITIONAL_ONLY]
     required = [one.name for one in parameters if one.default is one.empty]

@@ -43,6 +43,7 @@ class Decision:
         why: The reason in one word.
         reason: The reason in one sentence.
         rank: The rank that forced it, if ranks agreed on it.
+        mode: The mode of a `ModeRunner`, or None.
     """
 
     path: PathName
@@ -50,6 +51,7 @@ class Decision:
     why: Why
     reason: str
     rank: int | None = attrs.field(default=None, repr=False)
+    mode: str | None = attrs.field(default=None, repr=False)
 
 
 class BucketData(TypedDict):

@@ -213,7 +213,7 @@ def mermaid(explanation: Explanation) -> str:
     names = {slot.name for slot in explanation.slots}
 
     def node(name: str) -> str:  # with a prefix, since mermaid fails on slots called `end` or `graph`
-        return f"slot_{name}" if name in names else f"given_{name}"
+        return f"slot_{name.replace('.', '__')}" if name in names else f"given_{name}"
 
     for slot in explanation.slots:
         node_id = node(slot.name)

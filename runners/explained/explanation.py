@@ -3,7 +3,7 @@
 import collections
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import attrs
 
@@ -16,9 +16,10 @@ from ..engine.config import checked
 from ..engine.runner import Runner
 from ..engine.sharing import Layout, lasting
 from ..engine.statistics import Decision, human_bytes
+from ..modes import ModeRunner
 from ..recording.records import RanksRecord
 from .declared import NOT_SIZED, Explanation, explain_declaration
-from .pages import Explained
+from .pages import Explained, Page
 
 
 @attrs.frozen
@@ -146,7 +147,15 @@ class RunnerExplanation(Explained):
             yield "steps()", cell(counts["ahead"])
 
 
-def explain(runner: Runner[Any]) -> RunnerExplanation:
+@overload
+def explain(runner: Runner[Any]) -> RunnerExplanation: ...
+
+
+@overload
+def explain(runner: ModeRunner[Any, Any]) -> Page: ...
+
+
+def explain(runner: Runner[Any] | ModeRunner[Any, Any]) -> RunnerExplanation | Page:
     """Explain what a runner declares, plans, captured, keeps in memory and has decided, as data, tables and a page.
 
     Nothing is run or captured. The memory of a pool is laid out now, if it is not yet. `runner.decide(batch)` says what
@@ -155,6 +164,9 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     Args:
         runner: Any runner, captured or not.
     """
+    if isinstance(runner, ModeRunner):
+        pages = [(mode, explain(one)) for mode, one in runner.modes.items()]
+        return Page([attrs.evolve(one, title=f"{mode}: {one.title}") for mode, page in pages for one in page.tables()])
     checked("runner", "a runner", runner, Runner)
     stage, phase, buffers = runner.stage, runner.phase, runner.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities

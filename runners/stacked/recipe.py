@@ -46,7 +46,7 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     """
     declaration, capabilities = stage.declaration, stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # even if no slot has the axis
-    values = dict(stage.inputs.placeholder(request))
+    values = declaration.by_slot(stage.inputs.placeholder(request))
     for name in values.keys() - {*declaration.sources, *declaration.fields, *declaration.disabled}:
         raise CaptureError(
             f"{declaration.name}.placeholder() names {name!r}, which is neither a copied slot nor a field"

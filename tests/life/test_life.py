@@ -43,7 +43,9 @@ class Given:
 def _computed(slot: Computed, known: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
     compute = slot.function
     found = {name: known[name] for name in compute.needs}
-    arguments = {name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in found.items()}
+    arguments = compute.arguments(
+        {name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in found.items()}
+    )
     if compute.writes_out:
         out = torch.empty(shape, dtype=next(iter(arguments.values())).dtype)
         compute.function(**arguments, out=out)
