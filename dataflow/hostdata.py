@@ -146,7 +146,10 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
                 raise TypeError(f"row {number} is {type(row).__name__}, expected a list of numbers")
     made: torch.Tensor | None = None
     with contextlib.suppress(*NOT_CARRIED):
-        made = torch.from_numpy(np.concatenate(rows)) if kinds == {np.ndarray} else _joined(rows, dtype)
+        if kinds == {np.ndarray}:
+            made = torch.from_numpy(np.concatenate(rows, dtype=LETTERS.get(dtype), casting="no"))
+        else:
+            made = _joined(rows, dtype)
     if made is None or made.dtype != dtype:
         made = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *_row_by_row(rows, dtype)])
     ends = np.fromiter(itertools.accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
@@ -168,9 +171,9 @@ def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tenso
             made = tensor_of(row, dtype, (-1,))
         except (RuntimeError, TypeError, ValueError) as error:
             raise type(error)(f"row {number}: {error}") from error
-        if made.dtype != dtype and made.numel():
-            raise TypeError(f"row {number} is {dtype_text(made.dtype)}: convert it")
-        yield made.to(dtype)
+        if made.dim() != 1 or made.dtype != dtype:
+            raise TypeError(f"row {number} is {dtype_text(made.dtype)} of shape {[*made.shape]}, expected numbers")
+        yield made
 
 
 def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:

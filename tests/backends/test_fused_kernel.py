@@ -37,6 +37,7 @@ from slotgraph.dataflow.packet import (
 )
 from slotgraph.dataflow.ragged import Ragged
 from slotgraph.dataflow.tails import Number
+from tests.dataflow import test_ragged
 from tests.life import test_ahead as ahead
 
 KERNEL = "slotgraph.backends.cuda_kernel"
@@ -489,4 +490,5 @@ def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.
     runner = DecodeRunner(ahead.AheadInputs, ahead.step, backend=backend, output_rows=BATCH, **options)
     runner.capture()
     monkeypatch.setattr(ahead, "runner_on", lambda *_: runner)
+    test_ragged.play(backend, lowering="in_graph")
     ahead.play([("interpreting", "in_graph")], examples=2, count=8)
