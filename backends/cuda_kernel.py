@@ -15,7 +15,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports] - there only on Linux
 import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
 
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, LENGTH_SHIFT, OWNER_SHIFT, RAGGED, TAIL
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, TAIL
 
 BLOCK: Final = 1024
 """Words that one program handles, whatever the dtype of their elements: a power of two."""
@@ -30,8 +30,6 @@ _PLACE = tl.constexpr((1 << 32) - 1)
 _SIZE = tl.constexpr(BYTE)
 _TAIL = tl.constexpr(TAIL)
 _GOAL = tl.constexpr(CODE_SHIFT)
-_RAGGED = tl.constexpr(RAGGED)
-_LENGTH = tl.constexpr(LENGTH_SHIFT)
 _OWNER = tl.constexpr(OWNER_SHIFT)
 _CHAR = tl.constexpr(CODES[torch.int8])
 _BYTE = tl.constexpr(CODES[torch.uint8])
@@ -99,7 +97,7 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
         if not ADVANCE:
             stop = tl.where((flags & _TAIL) != 0, _within(padded - start, span), live)
         edges = since | to | (live | stop) * size
-        if pace == _RAGGED:
+        if pace < 0:  # the source is ragged
             _ragged_rows(source, to, start, live, stop, pad, inner, size, BLOCK)
         elif ((edges & 7) == 0) & (code == 0) & (add == 0):
             _words(since, to, first * size >> 3, live * size >> 3, stop * size >> 3, pad, BLOCK)
@@ -130,7 +128,6 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     if (tl.load(row + 3) == 0) & (tl.load(packet) != 0):
         code = tl.where(lane_code < 0, 0, lane_code)
         width = _width(code, size)
-        is_ragged = pace == _RAGGED
         pace = tl.where(pace == 0, (counts >> 32) * each, pace)
         since = source + outer * pace * width
         if each == 0:
@@ -151,7 +148,7 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
                 request = tl.load(rows + moves + at)
                 if request >= 0:  # a request that has left has row -1
                     to = base + request * each * size
-                    if is_ragged:
+                    if pace < 0:  # the source is ragged
                         _ragged_rows(source, to, at * each, count, count, pad, inner, size, BLOCK)
                     else:
                         _elements(since + at * each * width, to, 0, count, count, 0, 0, code, width, flags, BLOCK)
@@ -213,7 +210,7 @@ def _ragged_rows(source, to, start, live, stop, pad, columns, size, BLOCK: tl.co
         row = (start + at) // columns
         word = tl.load(source.to(tl.pointer_type(tl.int64)) + row, mask=is_live, other=0)
         column = start + at - row * columns
-        is_value = is_live & (column < (word >> _LENGTH))
+        is_value = is_live & (column < (word >> 32))
         bits = _read(source, (word & _PLACE) + column, is_value, size, BLOCK)
         _write(to, at, tl.where(is_value, bits, pad), at < stop, size)
         begin += BLOCK

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .capabilities import dtype_text
-from .packet import LENGTH_SHIFT, WORD
+from .packet import WORD
 from .ragged import Ragged, mask_of
 from .slots import Slot
 from .sources import chosen
@@ -102,13 +102,13 @@ def laid_out(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) 
 def bytes_of_ragged(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> bytes:
     """Pack rows of different lengths as the kernel reads them; see `.packet`."""
     found = ragged_of(slot, value, dtype, wanted)
+    first = WORD // dtype.itemsize * len(found)
     if found.offsets is not None:
-        values, begins = found.flat(), found.offsets[:-1] - found.offsets[0]
+        values, begins = found.flat(), found.offsets[:-1] + (first - found.offsets[0])
     else:  # whole rows, as above
         values = found.values[:, : wanted[1]]
-        begins = np.arange(len(found)) * values.shape[1]
-    words = (begins + WORD // dtype.itemsize * len(found)) | (found.counts << LENGTH_SHIFT)
-    return b"".join((words, bytes_of_tensor(values.to(dtype).contiguous())))
+        begins = np.arange(len(found)) * values.shape[1] + first
+    return b"".join((begins | found.counts << 32, bytes_of_tensor(values.to(dtype).contiguous())))
 
 
 def ragged_of(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> Ragged:
@@ -128,9 +128,9 @@ def ragged_of(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int])
     found = value if isinstance(value, Ragged) else _ragged_of_lists(value, dtype)
     if len(found) != rows:
         raise ValueError(f"it has {len(found)} rows")
-    over = np.flatnonzero(found.counts > columns)
-    if len(over):
-        raise ValueError(f"row {over[0]} has {found.counts[over[0]]} values, and the slot has room for {columns}")
+    if rows and found.counts.max() > columns:
+        row = np.argmax(found.counts > columns)
+        raise ValueError(f"row {row} has {found.counts[row]} values, and the slot has room for {columns}")
     own = found.values.dtype
     if own != dtype and own not in slot.converts_from():
         raise TypeError(f"its values are {dtype_text(own)}: convert them, or declare converts=({own},)")
@@ -140,17 +140,13 @@ def ragged_of(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int])
 def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
     """Make `Ragged` of rows that are lists, tuples or arrays. Raise TypeError or ValueError, which names a row."""
     kinds = {*map(type, rows)}
-    if not kinds <= _LISTS:
-        for number, row in enumerate(rows):
-            if not (type(row) in _LISTS or (isinstance(row, np.ndarray) and row.ndim == 1)):
-                raise TypeError(f"row {number} is {type(row).__name__}, expected a list of numbers")
     made: torch.Tensor | None = None
     with contextlib.suppress(*NOT_CARRIED):
         if kinds == {np.ndarray}:
             made = torch.from_numpy(np.concatenate(rows, dtype=LETTERS.get(dtype), casting="no"))
-        else:
+        elif kinds <= _LISTS:
             made = _joined(rows, dtype)
-    if made is None or made.dtype != dtype:
+    if made is None or made.dim() != 1 or made.dtype != dtype:
         made = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *_row_by_row(rows, dtype)])
     ends = np.fromiter(itertools.accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
     return Ragged(made, offsets=ends)
@@ -167,6 +163,8 @@ def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
 def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield each row as a tensor. Raise TypeError or ValueError for one that is malformed, which names it."""
     for number, row in enumerate(rows):
+        if not (type(row) in _LISTS or (isinstance(row, np.ndarray) and row.ndim == 1)):
+            raise TypeError(f"row {number} is {type(row).__name__}, expected a list of numbers")
         try:
             made = tensor_of(row, dtype, (-1,))
         except (RuntimeError, TypeError, ValueError) as error:

@@ -74,8 +74,6 @@ CODE_SHIFT: Final = 16
 """Bits below the slot's dtype in the flags."""
 RAGGED: Final = -1
 """The row stride of a source that is ragged."""
-LENGTH_SHIFT: Final = 32
-"""Bits below the length in the word of a ragged row."""
 OWNER_SHIFT: Final = 32
 """Bits below the table's own number in the flags."""
 BYTE: Final = 255

@@ -6,19 +6,16 @@ import numpy as np
 import torch
 
 
-def _numbers(name: str, value: Any) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Copy whole numbers of one dim to an array. Raise TypeError or ValueError for anything else."""
+def _numbers(name: str, value: Any, device: torch.device) -> Any:
+    """Copy whole numbers of one dim to an array, or return a tensor on a device. Raise TypeError for anything else."""
+    if device.type != "cpu":
+        if not isinstance(value, torch.Tensor) or value.device != device or value.dim() != 1:
+            raise TypeError(f"Ragged: values are on {device}: give {name} as a tensor of one dim there")
+        return value
     found = np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise TypeError(f"Ragged: {name} are whole numbers in one dim, got {found.dtype} of shape {[*found.shape]}")
     return found.astype(np.int64)
-
-
-def _numbers_there(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """Return a tensor of one dim on a device as it is. Raise TypeError for anything else."""
-    if not isinstance(value, torch.Tensor) or value.device != device or value.dim() != 1:
-        raise TypeError(f"Ragged: values are on {device}: give {name} as a tensor of one dim there")
-    return value
 
 
 class Ragged:
@@ -52,7 +49,7 @@ class Ragged:
             raise TypeError(f"Ragged: values have {dims}, got {tensor.layout} of shape {[*tensor.shape]}")
         self.values = tensor.detach()
         name, given = ("offsets", offsets) if counts is None else ("counts", counts)
-        numbers = _numbers(name, given) if tensor.is_cpu else _numbers_there(name, given, tensor.device)
+        numbers = _numbers(name, given, tensor.device)
         self.offsets = numbers if counts is None else None
         self.counts = numbers[1:] - numbers[:-1] if counts is None else numbers
         if tensor.is_cpu:
@@ -60,13 +57,15 @@ class Ragged:
 
     def _check(self) -> None:
         """Raise ValueError if a row leads out of the values."""
-        columns, ends = self.values.shape[-1], self.offsets
-        wrong = np.flatnonzero((self.counts < 0) | (self.counts > columns))
-        which = f"; row {wrong[0]} has {self.counts[wrong[0]]}" if len(wrong) else ""
+        columns, counts, ends = self.values.shape[-1], self.counts, self.offsets
+        which = ""
+        if len(counts) and not 0 <= counts.min() <= counts.max() <= columns:
+            row = np.argmax((counts < 0) | (counts > columns))
+            which = f"; row {row} has {counts[row]}"
         if ends is None:
             rows = len(self.values)
-            if len(self) != rows or which:
-                raise ValueError(f"Ragged: {rows} counts between 0 and {columns} are needed, got {len(self)}{which}")
+            if len(counts) != rows or which:
+                raise ValueError(f"Ragged: {rows} counts between 0 and {columns} are needed, got {len(counts)}{which}")
         elif not len(ends) or ends[0] < 0 or ends[-1] > columns or which:
             raise ValueError(f"Ragged: offsets grow from 0 to at most {columns} values, got {ends}{which}")
 
@@ -119,15 +118,6 @@ def without_nesting(value: Any) -> Any:
     if value.lengths() is not None:  # its rows have gaps between them
         value = value.contiguous()
     return Ragged(value.values(), offsets=value.offsets())
-
-
-def host_or_dense(value: Any, columns: int, pad: float) -> Any:
-    """Return ragged rows in host memory as `Ragged`, those on a device as a table there, and other values as they are.
-
-    `columns` and `pad` are as for `Ragged.on_device`.
-    """
-    found = without_nesting(value)
-    return found.on_device(columns, pad) if isinstance(found, Ragged) and not found.values.is_cpu else found
 
 
 def mask_of(counts: Any, columns: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":

@@ -13,7 +13,7 @@ from ..axes import Dim, Live
 from ..declaration import Declaration
 from ..guard import Guard, dense_places, own_guard
 from ..hostdata import is_ragged
-from ..ragged import host_or_dense
+from ..ragged import Ragged, without_nesting
 from ..sizing import Sizer
 from ..sources import Gather, Side, Sources, chosen
 from .reach import Reach, Rows
@@ -301,7 +301,10 @@ class KindTable:
         """Replace jagged nested tensors in host memory by `Ragged`, and ragged rows on a device by tables there."""
         made = [*sources]
         for place, columns, pad in self._ragged:
-            made[place] = host_or_dense(made[place], columns, pad)
+            found = without_nesting(made[place])
+            if isinstance(found, Ragged) and not found.values.is_cpu:
+                found = found.on_device(columns, pad)
+            made[place] = found
         return tuple(made)
 
     def forget(self) -> None:

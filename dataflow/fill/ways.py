@@ -118,7 +118,8 @@ class Chooser:
         to, own = self.to, self.to.tensor.dtype
         if self.is_packed:
             if self.is_lane and self.rows.ragged and is_ragged(source):
-                return Way(to.name, to.tensor, place, own, self._ragged_bytes, self.rows, is_bytes=True, pace=RAGGED)
+                pack: Convert = lambda source, shape: bytes_of_ragged(to.slot, source, own, shape)
+                return Way(to.name, to.tensor, place, own, pack, self.rows, is_bytes=True, pace=RAGGED)
             is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
             convert = self._bytes_of(source, tensor) if is_taken else None
             if convert is not None:
@@ -149,10 +150,6 @@ class Chooser:
     def _dense_bytes(self, source: Any, shape: Extent) -> bytes:
         """Make bytes of host data."""
         return bytes_of_tensor(self._dense(source, shape))
-
-    def _ragged_bytes(self, source: Any, shape: Extent) -> bytes:
-        """Make bytes of ragged rows, which the kernel lays out."""
-        return bytes_of_ragged(self.to.slot, source, self.to.tensor.dtype, shape)
 
     def _moved(self, source: Any, shape: Extent) -> torch.Tensor:
         """Make a tensor on the device from host data."""
