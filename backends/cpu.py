@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import resource
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
@@ -19,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.guard import outside_inference
-from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, TAIL, WORD, Upload
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, RAGGED, TAIL, WORD, Upload
 from .base import NO_PARAMETERS, Availability, Backend, Capturable, Event, Fusion, Graph, Interruption, Memory
 from .device_graph import not_captured
 
@@ -113,7 +114,9 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
         pace = pace or len(writes) * each
         for index, request in enumerate(writes if each else [0]) if code >= 0 else ():
             count, first = each or padded, outer * pace + index * each
-            if request >= 0:
+            if request >= 0 and pace == RAGGED:
+                _copy_ragged(row, source, index * each, to + request * piece, each)
+            elif request >= 0:
                 _copy(source, first, to + request * piece, count, code, flags)
 
 
@@ -140,7 +143,10 @@ def _fill(row: list[int], words: list[int], code: int, pace: int, source: int) -
     if code < 0:
         return
     live, to = _live(row, words), target + (outer * stride + start) * (flags & BYTE)
-    if source and live > start:
+    if pace == RAGGED:
+        if not start:  # the first table row writes all of them
+            _copy_ragged(row, source, 0, to, live)
+    elif source and live > start:
         apart = pace or words[count & _PLACE] * inner
         _copy(source, outer * apart + start, to, live - start, code, flags)
     _reset(row, live)
@@ -175,6 +181,17 @@ def _copy(source: int, first: int, to: int, count: int, code: int, flags: int) -
         _convert(source, first, to, count, code, flags >> CODE_SHIFT & BYTE)
     else:
         ctypes.memmove(to, source + first * (flags & BYTE), count * (flags & BYTE))
+
+
+def _copy_ragged(row: list[int], source: int, first: int, to: int, count: int) -> None:
+    """Copy ragged rows to `count` elements, from element `first` of their table on, with the pad value behind each."""
+    size, columns = row[7] & BYTE, row[12]
+    pad = row[6].to_bytes(WORD, "little", signed=True)[:size]
+    for number in range(first // columns, (first + count) // columns):
+        begin, length = struct.unpack("<2i", ctypes.string_at(source + WORD * number, WORD))
+        data = ctypes.string_at(source + begin * size, length * size) + pad * (columns - length)
+        ctypes.memmove(to, data, len(data))
+        to += len(data)
 
 
 def _convert(source: int, first: int, to: int, count: int, code: int, goal: int) -> None:

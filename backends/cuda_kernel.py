@@ -97,7 +97,9 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
         if not ADVANCE:
             stop = tl.where((flags & _TAIL) != 0, _within(padded - start, span), live)
         edges = since | to | (live | stop) * size
-        if ((edges & 7) == 0) & (code == 0) & (add == 0):
+        if pace < 0:  # the source is ragged
+            _ragged_rows(source, to, start, live, stop, pad, inner, size, BLOCK)
+        elif ((edges & 7) == 0) & (code == 0) & (add == 0):
             _words(since, to, first * size >> 3, live * size >> 3, stop * size >> 3, pad, BLOCK)
         else:
             _elements(since, to, first, live, stop, pad, add, code, width, flags, BLOCK)
@@ -118,6 +120,8 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     outer = tl.load(row + 2)
     flags = tl.load(row + 7)
     each = tl.load(row + 10)
+    pad = tl.load(row + 6)
+    inner = tl.load(row + 12)
     size = (flags & _SIZE).to(tl.int32)
     base = tl.load(row) + outer * tl.load(row + 5) * size
     part = tl.program_id(1).to(tl.int64)
@@ -144,7 +148,10 @@ def edit_lanes(table, packet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
                 request = tl.load(rows + moves + at)
                 if request >= 0:  # a request that has left has row -1
                     to = base + request * each * size
-                    _elements(since + at * each * width, to, 0, count, count, 0, 0, code, width, flags, BLOCK)
+                    if pace < 0:  # the source is ragged
+                        _ragged_rows(source, to, at * each, count, count, pad, inner, size, BLOCK)
+                    else:
+                        _elements(since + at * each * width, to, 0, count, count, 0, 0, code, width, flags, BLOCK)
                 at += PARTS
 
 
@@ -190,6 +197,22 @@ def _elements(since, to, first, live, stop, pad, add, code, width, flags, BLOCK:
         elif code >= _FLOAT:
             bits = _round(bits, code, (flags >> _GOAL) & _SIZE)
         _write(to, at, tl.where(is_live, bits + add, pad), (at >= first) & (at < stop), size)
+        begin += BLOCK
+
+
+@triton.jit
+def _ragged_rows(source, to, start, live, stop, pad, columns, size, BLOCK: tl.constexpr):
+    """Write ragged rows from element `start` of their table on, with the pad value behind each, and the tail."""
+    begin = stop * 0
+    while begin < stop:
+        at = tl.arange(0, BLOCK) + begin
+        is_live = at < live
+        row = (start + at) // columns
+        word = tl.load(source.to(tl.pointer_type(tl.int64)) + row, mask=is_live, other=0)
+        column = start + at - row * columns
+        is_value = is_live & (column < (word >> 32))
+        bits = _read(source, (word & _PLACE) + column, is_value, size, BLOCK)
+        _write(to, at, tl.where(is_value, bits, pad), at < stop, size)
         begin += BLOCK
 
 

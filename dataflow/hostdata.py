@@ -1,18 +1,21 @@
 """Host data: converts lists, arrays and host tensors that a batch has for a slot to tensors or bytes."""
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from .capabilities import dtype_text
+from .packet import WORD
 from .ragged import Ragged, mask_of
 from .slots import Slot
+from .sources import chosen
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
 """Types that a batch may have instead of a tensor."""
@@ -72,10 +75,10 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
 def tensor_for(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> torch.Tensor:
     """Make a host tensor of lists or arrays for a slot. Rows of different lengths are laid out if the slot allows them.
 
-    Raises the errors of `tensor_of` and `laid_out`.
+    Raises the errors of `tensor_of` and `ragged_of`.
     """
     if slot.ragged and is_ragged(value):
-        return laid_out(value, dtype, wanted, slot.pad)
+        return laid_out(slot, value, dtype, wanted)
     return tensor_of(value, dtype, wanted)
 
 
@@ -84,71 +87,91 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, Ragged | list | tuple)
 
 
-def laid_out(value: Any, dtype: torch.dtype, wanted: Sequence[int], pad: Any) -> torch.Tensor:
-    """Lay out rows of different lengths in a host tensor.
+def laid_out(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> torch.Tensor:
+    """Lay out rows of different lengths in a host tensor, whose other elements hold the slot's pad value."""
+    found, rule = ragged_of(slot, value, dtype, wanted), slot.rule()
+    made = torch.full(tuple(wanted), rule.value, dtype=dtype, device="cpu")  # type: ignore[union-attr] # it is a `Pad`
+    is_value = torch.from_numpy(mask_of(found.counts, wanted[1]))
+    if found.offsets is not None:
+        return made.masked_scatter_(is_value, found.flat().to(dtype))
+    values = found.values[:, : wanted[1]]  # whole rows, since it takes longer to choose their values
+    made[:, : values.shape[1]] = values
+    return made.masked_fill_(~is_value, rule.value)  # type: ignore[union-attr] # as above
+
+
+def bytes_of_ragged(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> bytes:
+    """Pack rows of different lengths as the kernel reads them; see `.packet`."""
+    found = ragged_of(slot, value, dtype, wanted)
+    first = WORD // dtype.itemsize * len(found)
+    if found.offsets is not None:
+        values, begins = found.flat(), found.offsets[:-1] + (first - found.offsets[0])
+    else:  # whole rows, as above
+        values = found.values[:, : wanted[1]]
+        begins = np.arange(len(found)) * values.shape[1] + first
+    return b"".join((begins | found.counts << 32, bytes_of_tensor(values.to(dtype).contiguous())))
+
+
+def ragged_of(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> Ragged:
+    """Return rows of different lengths as `Ragged`.
 
     Args:
-        value: `Ragged`, or a list of rows, each a list, a tuple or an array of one dim.
-        dtype: The dtype of the tensor. Values in lists are converted to it, others must have it.
-        wanted: The number of rows and columns.
-        pad: The tail rule of the slot, whose value the rest of each row holds.
+        slot: Their slot.
+        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim.
+        dtype: The slot's dtype. Values in lists become it, others must have it or one that the slot converts.
+        wanted: The number of rows, and the largest number of values in a row.
 
     Raises:
         TypeError: A row is not a row of numbers.
-        ValueError: A row is longer than the columns, or there are more or fewer rows.
+        ValueError: A row is too long, there are more or fewer rows, or the dtype cannot hold a number.
     """
-    (rows, columns), rest = wanted, pad.value
-    counts = value.counts if isinstance(value, Ragged) else _lengths(value)
-    if len(counts) != rows:
-        raise ValueError(f"it has {len(counts)} rows")
-    over = np.flatnonzero(counts > columns)
-    if len(over):
-        raise ValueError(f"row {over[0]} has {counts[over[0]]} values, and the slot has room for {columns}")
-    made = torch.full((rows, columns), rest, dtype=dtype, device="cpu")
-    if not isinstance(value, Ragged) and _pack_rows(value, made, counts, rest):
-        return made
-    values = value.values if isinstance(value, Ragged) else _joined(value, dtype)
-    if values.dtype != dtype:
-        raise TypeError(f"its values are {dtype_text(values.dtype)}: convert them")
-    is_value = torch.from_numpy(mask_of(counts, columns))
-    if values.dim() == 1:
-        return made.masked_scatter_(is_value, value.flat() if isinstance(value, Ragged) else values)
-    columns = min(columns, values.shape[1])
-    made[:, :columns] = values[:, :columns]
-    return made.masked_fill_(~is_value, rest)
+    rows, columns = wanted
+    found = value if isinstance(value, Ragged) else _ragged_of_lists(value, dtype)
+    if len(found) != rows:
+        raise ValueError(f"it has {len(found)} rows")
+    if rows and found.counts.max() > columns:
+        row = np.argmax(found.counts > columns)
+        raise ValueError(f"row {row} has {found.counts[row]} values, and the slot has room for {columns}")
+    own = found.values.dtype
+    if own != dtype and own not in slot.converts_from():
+        raise TypeError(f"its values are {dtype_text(own)}: convert them, or declare converts=({own},)")
+    return found
 
 
-def _pack_rows(lists: Any, made: torch.Tensor, counts: "np.ndarray[Any, Any]", rest: Any) -> bool:
-    """Pack lists into the rows of a tensor. Return False if a value does not fit its dtype, or may be a bool."""
-    if made.dtype not in LETTERS or made.dtype == torch.bool:
-        return False
-    room, at, pace = made.view(torch.uint8).numpy().data.cast("B"), 0, made.stride(0) * made.itemsize
-    try:
-        for row in lists:
-            _format(len(row), made.dtype).pack_into(room, at, *row)
-            at += pace
-    except NOT_CARRIED:
-        return False
-    numbers = made.numpy()
-    bits = np.count_nonzero((numbers == 0) | (numbers == 1))  # a bool is one of these
-    if bits > (made.numel() - counts.sum() if rest in _BITS else 0):
-        return _BOOLS.isdisjoint(map(type, itertools.chain.from_iterable(lists)))
-    return True
+def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
+    """Make `Ragged` of rows that are lists, tuples or arrays. Raise TypeError or ValueError, which names a row."""
+    kinds = {*map(type, rows)}
+    made: torch.Tensor | None = None
+    with contextlib.suppress(*NOT_CARRIED):
+        if kinds == {np.ndarray}:
+            made = torch.from_numpy(np.concatenate(rows, dtype=LETTERS.get(dtype), casting="no"))
+        elif kinds <= _LISTS:
+            made = _joined(rows, dtype)
+    if made is None or made.dim() != 1 or made.dtype != dtype:
+        made = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *_row_by_row(rows, dtype)])
+    ends = np.fromiter(itertools.accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
+    return Ragged(made, offsets=ends)
 
 
-def _joined(rows: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of all rows, one after another."""
-    if any(isinstance(row, np.ndarray) for row in rows):
-        return tensor_of(np.concatenate(rows), dtype)
-    return tensor_of([*itertools.chain.from_iterable(rows)], dtype, (-1,))
+def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the numbers of lists, one after another, or None if one may be a bool. Raise if one does not fit."""
+    numbers = [*itertools.chain.from_iterable(rows)]
+    data = np.frombuffer(bytearray(_format(len(numbers), dtype).pack(*numbers)), LETTERS[dtype])
+    bits = chosen(np.flatnonzero((data == 0) | (data == 1)).tolist())(numbers)
+    return torch.from_numpy(data) if dtype != torch.bool and _BOOLS.isdisjoint(map(type, bits)) else None
 
 
-def _lengths(rows: Any) -> "np.ndarray[Any, Any]":
-    """Return the length of each row. Raise TypeError if a row is not a list, a tuple or an array of one dim."""
+def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield each row as a tensor. Raise TypeError or ValueError for one that is malformed, which names it."""
     for number, row in enumerate(rows):
         if not (type(row) in _LISTS or (isinstance(row, np.ndarray) and row.ndim == 1)):
             raise TypeError(f"row {number} is {type(row).__name__}, expected a list of numbers")
-    return np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        try:
+            made = tensor_of(row, dtype, (-1,))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise type(error)(f"row {number}: {error}") from error
+        if made.dim() != 1 or made.dtype != dtype:
+            raise TypeError(f"row {number} is {dtype_text(made.dtype)} of shape {[*made.shape]}, expected numbers")
+        yield made
 
 
 def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:

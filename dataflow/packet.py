@@ -31,7 +31,8 @@ The packet has, in order:
     the live count of each size in `Declaration.counted`
     the same counts of the step before an edit
     for each lane, its source's dtype if that differs from the slot's, else 0; -1 if the lane is left alone
-    for each lane, the elements from one outer row of its source to the next, 0 if the rows are adjacent
+    for each lane, the elements from one outer row of its source to the next, 0 if the rows are adjacent; -1 if its
+    source is ragged
     for each lane, its source's address, 0 if only the tail is reset
 
 If a kernel finds a packet that it has taken before, and the packet has a number, it advances its slots' live rows and
@@ -39,6 +40,8 @@ resets their tails, with the live counts in the packet. So a step without new da
 no table and is taken by a kernel of its own: rows move, `from | to << 32` each, and then rows of the lanes' sources are
 written, each to the request in its word. A packet for foreach copies has no lanes, and its first word arms no table.
 After the words comes host data of the batch, then values that the host computed, each at a multiple of `UNIT` bytes.
+Ragged data begins with a word for each row, `begin | length << 32`, both in elements and the first counted from that
+data's own first byte. The rows' values follow, in the slot's dtype. The kernel writes the pad value behind each row.
 """
 
 import abc
@@ -69,6 +72,8 @@ TAIL: Final = 1 << 8
 """The flag for "reset the tail", above the item size."""
 CODE_SHIFT: Final = 16
 """Bits below the slot's dtype in the flags."""
+RAGGED: Final = -1
+"""The row stride of a source that is ragged."""
 OWNER_SHIFT: Final = 32
 """Bits below the table's own number in the flags."""
 BYTE: Final = 255

@@ -12,7 +12,7 @@ from .axes import Sizes, extent
 from .capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .lowering import LOWERINGS, How, Lowering
-from .packet import has_lane, head_bytes, rounded
+from .packet import WORD, has_lane, head_bytes, rounded
 from .shown import Shown, Table
 from .slots import Slot
 from .sources import OUT, linear
@@ -247,7 +247,8 @@ def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilit
     found = dict[str, int]()
     for name, slot in declaration.slots.items():
         widest = max(one.itemsize for one in (resolve_dtype(slot.dtype, capabilities), *slot.converts_from()))
-        nbytes = math.prod(extent(slot.shape, sizes)) * widest
+        shape = extent(slot.shape, sizes)
+        nbytes = math.prod(shape) * widest + slot.ragged * WORD * math.prod(shape[:1])
         if slot.placement == DEVICE and nbytes < LARGE_BYTES:
             found[name] = rounded(nbytes)
     return found

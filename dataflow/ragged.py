@@ -6,23 +6,32 @@ import numpy as np
 import torch
 
 
-def _numbers(name: str, value: Any) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Return whole numbers of one dim as an array. Raise TypeError or ValueError for anything else."""
+def _numbers(name: str, value: Any, device: torch.device) -> Any:
+    """Copy whole numbers of one dim to an array, or return a tensor on a device. Raise TypeError for anything else."""
+    if device.type != "cpu":
+        if not isinstance(value, torch.Tensor) or value.device != device or value.dim() != 1:
+            raise TypeError(f"Ragged: values are on {device}: give {name} as a tensor of one dim there")
+        return value
     found = np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise TypeError(f"Ragged: {name} are whole numbers in one dim, got {found.dtype} of shape {[*found.shape]}")
-    return found.astype(np.int64, copy=False)
+    return found.astype(np.int64)
 
 
 class Ragged:
-    """Rows of different lengths in host memory, for a slot that is declared with `ragged=True`.
+    """Rows of different lengths, for a slot that is declared with `ragged=True`.
 
     Give `offsets` if all values lie one after another, or `counts` if each row lies in one of a wider array.
 
+    Values on a device are laid out there, and the host does not wait for it. So nothing is checked: a row that is too
+    long, or leads out of the values, is an index out of range on the device.
+
     Args:
-        values: An array or a tensor in host memory: of one dim with `offsets`, of two with `counts`.
-        offsets: Where each row begins in `values`, and where the last one ends: whole numbers, one more than rows.
-        counts: How many of its first columns are each row's: whole numbers, one for each row.
+        values: An array or a tensor: of one dim with `offsets`, of two with `counts`.
+        offsets: Where each row begins in `values`, and where the last one ends: whole numbers, one more than rows. For
+            values on a device, a tensor on that device.
+        counts: How many of its first columns are each row's: whole numbers, one for each row. For values on a device, a
+            tensor on that device.
 
     Raises:
         TypeError: Not exactly one of `offsets` and `counts` is given, or an argument is not an array of numbers.
@@ -35,20 +44,30 @@ class Ragged:
         if (offsets is None) == (counts is None):
             raise TypeError("Ragged takes offsets= for rows that follow one another, or counts= for rows of an array")
         tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-        if not tensor.is_cpu or tensor.layout != torch.strided or tensor.dim() != (1 if counts is None else 2):
-            dims, got = "one dim" if counts is None else "two dims", f"{[*tensor.shape]} on {tensor.device}"
-            raise TypeError(f"Ragged: values are in host memory and have {dims}, got {got}")
-        self.values, self.offsets = tensor.detach(), None
-        if counts is None:
-            self.offsets = ends = _numbers("offsets", offsets)
-            if not len(ends) or ends[0] < 0 or ends[-1] > len(tensor) or (np.diff(ends) < 0).any():
-                raise ValueError(f"Ragged: offsets grow from 0 to at most {len(tensor)} values, got {ends}")
-            self.counts = np.diff(ends)
-            return
-        self.counts = _numbers("counts", counts)
-        rows, columns = tensor.shape
-        if len(self.counts) != rows or (rows and not 0 <= self.counts.min() <= self.counts.max() <= columns):
-            raise ValueError(f"Ragged: {rows} counts between 0 and {columns} are needed, got {self.counts}")
+        if tensor.layout != torch.strided or tensor.dim() != (1 if counts is None else 2):
+            dims = "one dim" if counts is None else "two dims"
+            raise TypeError(f"Ragged: values have {dims}, got {tensor.layout} of shape {[*tensor.shape]}")
+        self.values = tensor.detach()
+        name, given = ("offsets", offsets) if counts is None else ("counts", counts)
+        numbers = _numbers(name, given, tensor.device)
+        self.offsets = numbers if counts is None else None
+        self.counts = numbers[1:] - numbers[:-1] if counts is None else numbers
+        if tensor.is_cpu:
+            self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError if a row leads out of the values."""
+        columns, counts, ends = self.values.shape[-1], self.counts, self.offsets
+        which = ""
+        if len(counts) and not 0 <= counts.min() <= counts.max() <= columns:
+            row = np.argmax((counts < 0) | (counts > columns))
+            which = f"; row {row} has {counts[row]}"
+        if ends is None:
+            rows = len(self.values)
+            if len(counts) != rows or which:
+                raise ValueError(f"Ragged: {rows} counts between 0 and {columns} are needed, got {len(counts)}{which}")
+        elif not len(ends) or ends[0] < 0 or ends[-1] > columns or which:
+            raise ValueError(f"Ragged: offsets grow from 0 to at most {columns} values, got {ends}{which}")
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -56,24 +75,49 @@ class Ragged:
 
     def __repr__(self) -> str:
         """Return one line."""
-        return f"<Ragged: {len(self)} rows, {int(self.counts.sum())} values>"
+        return f"<Ragged: {len(self)} rows of {[*self.values.shape]} values on {self.values.device}>"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows, and the length of the longest."""
-        return len(self), int(self.counts.max(initial=0))
+        """The number of rows, and the length of the longest, or -1 if that is on a device."""
+        return len(self), int(self.counts.max(initial=0)) if self.values.is_cpu else -1
 
     def flat(self) -> torch.Tensor:
-        """Return the values of all rows, one after another."""
+        """Return the values of all rows, one after another. They are in host memory."""
         if self.offsets is not None:
             return self.values[self.offsets[0] : self.offsets[-1]]
-        return self.values[torch.from_numpy(mask_of(self.counts, self.values.shape[1]))]
+        return self.values.masked_select(torch.from_numpy(mask_of(self.counts, self.values.shape[1])))
+
+    def on_device(self, columns: int, pad: float) -> torch.Tensor:
+        """Lay out the rows in a table on the device of the values, without waiting for it.
+
+        Args:
+            columns: The number of columns of the table.
+            pad: What the rest of each row holds.
+        """
+        flat = torch.nn.functional.pad(self.values.reshape(-1), (0, 1), value=pad)
+        column, counts = torch.arange(columns, device=flat.device), self.counts[:, None]
+        begins = self.offsets
+        if begins is None:
+            begins = torch.arange(len(self) + 1, device=flat.device) * self.values.shape[1]
+        index = torch.where(column < counts, begins[:-1, None] + column, len(flat) - 1)
+        fits = (counts >= 0) & (counts <= columns)
+        return flat[torch.where(fits, index, len(flat))]  # out of range if it does not fit, which the device reports
 
     def tolist(self) -> list[list[Any]]:
-        """Return a list for each row."""
+        """Return a list for each row. The values are in host memory."""
         ends = np.cumsum(self.counts)
         numbers: list[Any] = self.flat().tolist()
         return [numbers[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
+
+
+def without_nesting(value: Any) -> Any:
+    """Return a jagged nested tensor of two dims as `Ragged`, and any other value as it is."""
+    if not (isinstance(value, torch.Tensor) and value.layout == torch.jagged and value.dim() == 2):  # noqa: PLR2004 - rows and columns
+        return value
+    if value.lengths() is not None:  # its rows have gaps between them
+        value = value.contiguous()
+    return Ragged(value.values(), offsets=value.offsets())
 
 
 def mask_of(counts: Any, columns: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":

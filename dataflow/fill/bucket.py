@@ -22,7 +22,7 @@ from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
 from ..lowering import LOWERINGS, How
 from ..oracle import fill_slot_by_slot
-from ..packet import Feed, Lane, table_of
+from ..packet import RAGGED, Feed, Lane, table_of
 from ..plan import (
     NONE,
     Absent,
@@ -531,7 +531,8 @@ class Bucket:
         carried = list[Carried]()
         for way in ways:
             if way.is_bytes and (way.slot in self.fused or way.slot in plan.packed):
-                carried.append(Carried(way.slot, way.target, way.dtype, self.rows[way.slot], None, way.place))
+                rows, is_ragged = self.rows[way.slot], way.pace == RAGGED
+                carried.append(Carried(way.slot, way.target, way.dtype, rows, None, way.place, is_ragged))
         for one in () if self.partial else self._computed:
             if one.packed:
                 target = self.buffers[one.slot].tensor

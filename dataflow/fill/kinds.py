@@ -13,6 +13,7 @@ from ..axes import Dim, Live
 from ..declaration import Declaration
 from ..guard import Guard, dense_places, own_guard
 from ..hostdata import is_ragged
+from ..ragged import Ragged, without_nesting
 from ..sizing import Sizer
 from ..sources import Gather, Side, Sources, chosen
 from .reach import Reach, Rows
@@ -256,9 +257,14 @@ class KindTable:
     def __init__(self, declaration: Declaration, rows: Mapping[str, Rows], sizer: Sizer | None = None) -> None:
         """Make an empty table. `sizer` determines how live sizes are read; None if callers give them."""
         self.names = tuple(declaration.sources)
-        self.gather: Callable[[Any, Side], Sources] = Gather([*declaration.sources.values()])
+        self._gather = Gather([*declaration.sources.values()])
         self.rows = rows
         self._rows = [rows[name] for name in self.names]
+        slots: list[Any] = [declaration.slots[name] for name in self.names]
+        self._ragged = [
+            (place, self._rows[place].shape[1](()), slot.pad.value) for place, slot in enumerate(slots) if slot.ragged
+        ]
+        self.gather: Callable[[Any, Side], Sources] = self._gather_ragged if self._ragged else self._gather
         self._sizer = sizer
         self.known = list[SourceKinds]()
 
@@ -287,6 +293,19 @@ class KindTable:
         kinds = SourceKinds(sources, self._rows, [*sizes.values()], self._sizing(present), absent)
         self.known[:] = [kinds, *self.known[: KINDS - 1]]
         return kinds
+
+    def _gather_ragged(self, batch: Any, side: Side) -> Sources:
+        return self.plain(self._gather(batch, side))
+
+    def plain(self, sources: Sources) -> Sources:
+        """Replace jagged nested tensors in host memory by `Ragged`, and ragged rows on a device by tables there."""
+        made = [*sources]
+        for place, columns, pad in self._ragged:
+            found = without_nesting(made[place])
+            if isinstance(found, Ragged) and not found.values.is_cpu:
+                found = found.on_device(columns, pad)
+            made[place] = found
+        return tuple(made)
 
     def forget(self) -> None:
         """Forget all kinds and their bound plans."""

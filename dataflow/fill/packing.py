@@ -28,6 +28,7 @@ class Carried:
         rows: The slot's rows.
         padded: Padded rows on each axis if all rows are in the packet, or None for live rows only.
         place: The index of the source, or None for a value that the host computes.
+        is_ragged: Whether it is packed as ragged rows, so that its size depends on their lengths.
     """
 
     slot: str
@@ -36,17 +37,19 @@ class Carried:
     rows: Rows
     padded: Live | None
     place: int | None = None
+    is_ragged: bool = False
 
     def shape(self, live: Live) -> Extent:
         """Return the shape of the data."""
         return self.rows.extent(live if self.padded is None else self.padded)
 
     def nbytes(self, live: Live) -> int:
-        """Return the size of the data in bytes."""
+        """Return the size of the data in bytes, for ragged rows the largest that they can have."""
+        shape = self.shape(live)
         nbytes = self.dtype.itemsize
-        for size in self.shape(live):
+        for size in shape:
             nbytes *= size
-        return nbytes
+        return nbytes + WORD * shape[0] if self.is_ragged else nbytes
 
 
 class Packing:
@@ -67,6 +70,7 @@ class Packing:
         "_order",
         "_owner",
         "_parts",
+        "_ragged",
         "_sized",
         "_spare",
         "_start",
@@ -102,6 +106,7 @@ class Packing:
         self._counted = counted
         self._carried = carried
         self._parts = [one.place for one in carried if one.place is not None]
+        self._ragged = [one.place for one in carried if one.place is not None and one.is_ragged]
         self._spare = [0] * len(counted)  # no counts of a step before an edit
         self._head = struct.Struct(f"<{HEAD + 2 * len(counted)}q")
         self._start = rounded(head_bytes(len(lanes), len(counted)))
@@ -134,6 +139,8 @@ class Packing:
 
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
         """Pack the words and the host data of a call. The caller appends the values that the host computes."""
+        if self._ragged:  # the bytes of ragged rows are sizes of the call, too
+            live = (*live, *[len(sources[place]) for place in self._ragged])
         last_addresses, last_live, words = self._last
         if addresses != last_addresses or live != last_live:
             words = self._pack_words(addresses, live)
@@ -159,12 +166,12 @@ class Packing:
         return words
 
     def _starts(self, live: Live) -> list[int]:
-        """Return the offset of each part in the packet."""
-        starts = list[int]()
+        """Return the offset of each part in the packet. `live` ends with the bytes of ragged parts."""
+        starts, ragged = list[int](), iter(live[len(live) - len(self._ragged) :])
         start = self._start
         for one in self._carried:
             starts.append(start)
-            start += rounded(one.nbytes(live))
+            start += rounded(next(ragged) if one.is_ragged else one.nbytes(live))
         return starts
 
     def part(self, slot: str, live: Live) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,8 +12,8 @@ import torch
 from ..admission import admitted, dense_of, is_hosted, is_in_place, lane_takes
 from ..axes import Extent
 from ..buffers import Buffer, Buffers
-from ..hostdata import NOT_CARRIED, bytes_of_list, bytes_of_tensor
-from ..packet import row_stride
+from ..hostdata import NOT_CARRIED, bytes_of_list, bytes_of_ragged, bytes_of_tensor, is_ragged
+from ..packet import RAGGED, row_stride
 from .reach import Rows
 
 Convert = Callable[..., Any]
@@ -35,7 +35,7 @@ class Way:
         is_bytes: Whether bytes are written.
         is_piece: Whether the data has the slot's dtype and lies in one piece or in few pieces.
         in_place: Whether the source is the slot's own memory, which a producer has written.
-        pace: Elements from one outer row of the source to the next, or 0 if the rows are adjacent.
+        pace: Elements from one outer row of the source to the next, 0 if the rows are adjacent, or `RAGGED`.
     """
 
     slot: str
@@ -117,6 +117,9 @@ class Chooser:
         """Choose the way of host data to a slot on a device: in the packet, by a separate upload, or by a copy."""
         to, own = self.to, self.to.tensor.dtype
         if self.is_packed:
+            if self.is_lane and self.rows.ragged and is_ragged(source):
+                pack: Convert = lambda source, shape: bytes_of_ragged(to.slot, source, own, shape)
+                return Way(to.name, to.tensor, place, own, pack, self.rows, is_bytes=True, pace=RAGGED)
             is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
             convert = self._bytes_of(source, tensor) if is_taken else None
             if convert is not None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
-from ...dataflow.ragged import Ragged
+from ...dataflow.ragged import Ragged, without_nesting
 from ..engine.config import json_data
 from ..engine.runner import Runner
 from ..engine.statistics import Decision
@@ -60,6 +60,7 @@ class RecordedValue:
     def of(cls, name: str, source: Any, device: torch.device) -> "RecordedValue":
         """Describe a source, for a recording on a device. A tensor is not copied yet. Never raises."""
         try:
+            source = without_nesting(source)
             if isinstance(source, Ragged):
                 source = source.tolist()
             if isinstance(source, torch.Tensor):

@@ -138,7 +138,7 @@ class Chain(Generic[V]):
         if runner.limits and any(limit.name in slots for limit in runner.limits):
             sample = rebuilt(declaration, slots, {})
             runner.check_limits(sample.batch, sample.side, slots)
-        given = keys, tuple(map(slots.get, declaration.sources)), slots
+        given = keys, self._edits.bucket.table.plain(tuple(map(slots.get, declaration.sources))), slots
         self._writes.append(self._edits.take_known(*given) or self._edits.admit(*given))
 
     @property

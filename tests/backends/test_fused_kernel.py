@@ -22,8 +22,22 @@ from slotgraph.backends import Fusion, Graph
 from slotgraph.backends.cpu import HOST_FUSION, CallableGraph, HostBackend
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
-from slotgraph.dataflow.packet import CODES, HEAD, Lane, code_of, converts, has_lane, head_bytes, row_stride, table_of
+from slotgraph.dataflow.hostdata import bytes_of_ragged
+from slotgraph.dataflow.packet import (
+    CODES,
+    HEAD,
+    RAGGED,
+    Lane,
+    code_of,
+    converts,
+    has_lane,
+    head_bytes,
+    row_stride,
+    table_of,
+)
+from slotgraph.dataflow.ragged import Ragged
 from slotgraph.dataflow.tails import Number
+from tests.dataflow import test_ragged
 from tests.life import test_ahead as ahead
 
 KERNEL = "slotgraph.backends.cuda_kernel"
@@ -146,7 +160,7 @@ class Case:
     dim: the dim that varies. before, ahead: elements that come before the buffer, and before the source. turned: the
     buffer has a dim of one whose stride says nothing. action: copy, reset the tail alone, or leave the lane as it is.
     apart: units of that dim by which the source's rows lie apart. bits: of the source, where they are known. own: live
-    rows along the first dim, where that varies, too.
+    rows along the first dim, where that varies, too. lengths: of the live rows, where these are ragged.
     """
 
     dtype: torch.dtype
@@ -164,6 +178,7 @@ class Case:
     apart: int = 0
     bits: torch.Tensor | None = None
     own: int | None = None
+    lengths: tuple[int, ...] | None = None
 
     @property
     def varying(self) -> tuple[int, ...]:
@@ -193,11 +208,32 @@ class Case:
         """A source of known bits, or of random ones, from somewhere within a larger tensor."""
         if self.bits is not None:
             return self.bits.view(self.source).to(device)
+        if self.lengths is not None:
+            flat, ends = torch.cat([self.bits_of_row(0)[:0], *self.rows()]), np.cumsum([0, *self.lengths])
+            rows = Ragged(flat, offsets=ends) if self.ahead else Ragged(self.wider(), counts=self.lengths)
+            anything: Any = None  # as slots are asked only what they convert
+            packed = bytes_of_ragged(anything, rows, self.dtype, (self.live, self.shape[1]))
+            return torch.frombuffer(bytearray(packed or bytes(8)), dtype=torch.uint8).to(device)
         own = self.shape if self.own is None else (self.own, *self.shape[1:])
         shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(own))
         values = noise(self.ahead + math.prod(shape), self.source, self.seed + 1).to(device)[self.ahead :].view(shape)
         values = values if self.dim is None else values.narrow(self.dim, 0, self.live)
         return values.unsqueeze(1) if self.turned else values
+
+    def bits_of_row(self, row: int) -> torch.Tensor:
+        """Random values for a whole row."""
+        return noise(self.shape[1] + self.apart, self.dtype, self.seed + 1 + row)
+
+    def rows(self) -> list[torch.Tensor]:
+        """The ragged rows."""
+        return [self.bits_of_row(row)[:length] for row, length in enumerate(self.lengths or ())]
+
+    def wider(self) -> torch.Tensor:
+        """A table that has the rows, with other values behind them."""
+        made = torch.empty(self.live, self.shape[1] + self.apart, dtype=self.dtype)
+        for number, row in enumerate(made):
+            row.copy_(self.bits_of_row(number))
+        return made
 
     def lane(self, raw: torch.Tensor, count: int) -> Lane:
         """The lane, whose live rows are two of a packet's counts, from `count` on."""
@@ -220,6 +256,8 @@ class Case:
 
     def pace(self, values: torch.Tensor) -> int:
         """The lane's second word: elements from one row of the source to the next, 0 where none are between them."""
+        if self.lengths is not None:
+            return RAGGED if self.action != "reset" else 0
         if self.dim is None or values.is_contiguous():
             return 0
         found = row_stride(values, self.dim + self.turned)
@@ -228,7 +266,11 @@ class Case:
 
     def refer(self, raw: torch.Tensor, values: torch.Tensor) -> None:
         view = self.view(raw)
-        if self.action == "copy":
+        if self.lengths is not None and self.action == "copy":
+            assert self.pad is not None
+            for number, row in enumerate(self.rows()):
+                view[number].fill_(self.pad)[: len(row)].copy_(row)
+        elif self.action == "copy":
             self.filled(view).copy_(values)
         if self.action != "leave" and self.pad is not None and self.dim is not None:
             view.narrow(self.dim + self.turned, self.live, self.shape[self.dim] - self.live).fill_(self.pad)
@@ -287,6 +329,28 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@st.composite
+def ragged_cases(draw: st.DrawFn) -> Case:
+    """Lanes whose rows have different lengths, empty and full ones among them, over buffers full of noise."""
+    dtype, columns, live = draw(st.sampled_from(DTYPES)), draw(st.integers(1, 70)), draw(st.integers(0, 9))
+    length = st.sampled_from((0, columns)) | st.integers(0, columns)
+    return Case(
+        dtype=dtype,
+        source=dtype,
+        shape=(live + draw(st.integers(0, 5)), columns),
+        dim=0,
+        live=live,
+        seed=draw(st.integers(0, 1 << 32)),
+        room=draw(st.integers(0, 3)),
+        pad=draw(pads(dtype).filter(lambda pad: pad is not None)),
+        action=draw(st.sampled_from(("copy", "copy", "copy", "reset", "leave"))),
+        before=draw(st.integers(0, 3)),
+        ahead=draw(st.integers(0, 1)),
+        apart=draw(st.integers(0, 3)),
+        lengths=tuple(draw(st.lists(length, min_size=live, max_size=live))),
+    )
+
+
 def float_bits(dtype: torch.dtype) -> torch.Tensor:
     """Every float of two bytes; of four, every upper half with lower halves on, above and below all ties."""
     upper = torch.arange(1 << 16, dtype=torch.int64)
@@ -328,12 +392,12 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
         assert torch.equal(got, want), f"{case}: bytes {(got != want).nonzero().flatten().tolist()[:20]}"
 
 
-@given(lanes=st.lists(cases(), min_size=1, max_size=3), block=st.integers(0, 2), owner=OWNERS)
+@given(lanes=st.lists(cases() | ragged_cases(), min_size=1, max_size=3), block=st.integers(0, 2), owner=OWNERS)
 @settings(max_examples=min(300, settings().max_examples))  # the interpreter takes 50 ms for one
 def test_lanes_are_filled_as_by_torch_and_nothing_else_changes(
     kernel: Way, lanes: list[Case], block: int, owner: int
 ) -> None:
-    """Lanes are copied, converted and padded as by torch, and no other byte of any buffer changes."""
+    """Lanes are copied, converted, laid out and padded as by torch, and no other byte of any buffer changes."""
     fill(kernel, lanes, kernel.blocks[block], owner=owner)
 
 
@@ -426,4 +490,5 @@ def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.
     runner = DecodeRunner(ahead.AheadInputs, ahead.step, backend=backend, output_rows=BATCH, **options)
     runner.capture()
     monkeypatch.setattr(ahead, "runner_on", lambda *_: runner)
+    test_ragged.play(backend, lowering="in_graph")
     ahead.play([("interpreting", "in_graph")], examples=2, count=8)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, copied, output
 from slotgraph.backends import Backend, load
+from slotgraph.dataflow.lowering import LOWERINGS
 from slotgraph.errors import BatchError, DeclarationErrors
 from slotgraph.extend import Ragged
 from slotgraph.reports import RecordedFile, replay_file
@@ -27,8 +28,10 @@ class Paged(Inputs):
     """A page table whose rows have different lengths, behind a slot of one number a request."""
 
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=PAD, ragged=True)
-    weights: torch.Tensor | None = copied(BATCH, PAGES, dtype=torch.float32, pad=0.5, ragged=True, default=None)
+    pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=PAD, ragged=True, converts=(torch.int64,))
+    weights: torch.Tensor | None = copied(
+        BATCH, PAGES, dtype=torch.float32, pad=0.5, ragged=True, default=None, converts=(torch.float64,)
+    )
 
 
 def both(view: Paged) -> tuple[torch.Tensor, ...]:
@@ -46,27 +49,41 @@ def by_hand(rows: list[list[Any]], padded: int, pad: float, dtype: torch.dtype) 
     return made
 
 
-FORMS: Final = ("lists", "tuples", "arrays", "offsets", "offsets of a part", "counts", "a table", "lists of one length")
+FORMS: Final = (
+    "lists", "tuples", "arrays", "lists and arrays", "offsets", "offsets of a part", "offsets to convert", "counts",
+    "counts of a wide table", "jagged", "jagged with gaps", "a table", "lists of one length",
+)  # fmt: skip
 
 
-def formed(rows: list[list[Any]], form: str, dtype: torch.dtype) -> Any:
+def formed(rows: list[list[Any]], form: str, dtype: torch.dtype) -> Any:  # noqa: PLR0911 - a form a line
     """The same rows in one of many forms."""
     kind = np.dtype(str(dtype).removeprefix("torch."))
     flat, lengths = [value for row in rows for value in row], [len(row) for row in rows]
     ends = np.cumsum([0, *lengths])
-    if form == "arrays":
-        return [np.array(row, dtype=kind) for row in rows]
+    if "arrays" in form:
+        return [np.array(row, dtype=kind) if form == "arrays" or number % 2 else row for number, row in enumerate(rows)]
     if form == "offsets":
         return Ragged(np.array(flat, dtype=kind), offsets=ends)
     if form == "offsets of a part":
         return Ragged(torch.tensor([9, 9, *flat, 9], dtype=dtype), offsets=torch.tensor(ends + 2))
-    if form == "counts":
-        return Ragged(by_hand(rows, len(rows), 77, dtype), counts=lengths)
+    if form == "offsets to convert":
+        return Ragged(np.array(flat, dtype=WIDER[dtype]), offsets=ends.astype(np.int32))
+    if "counts" in form:
+        table = by_hand(rows, len(rows), 77, dtype)
+        table = torch.nn.functional.pad(table, (0, 3), value=88) if "wide" in form else table
+        return Ragged(table, counts=lengths)
+    if form == "jagged":
+        return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+    if form == "jagged with gaps":
+        starts, wide = torch.arange(len(rows)) % 2, torch.nn.functional.pad(by_hand(rows, len(rows), 77, dtype), (1, 1))
+        wide = torch.stack([row.roll(int(start) - 1) for row, start in zip(wide, starts, strict=True)])
+        return torch.nested.narrow(wide, 1, starts, torch.tensor(lengths), layout=torch.jagged)
     if form == "a table":
         return by_hand(rows, len(rows), PAD if dtype == torch.int32 else 0.5, dtype)
     return tuple(map(tuple, rows)) if form == "tuples" else rows
 
 
+WIDER: Final = {torch.int32: np.int64, torch.float32: np.float64}
 ROW = st.lists(st.integers(0, 1 << 20), max_size=WIDTH)
 TABLE = st.lists(ROW, min_size=1, max_size=MOST)
 
@@ -85,23 +102,63 @@ def runners_on(name: str) -> list[DecodeRunner[Any]]:
     return [paged(backend, 2, 4, MOST, lowering=lowering) for lowering in backend.capabilities.lowerings]
 
 
+def poison(buffers: Any) -> None:
+    """Overwrite the tables, as somebody else might who has their memory."""
+    for name in ("pages", "weights"):
+        buffers[name].tensor.view(torch.uint8).fill_(0x5A)
+    buffers.distrust()
+
+
 @settings(max_examples=60)
-@given(steps=st.lists(st.tuples(TABLE, st.sampled_from(FORMS), st.sampled_from(FORMS), st.booleans()), max_size=5))
+@given(
+    steps=st.lists(
+        st.tuples(TABLE, st.sampled_from(FORMS), st.sampled_from(FORMS), st.booleans(), st.booleans()), max_size=5
+    )
+)
 def test_rows_are_laid_out_as_by_hand(backend_name: str, steps: Any) -> None:
-    """Whatever came before: the rest of each row, and each padded row, hold the pad value."""
+    """Whatever came before, in each lowering: the rest of each row, and each padded row, hold the pad value."""
     runners = runners_on(backend_name)
-    for drawn, form, other, has_weights in steps:
+    for drawn, form, other, has_weights, is_poisoned in steps:
         rows = [row[:1] or [3] for row in drawn] if form == "lists of one length" else drawn
         floats = [[value / 4 for value in row] for row in rows]
         batch = {"ids": list(range(len(rows))), "pages": formed(rows, form, torch.int32)}
         if has_weights:
             batch["weights"] = formed(floats, other, torch.float32)
         for runner in runners:
+            if is_poisoned:
+                poison(runner.graphs.buffers)
             pages, *weights = runner(batch)
             assert torch.equal(pages.cpu(), by_hand(rows, len(pages), PAD, torch.int32))
             assert len(weights) == has_weights
             for one in weights:
                 assert torch.equal(one.cpu(), by_hand(floats, len(one), 0.5, torch.float32))
+
+
+@settings(max_examples=20)
+@given(tables=st.lists(st.tuples(TABLE, st.sampled_from(("offsets", "counts"))), min_size=1, max_size=4))
+def test_rows_on_the_device_are_laid_out_there(backend_name: str, tables: Any) -> None:
+    """`Ragged` over tensors of the device, and jagged nested tensors there; where it is the host, it is host data."""
+    for runner in runners_on(backend_name):
+        device = runner.stage.backend.device
+        for rows, form in tables:
+            host = formed(rows, form, torch.int32)
+            of = torch.tensor(host.counts if host.offsets is None else host.offsets, device=device)
+            ragged = Ragged(host.values.to(device), **{form: of})
+            for pages in (ragged, formed(rows, "jagged", torch.int32).to(device)):
+                made, *_ = runner({"ids": torch.arange(len(rows), device=device), "pages": pages})
+                assert torch.equal(made.cpu(), by_hand(rows, len(made), PAD, torch.int32))
+
+
+@pytest.mark.parametrize("pad", [0, PAD])
+def test_a_table_on_the_device_is_the_same_as_by_hand(pad: int) -> None:
+    """The operators that a device runs, here on the host: a row that does not fit is an index out of range."""
+    rows = [[1, 2], [], [3], [4] * WIDTH, []]
+    for form in ("offsets", "counts"):
+        one = formed(rows, form, torch.int32)
+        one.counts, one.offsets = torch.tensor(one.counts), None if one.offsets is None else torch.tensor(one.offsets)
+        assert torch.equal(one.on_device(WIDTH, pad), by_hand(rows, 5, pad, torch.int32))
+        with pytest.raises(IndexError, match="out of bounds"):
+            one.on_device(WIDTH - 1, pad)
 
 
 def test_each_size_and_length_is_of_a_known_kind(backend: Backend) -> None:
@@ -123,8 +180,8 @@ class Stepping(Paged):
     next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
 
 
-def test_requests_join_and_are_edited_with_ragged_rows(backend: Backend) -> None:
-    """The rest of a row that is written holds the pad value, not what a longer request left."""
+def play(backend: Backend, **options: Any) -> None:
+    """Steps whose requests join and are edited with ragged rows, held to what their tables add up to."""
 
     def step(view: Any) -> torch.Tensor:
         out: torch.Tensor = view.next_ids.copy_(
@@ -132,11 +189,11 @@ def test_requests_join_and_are_edited_with_ragged_rows(backend: Backend) -> None
         )
         return out
 
-    runner = decoder(
-        Stepping, step, backend=backend, buckets=[4], sizes={PAGES: WIDTH}, output_rows=BATCH, absent=[{"weights"}]
-    )
+    given: dict[str, Any] = {"sizes": {PAGES: WIDTH}, "output_rows": BATCH, "absent": [{"weights"}], **options}
+    runner = decoder(Stepping, step, backend=backend, buckets=[4], **given)
     tables = {"a": [1, 2, 3, 4, 5], "b": [7]}
     texts, edited = {"a": [0], "b": [0], "c": [0]}, 0
+    edits = torch.nested.nested_tensor([torch.tensor(one, dtype=torch.int32) for one in ([], [6])], layout=torch.jagged)
     first = {"ids": [0, 0], "pages": [*tables.values()]}
     for one in runner.steps(first, keys=["a", "b"], ahead=1):
         for key, token in one.tokens():
@@ -145,16 +202,23 @@ def test_requests_join_and_are_edited_with_ragged_rows(backend: Backend) -> None
             texts[key].append(token)
         if one.number == 1:
             edited = one.lands
-            one.edit(["a"], pages=[[6]])
+            one.edit(["b", "a"], pages=edits)
         if one.number == 4:
             one.leave(["b"])
             one.join({"ids": [0], "pages": Ragged(np.array([8, 9], dtype=np.int32), offsets=[0, 2])}, ["c"])
             tables["c"] = [8, 9]
         if one.number + 1 == edited:
-            tables["a"] = [6]
+            tables["b"], tables["a"] = [], [6]
         if one.number == 9:
             break
     assert len(texts["c"]) > 3
+
+
+def test_requests_join_and_are_edited_with_ragged_rows(backend: Backend) -> None:
+    """The rest of a row that is written holds the pad value, not what a longer request left."""
+    for lowering in backend.capabilities.lowerings:
+        if LOWERINGS[lowering].runs_ahead:
+            play(backend, lowering=lowering)
 
 
 def test_buffers_recordings_and_checks_take_ragged_rows(backend: Backend, tmp_path: Any) -> None:
@@ -173,26 +237,98 @@ def test_buffers_recordings_and_checks_take_ragged_rows(backend: Backend, tmp_pa
     assert slotgraph.check(runner, batches, only=["poison", "parity"]).ok
 
 
-FAULTS: Final[dict[str, Any]] = {
-    "row 1 has 6 values, and the slot has room for 5": [[1], [1] * 6],
-    "row 0 is int, expected a list of numbers": [1, 2],
-    "row 1 is NoneType, expected a list of numbers": [[1], None],
-    "got list: it holds int and str": [["a"], [1]],
-    "its values are int64: convert them": Ragged(np.array([1, 2]), offsets=[0, 1, 2]),
-    "int32 cannot hold": [[1 << 40], [1]],
-}
+def array(values: Any, dtype: Any = np.int32) -> Any:
+    return np.array(values, dtype=dtype)
 
 
-@pytest.mark.parametrize("says", FAULTS)
-def test_malformed_rows_are_refused_and_nothing_is_written(backend: Backend, says: str) -> None:
-    """The error names the slot and the row."""
-    runner = paged(backend, 4)
-    view = runner.fill({"ids": [1, 2], "pages": [[5], [6, 7]]})
-    before = view.pages.clone()
-    with pytest.raises(BatchError, match=f"slot 'pages': .*{says}"):
-        runner({"ids": [1, 2], "pages": FAULTS[says]})
-    assert torch.equal(view.pages, before)
-    assert torch.equal(runner.replay(view)[0].cpu(), by_hand([[5], [6, 7]], 4, PAD, torch.int32))
+def jagged(*rows: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+FLAT: Final = "(row 0 is int, expected a list of numbers|expected 2 dimensions, got 1)"
+TOO_LONG: Final = [*range(WIDTH + 1)]
+LOOP: Final[list[Any]] = [[1]]
+LOOP.append(LOOP)
+FAULTS: Final[dict[str, tuple[Any, str]]] = {
+    "a long list": ([[1], TOO_LONG], "row 1 has 6 values, and the slot has room for 5"),
+    "a long tuple": (([1], tuple(TOO_LONG)), "row 1 has 6 values"),
+    "a long array": ([array(TOO_LONG), array([1])], "row 0 has 6 values"),
+    "a long row by offsets": (Ragged(array([1, *TOO_LONG]), offsets=[0, 1, 7]), "row 1 has 6 values"),
+    "a long row by counts": (Ragged(array([TOO_LONG] * 2), counts=[5, 6]), "row 1 has 6 values"),
+    "a long jagged row": (jagged(TOO_LONG, [1]), "row 0 has 6 values"),
+    "a bool": ([[1], [True]], "row 1 is bool"),
+    "a bool among numbers": ([[1], [2, False]], "row 1: bools and numbers"),
+    "NumPy's bool": ([[np.True_, 3], [2]], "row 0: bools and numbers"),
+    "a fraction": ([[1.5], [2]], "row 0 is float32"),
+    "a float": ([[1], [3, 2.0]], "row 1 is float32"),
+    "NaN": ([[1], [float("nan")]], "row 1 is float32"),
+    "a complex number": ([[1], [1j]], "row 1 is complex"),
+    "a large number": ([[1 << 40], [1]], "row 0: int32 cannot hold 1099511627776"),
+    "a small number": ([[1], [-(1 << 31) - 1]], "row 1: int32 cannot hold -2147483649"),
+    "a number of more than 64 bits": ([[1], [1 << 70]], "row 1: it holds int; give numbers of at most 64 bits"),
+    "no row": ([[1], None], "row 1 is NoneType, expected a list of numbers"),
+    "no number": ([[1], [2, None]], "row 1: it holds NoneType and int"),
+    "a number as a row": ([1, [2]], FLAT),
+    "numbers": ([1, 2], FLAT),
+    "a text as a row": ([[1], "ab"], "row 1 is str"),
+    "a text": ([["a"], [1]], "row 0: it holds str"),
+    "bytes as a row": ([[1], b"ab"], "row 1 is bytes"),
+    "a set as a row": ([[1], {2}], "row 1 is set"),
+    "a mapping as a row": ([[1], {1: 2}], "row 1 is dict"),
+    "a range as a row": ([[1], range(2)], "row 1 is range"),
+    "a tensor as a row": ([torch.tensor([1]), [1]], "row 0 is Tensor"),
+    "nested too deep": ([[1], [[2]]], r"row 1 is int32 of shape \[1, 1\]"),
+    "a list in itself": (LOOP, "row 1: "),
+    "a row of rows of two lengths": ([[1], [[2], [3, 4]]], "row 1: its rows are ragged"),
+    "an array of floats": ([array([1]), array([2.0], float)], "row 1 is float64"),
+    "an array of other integers": ([array([1], np.int16), array([2])], "row 0 is int16"),
+    "an array of bools": ([[1], array([True], bool)], "row 1 is bool"),
+    "a table as a row": ([array([1]), array([[2]])], "row 1 is ndarray"),
+    "an array of no dims": ([array(1), [2]], "row 0 is ndarray"),
+    "a masked array": ([[1], np.ma.array([2], mask=[True])], "row 1: a masked array"),
+    "an array of objects": ([array([1]), array([2, None], object)], "row 1: an array of objects"),
+    "values of other integers": (Ragged(array([1, 2], np.int16), offsets=[0, 1, 2]), "its values are int16: convert"),
+    "values that are floats": (Ragged(torch.tensor([[1.0], [2.0]]), counts=[1, 1]), "its values are float32: convert"),
+    "values that are bools": (Ragged(torch.tensor([True, False]), offsets=[0, 1, 2]), "its values are bool: convert"),
+    "jagged floats": (jagged([1], [2], dtype=torch.float32), "its values are float32: convert"),
+    "a jagged tensor of three dims": (jagged([[1, 2]], [[3, 4]]), "(a nested tensor|got 3)"),
+    "a narrow table": (torch.zeros(2, WIDTH - 1, dtype=torch.int32), "got shape"),
+    "an array of a table": (np.zeros((2, WIDTH + 1), np.int32), "got shape"),
+    "a table of three dims": (torch.zeros(2, WIDTH, 1, dtype=torch.int32), "got 3"),
+}  # fmt: skip
+
+
+@functools.cache
+def refusing(name: str, lowering: str) -> tuple[Any, Any]:
+    """A runner of steps and buffers, both filled."""
+    backend = load(name)()
+    given: dict[str, Any] = {"sizes": {PAGES: WIDTH}, "output_rows": BATCH, "absent": [{"weights"}]}
+    step = lambda view: view.next_ids.copy_(view.ids + view.pages.sum(1))
+    runner = decoder(Stepping, step, backend=backend, buckets=[4], lowering=lowering, **given)
+    buffers = InputBuffers(Paged, {BATCH: 4, TOKENS: 4, PAGES: WIDTH}, backend=backend, lowering=lowering)
+    return runner, buffers
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_malformed_rows_are_refused_and_nothing_is_written(backend: Backend, fault: str) -> None:
+    """By calls, steps that join or edit, and buffers, in each lowering: the error names the slot and the row."""
+    pages, says = FAULTS[fault]
+    good, bad = {"ids": [1, 2], "pages": [[5], [6, 7]]}, {"ids": [1, 2], "pages": pages}
+    for lowering in backend.capabilities.lowerings:
+        runner, buffers = refusing(backend.name, lowering)
+        tables = [buffers.fill(good).pages, runner.fill(good).pages]
+        before = [table.clone() for table in tables]
+        calls: list[Any] = [lambda buffers=buffers: buffers.fill(bad), lambda runner=runner: runner(bad)]
+        steps = runner.steps(good, keys=[*"ab"], ahead=1) if LOWERINGS[lowering].runs_ahead else iter(())
+        for step in steps:
+            calls += [lambda step=step: step.join(bad, [*"cd"]), lambda step=step: step.edit([*"ab"], pages=pages)]
+            break
+        for call in calls:
+            with pytest.raises(BatchError, match=f"slot 'pages': .*{says}"):
+                call()
+        for table, wanted in zip(tables, before, strict=True):
+            assert torch.equal(table, wanted)
+        assert torch.equal(buffers.fill(good).pages.cpu(), by_hand(good["pages"], 4, PAD, torch.int32))
 
 
 def test_rows_of_another_number_are_refused(backend: Backend) -> None:
@@ -209,14 +345,18 @@ def test_rows_of_another_number_are_refused(backend: Backend) -> None:
         ([1, 2], {}, TypeError, "takes offsets= for rows"),
         ([1, 2], {"offsets": [0, 1], "counts": [1]}, TypeError, "takes offsets= for rows"),
         ([1, 2], {"offsets": [0, 3]}, ValueError, "offsets grow from 0 to at most 2"),
-        ([1, 2], {"offsets": [0, 2, 1]}, ValueError, "offsets grow from 0"),
+        ([1, 2], {"offsets": [0, 2, 1]}, ValueError, "offsets grow from 0 .* row 1 has -1"),
+        ([1, 2], {"offsets": [-1, 2]}, ValueError, "offsets grow from 0"),
+        ([1, 2], {"offsets": [[0, 2]]}, TypeError, "offsets are whole numbers in one dim"),
+        ([1, 2], {"offsets": [False, True]}, TypeError, "offsets are whole numbers in one dim"),
+        ([1, 2], {"offsets": "01"}, TypeError, "offsets are whole numbers in one dim"),
         ([1, 2], {"offsets": []}, ValueError, "offsets grow from 0"),
         ([1, 2], {"offsets": [0.0, 1.0]}, TypeError, "offsets are whole numbers in one dim"),
-        ([[1, 2]], {"offsets": [0, 1]}, TypeError, "values are in host memory and have one dim"),
-        ([[1, 2]], {"counts": [3]}, ValueError, "1 counts between 0 and 2 are needed"),
+        ([[1, 2]], {"offsets": [0, 1]}, TypeError, "values have one dim"),
+        ([[1, 2]], {"counts": [3]}, ValueError, "1 counts between 0 and 2 are needed, .* row 0 has 3"),
         ([[1, 2]], {"counts": [-1]}, ValueError, "1 counts between 0 and 2 are needed"),
         ([[1, 2]], {"counts": [1, 1]}, ValueError, "1 counts between 0 and 2 are needed"),
-        ([1, 2], {"counts": [1]}, TypeError, "values are in host memory and have two dims"),
+        ([1, 2], {"counts": [1]}, TypeError, "values have two dims"),
     ],
 )
 def test_ragged_says_what_it_takes(values: Any, given: dict[str, Any], error: type[Exception], says: str) -> None:

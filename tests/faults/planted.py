@@ -137,10 +137,9 @@ def rows_apart_are_read_as_one_piece(old: Any, *given: Any) -> int:
 
 
 @fault(SOURCES, hostdata, "laid_out", "dataflow/test_ragged.py::test_rows_are_laid_out_as_by_hand")
-def the_rest_of_a_ragged_row_is_zero(old: Any, value: Any, dtype: Any, wanted: Any, pad: Any) -> Any:
+def the_rest_of_a_ragged_row_is_zero(old: Any, slot: Any, *given: Any) -> Any:
     """Lay out ragged rows with zeros behind them: a page table names page 0, which belongs to somebody."""
-    del pad
-    return old(value, dtype, wanted, Pad(0))
+    return old(attrs.evolve(slot, pad=Pad(0)), *given)
 
 
 @fault(KINDS, kinds.SourceKinds, "read", "runners/engine/test_outputs.py::test_rows_of_outputs_follow_their_axis")
