@@ -309,7 +309,7 @@ def allocate(
 
 def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool = True) -> None:
     for buffer in buffers:
-        if buffer.adopted and not adopted:
+        if buffer.adopted and (buffer.slot.is_state or not adopted):
             continue
         value, target = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities), buffer.tensor
         with outside_inference(), torch.no_grad():

@@ -248,7 +248,7 @@ def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilit
     for name, slot in declaration.slots.items():
         widest = max(one.itemsize for one in (resolve_dtype(slot.dtype, capabilities), *slot.converts_from()))
         nbytes = math.prod(extent(slot.shape, sizes)) * widest
-        if slot.placement == DEVICE and nbytes < LARGE_BYTES:
+        if slot.placement == DEVICE and nbytes < LARGE_BYTES and not slot.is_state:
             found[name] = rounded(nbytes)
     return found
 

@@ -214,6 +214,11 @@ class Slot:
         if self.argument is not None:
             yield from _parameter_faults(self, dtype)
 
+    @property
+    def is_state(self) -> bool:
+        """Whether steps keep its contents: a producer writes it, and no dim varies, so that no fill writes it."""
+        return "producer" in self.writers and not self.varying
+
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
         """Every axis in the shape, the initial and pad values, and the limit."""
@@ -295,7 +300,10 @@ class Constant(Slot):
 
 @attrs.frozen(kw_only=True)
 class Staged(Slot):
-    """A slot that a producer writes inside or outside the step. A fill only resets its tail."""
+    """A slot that a producer writes inside or outside the step. A fill only resets its tail.
+
+    Over fixed sizes it is state: a table that no fill writes, and that steps keep.
+    """
 
     needs_rule = True
     rewritten: bool = attrs.field(default=True, converter=flag)
@@ -490,6 +498,7 @@ def staged(
     *shape: Size,
     dtype: Dtype,
     pad: PadValue | Tail | None = None,
+    starts: PadValue | None = None,
     placement: Placement = DEVICE,
     poison: Poison | None = None,
     when: When | None = None,
@@ -497,10 +506,14 @@ def staged(
 ) -> Any:
     """Declare a slot that a producer writes inside or outside the step. A fill resets its tail in each step.
 
+    Over fixed sizes it is state: a table that steps keep, such as the lengths of a pool of requests. The step may write
+    it, and functions may need it. Warm-ups and checks restore it, and no other runner shares its memory.
+
     Args:
         shape: A size for each dim: a number, an axis, or a sum or product of them.
         dtype: A torch dtype, or a role.
         pad: What the tail holds: a value, a fixed axis, a fill role, or a tail rule.
+        starts: What the buffer holds at first, if not the tail's value. State in a tensor of `bind=` keeps its contents.
         placement: The memory of the buffer, "device" or "host".
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.

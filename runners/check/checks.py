@@ -242,7 +242,7 @@ def _checked(
         buckets = ", ".join(f"{len([*group])} for {bucket}" for bucket, group in groups)
         found = f"looked for on {len(firsts)} batches" if state is None else "known"
         ranks.gather(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
-    known = trial.state if state is None else State.of(trial.backend, state)
+    known = trial.state if state is None else State.of(trial.backend, state, trial.buffers)
     for make in firsts.values() if state is None else ():
         trial.fill(make())
         with trial.raising("the look at what a step changes"):

@@ -588,13 +588,15 @@ class GraphSet(Generic[V]):
         seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
 
         def once(note: Callable[[torch.Tensor], None]) -> None:
-            if stage.state is None:
-                slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
-                found.append(State.found(stage.backend, slots, seen, exact=True, holder=stage.step, inside=note))
-            else:
-                found.append(State.of(stage.backend, stage.state))
-                with found[0].kept():
+            state = State.of(stage.backend, stage.state or (), self.buffers)
+            with state.kept():
+                if stage.state is None:
+                    slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
+                    more = State.found(stage.backend, slots, seen, exact=True, holder=stage.step, inside=note)
+                    state = more.joined(state)
+                else:
                     seen()
+            found.append(state)
 
         warm_up(stage.backend, lambda: check_writes(once, self.buffers))
         return found[0]

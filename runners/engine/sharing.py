@@ -208,6 +208,7 @@ def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
     reasons = {
         "a constant, which no step writes": not slot.writers and rule is None and not written,
         "it is kept, because that was asked for": name in kept,
+        "state, which steps keep": slot.is_state,
         "in host memory, where a fill may write what the device has yet to read": slot.placement == HOST,
         "its tail is set once": isinstance(rule, Once),
         "its tail is kept, and holds what the slot held before": isinstance(rule, Keep),

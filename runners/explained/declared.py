@@ -162,6 +162,7 @@ def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities,
     starts = "" if slot.starts is None else f", starts as {slot.starts}"
     notes = {
         f"set to {_named(slot.initial())}": not slot.writers,
+        "state, kept from step to step": slot.is_state,
         "optional": slot.optional,
         "ragged": slot.ragged,
         f"when {_named(slot.when)}": slot.when,
