@@ -343,8 +343,9 @@ class _Planning:
         return packed_bytes(self.declaration, self.sizes, self.capabilities)
 
     def _is_value(self, name: str) -> bool:
-        """Return whether the host computes a slot with a function that returns the value."""
-        return self.declaration.side(name) == HOST and not self.declaration.functions[name].writes_out
+        """Return whether the host computes a slot in each step, with a function that returns the value."""
+        compute = self.declaration.functions[name]
+        return self.declaration.side(name) == HOST and not (compute.writes_out or compute.again)
 
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
         for name, compute in self.declaration.functions.items():

@@ -97,6 +97,7 @@ class Trial:
         read_outside: Slots that are read between fill and replay.
         random: Whether the step draws random numbers on purpose.
         signed: Slots that may also have any number below 0.
+        drawn: Whether batches are drawn at random.
         produce: Writes slots in place of producers.
         notes: What was not checked, and why.
         declaration: Its declaration.
@@ -120,6 +121,7 @@ class Trial:
     read_outside: Collection[str] = ()
     random: bool = False
     signed: Collection[str] = ()
+    drawn: bool = False
     produce: Callable[[Any], object] = id
     notes: dict[str, None] = attrs.field(factory=dict)
 

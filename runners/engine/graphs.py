@@ -555,6 +555,11 @@ class GraphSet(Generic[V]):
         stage, filler, coordinator = self.stage, self.filler, self.coordinator
         filling = filler.make(self.sizes[rows], absent, computes=self.recipe is not None)
         filler.feed.disarm()  # the kernel must not write slots during the capture
+        bucket = filling.bucket
+        for one in bucket.functions(bucket.padded).on_host:
+            if one.again is not None and not (one.fields or one.again.fields):  # no batch is there
+                with capture_errors(), torch.no_grad():
+                    one.run(None, bucket.step(bucket.padded))
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))

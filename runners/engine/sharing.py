@@ -213,7 +213,8 @@ def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
         "its tail is set once": isinstance(rule, Once),
         "its tail is kept, and holds what the slot held before": isinstance(rule, Keep),
         "no fill writes all of it in each step": not (
-            computed or (ruled if read else slot.writers == BY_STEP or (slot.writers == BY_PRODUCER and ruled))
+            (computed and not computed.again)
+            or (ruled if read else slot.writers == BY_STEP or (slot.writers == BY_PRODUCER and ruled))
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -169,6 +169,11 @@ def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities,
         f"at most {slot.limit}": slot.limit,
         f"argument {slot.argument}": slot.argument,
     }
+    again = compute and compute.again
+    if again:
+        notes[f"again if {again.name}({', '.join(again.needs)})"] = True
+        for need in sorted(declaration.rules.keys() & again.needs):
+            notes[f"in each step of steps(), since {need} advances"] = True
     return SlotFacts(
         name=name,
         kind=slot.kind,

@@ -57,6 +57,7 @@ OPTIONS: Final[Any] = {"sizes": {POOL: SLOTS}, "output_rows": BATCH}
 
 
 def batch_of(rows: Sequence[int], backend: Backend) -> dict[str, torch.Tensor]:
+    """Requests by their rows in the pool."""
     return {"rows": torch.tensor(rows, device=backend.device)}
 
 
@@ -170,6 +171,7 @@ class Advancing(Inputs):  # a rule and a function on each side read tables, whic
 
 
 def growing(view: Any) -> torch.Tensor:
+    """Write a table, and return numbers of slots."""
     view.lengths[view.rows] = view.lengths[view.rows] + 1
     return view.ids + view.rows * 100
 
