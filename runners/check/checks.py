@@ -148,10 +148,8 @@ def check(
         raise ReplayError("this runner is not captured: call capture() before check()")
     stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    signed = signed_slots(stage.declaration, values) if batches is None else ()
-    trial = Trial(
-        runner, graphs, seed=seed, read_outside=read_outside, random=random, signed=signed, drawn=batches is None
-    )
+    signed = signed_slots(stage.declaration, values) if batches is None else None
+    trial = Trial(runner, graphs, seed=seed, read_outside=read_outside, random=random, signed=signed)
     given, shown = stage.state if state is None else state, progress and trial.ranks.rank == 0
     with unwatched(runner.watch), trial.state.kept():
         draw_on(trial.backend)  # otherwise a step that draws on the host would repeat the numbers of its capture

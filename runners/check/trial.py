@@ -96,8 +96,7 @@ class Trial:
         seed: The seed of random values.
         read_outside: Slots that are read between fill and replay.
         random: Whether the step draws random numbers on purpose.
-        signed: Slots that may also have any number below 0.
-        drawn: Whether batches are drawn at random.
+        signed: Slots of drawn batches that may also have any number below 0. None if batches are not drawn.
         produce: Writes slots in place of producers.
         notes: What was not checked, and why.
         declaration: Its declaration.
@@ -120,8 +119,7 @@ class Trial:
     seed: int = 0
     read_outside: Collection[str] = ()
     random: bool = False
-    signed: Collection[str] = ()
-    drawn: bool = False
+    signed: Collection[str] | None = None
     produce: Callable[[Any], object] = id
     notes: dict[str, None] = attrs.field(factory=dict)
 
