@@ -154,6 +154,7 @@ def other_slots(draw: st.DrawFn) -> Any:
 
     kinds = [
         staged(*shape, dtype=dtype, pad=draw(tails(dtype))),
+        staged(3, HIDDEN, dtype=dtype, starts=draw(st.none() | numbers(dtype))),
         constant(draw(numbers(dtype)), shape=shape, dtype=dtype),
         constant(counted, shape=shape, dtype=torch.int64),
         output(*shape, dtype=dtype),
@@ -178,6 +179,8 @@ def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
         st.just(computed(_twice, shape=BATCH, dtype=torch.int64)),
         st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16)),
         st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64)),
+        st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64, again=("tag",))),
+        st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16, again=())),
     ]
     needed = {n: s for n, s in bases.items() if not s.optional and (s.reads(n) or s.computes())}
     return st.one_of(*plain, *(st.just(_flipped(n, s, out=out)) for n, s in needed.items() for out in (False, True)))
@@ -186,7 +189,8 @@ def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
 def _flipped(need: str, slot: Slot, *, out: bool) -> Any:
     flipped = f"{need}.flip([*range({need}.dim())])"
     function = eval(f"lambda {need}, out: out.copy_({flipped})" if out else f"lambda {need}: {flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
-    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement)
+    again = (need,) if slot.placement == HOST else None
+    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement, again=again)
 
 
 @st.composite
