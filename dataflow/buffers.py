@@ -1,6 +1,7 @@
 """Buffers: the memory of slots, which is allocated, adopted or taken from a pool, and which of its tails are clean."""
 
 import bisect
+import collections
 import contextlib
 import functools
 import itertools
@@ -13,7 +14,7 @@ import torch
 
 from .axes import Extent, Sizes, extent
 from .capabilities import Capabilities, Placement, dtype_text, resolve_dtype
-from .computation import initial_value, write
+from .computation import LastRun, initial_value, write
 from .declaration import Declaration
 from .errors import BindError, did_you_mean
 from .fill.tails import CleanTails
@@ -169,6 +170,7 @@ class Buffers:
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
         self._buffers, self.capacity = dict(buffers), dict(capacity)
         self.clean, self.use = shared.clean, shared.use
+        self.last_runs = collections.defaultdict[str, LastRun](LastRun)
         self._following: dict[str, Buffer] = {}
 
     def __getitem__(self, name: str) -> Buffer:
@@ -180,8 +182,13 @@ class Buffers:
         return iter(self._buffers.values())
 
     def distrust(self) -> None:
-        """Mark all tails as dirty, after a write by something other than a fill, or after an interrupted fill."""
+        """Trust no contents any more, after a write by something other than a fill, or after an interrupted fill.
+
+        All tails count as dirty, and functions that do not run in each step run in the next.
+        """
         self.clean.forget()
+        for last in self.last_runs.values():
+            last.seen = None
 
     @property
     def nbytes(self) -> int:
@@ -189,6 +196,11 @@ class Buffers:
         own = [buffer.tensor.untyped_storage() for buffer in self if not (buffer.adopted or buffer.pooled)]
         shared = {buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.pooled}
         return sum({one.data_ptr(): one.nbytes() for one in own if one.data_ptr() not in shared}.values())
+
+    @property
+    def again(self) -> dict[str, dict[str, int]]:
+        """How often functions that do not run in each step have run, and how often their slots kept a value."""
+        return {name: {"ran": last.ran, "kept": last.kept} for name, last in self.last_runs.copy().items()}
 
     @functools.cached_property
     def foreign(self) -> frozenset[str]:
@@ -309,7 +321,7 @@ def allocate(
 
 def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool = True) -> None:
     for buffer in buffers:
-        if buffer.adopted and not adopted:
+        if buffer.adopted and (buffer.slot.is_state or not adopted):
             continue
         value, target = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities), buffer.tensor
         with outside_inference(), torch.no_grad():

@@ -79,6 +79,21 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
     return ComputeError(f"{what}: expected {dtype_text(target.dtype)} of shape {list(target.shape)}, got {got}")
 
 
+@attrs.define(eq=False)
+class LastRun:
+    """The last run of a function that does not run in each step.
+
+    Attributes:
+        seen: The step and what its value depended on, or None if the slot may hold another value.
+        ran: How often it has run.
+        kept: How often its slot kept the value.
+    """
+
+    seen: Any = None
+    ran: int = 0
+    kept: int = 0
+
+
 @attrs.frozen(eq=False)
 class Computation:
     """A function bound to every argument that is known before the batch.
@@ -96,6 +111,8 @@ class Computation:
         read: The slots among its arguments and the aliases of them that it receives. Each has its own version counter.
         aliases: The aliases alone.
         versions: The versions of the aliases when last checked.
+        again: Computes what says whether it must run again; see `Compute.again`. None if it runs in each step.
+        last: Its last run, if it does not run in each step.
     """
 
     slot: str
@@ -108,6 +125,8 @@ class Computation:
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     aliases: tuple[torch.Tensor, ...]
     versions: list[int]
+    again: "Computation | None" = None
+    last: LastRun = attrs.field(factory=LastRun)
 
     @classmethod
     def bind(
@@ -137,15 +156,26 @@ class Computation:
         return cls(slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions)
 
     def run(self, batch: Any, step: Step | None = None) -> None:
-        """Call the function and write its result.
+        """Call the function and write its result, unless `again` says that the slot has it.
 
-        Raise ComputeError if it raises, or if the slot cannot hold the result.
+        Raise ComputeError if it raises, or if the slot cannot hold the result. The slot then keeps its value.
         """
+        again, last, seen = self.again, self.last, None
+        if again is not None:
+            said = again.value(batch, step)
+            contents = said if isinstance(said, bytes) else b""
+            seen = step, contents
+            if seen == last.seen and (contents or not said):
+                last.kept += 1
+                return
+            last.seen = None
+            last.ran += 1
         value, target = self.value(batch, step), self.target
         if type(value) is torch.Tensor and _FACTS(value) == _FACTS(target) and not self.compute.writes_out:
             target.copy_(value)
         else:
             self.store(value)
+        last.seen = seen
 
     def value(self, batch: Any, step: Step | None = None) -> Any:
         """Call the function with the arguments of this call.

@@ -82,7 +82,7 @@ class Declaration:
     def _ordered(self, found: Mapping[str, Compute], *, own: bool = True) -> Mapping[str, Compute]:
         """Sort functions of slots so that each follows all that it needs. `own` makes one that needs itself a cycle."""
         edges = {
-            n: sorted({*one.needs}.intersection(self.slots).difference(() if own else (n,)))
+            n: sorted({*one.reads}.intersection(self.slots).difference(() if own else (n,)))
             for n, one in sorted(found.items())
         }
         return {name: found[name] for name in graphlib.TopologicalSorter(edges).static_order() if name in found}
@@ -257,12 +257,16 @@ def _faults(made: Declaration) -> Faults:
     """Yield the faults of each slot: its own, those of what it needs, and those of its operator argument."""
     first: dict[str, str] = {}
     for name, slot in made.slots.items():
+        compute = slot.computes()
+        if compute and compute.again and made.side(name) == DEVICE:
+            yield name, "again= is for functions on the host: it and the function need slots in host memory, and fields"
+            continue
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
         yield from ((name, fault) for fault in _rule_faults(name, slot, made))
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
-        if slot.computes() and slot.reads(name) is not None:
+        if compute and slot.reads(name) is not None:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
         if slot.placement == HOST and made.side(name) == DEVICE:
             yield name, "it needs slots on the device but is placed on the host: that would wait for the device"

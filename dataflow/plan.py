@@ -249,7 +249,7 @@ def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilit
         widest = max(one.itemsize for one in (resolve_dtype(slot.dtype, capabilities), *slot.converts_from()))
         shape = extent(slot.shape, sizes)
         nbytes = math.prod(shape) * widest + slot.ragged * WORD * math.prod(shape[:1])
-        if slot.placement == DEVICE and nbytes < LARGE_BYTES:
+        if slot.placement == DEVICE and nbytes < LARGE_BYTES and not slot.is_state:
             found[name] = rounded(nbytes)
     return found
 
@@ -344,8 +344,9 @@ class _Planning:
         return packed_bytes(self.declaration, self.sizes, self.capabilities)
 
     def _is_value(self, name: str) -> bool:
-        """Return whether the host computes a slot with a function that returns the value."""
-        return self.declaration.side(name) == HOST and not self.declaration.functions[name].writes_out
+        """Return whether the host computes a slot in each step, with a function that returns the value."""
+        compute = self.declaration.functions[name]
+        return self.declaration.side(name) == HOST and not (compute.writes_out or compute.again)
 
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
         for name, compute in self.declaration.functions.items():

@@ -13,7 +13,7 @@ from attrs.converters import optional as or_none
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
-from .sources import Compute, Path, Source, compute_of, one_argument, optional_source
+from .sources import Compute, Path, Source, again_of, compute_of, one_argument, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
@@ -210,7 +210,7 @@ class Slot:
     def needs(self) -> tuple[str, ...]:
         """Names that its function needs, possibly `step`, `settings` and `ranks`. Empty if nothing is computed."""
         compute = self.computes()
-        return compute.needs if compute else ()
+        return compute.reads if compute else ()
 
     def converts_from(self) -> tuple[torch.dtype, ...]:
         """Return the source dtypes that a copy converts to the slot's own: the role's and the declared ones."""
@@ -238,6 +238,11 @@ class Slot:
         yield from _ragged_faults(self) if self.ragged else ()
         if self.argument is not None:
             yield from _parameter_faults(self, dtype)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether steps keep its contents: a producer writes it, and no dim varies, so that no fill writes it."""
+        return "producer" in self.writers and not self.varying
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
@@ -290,13 +295,19 @@ class Copied(Slot):
 
 @attrs.frozen(kw_only=True)
 class Computed(Slot):
-    """A slot whose function derives every padded row in each step from the slots and sizes that it names."""
+    """A slot whose function derives every padded row from the slots and sizes that it names.
+
+    Attributes:
+        function: The function.
+        again: What says whether the function must run again. None if it runs in each step.
+    """
 
     function: Compute = attrs.field(converter=compute_of)
+    again: Compute | None = attrs.field(default=None, converter=or_none(again_of))
 
     def computes(self) -> Compute | None:
         """Return the declared function."""
-        return self.function
+        return attrs.evolve(self.function, again=self.again)
 
 
 @attrs.frozen(kw_only=True)
@@ -322,7 +333,10 @@ class Constant(Slot):
 
 @attrs.frozen(kw_only=True)
 class Staged(Slot):
-    """A slot that a producer writes inside or outside the step. A fill only resets its tail."""
+    """A slot that a producer writes inside or outside the step. A fill only resets its tail.
+
+    Over fixed sizes it is state: a table that no fill writes, and that steps keep.
+    """
 
     needs_rule = True
     rewritten: bool = attrs.field(default=True, converter=flag)
@@ -498,6 +512,7 @@ def computed(
     *,
     shape: ShapeArgument = (),
     dtype: Dtype,
+    again: tuple[str, ...] | Callable[..., bool] | None = None,
     placement: Placement = DEVICE,
     argument: str | None = None,
     when: When | None = None,
@@ -514,6 +529,9 @@ def computed(
         function: Returns the value, in the slot's dtype and padded shape, or fills `out`.
         shape: One size for each dim.
         dtype: A torch dtype, or a role.
+        again: For a function on the host that need not run in each step: the slots in host memory and the fields that
+            its value depends on, or a function of such that returns whether it must run. It also runs for other sizes
+            than the last, and otherwise the slot keeps its value. By default it runs in each step.
         placement: The memory of the buffer, "device" or "host".
         argument: The operators' argument that takes this slot in host memory.
         when: The name of the setting that enables the slot, or a function of the settings.
@@ -551,6 +569,7 @@ def staged(
     *shape: Size,
     dtype: Dtype,
     pad: PadValue | Tail | None = None,
+    starts: PadValue | None = None,
     placement: Placement = DEVICE,
     poison: Poison | None = None,
     when: When | None = None,
@@ -559,10 +578,14 @@ def staged(
 ) -> Any:
     """Declare a slot that a producer writes inside or outside the step. A fill resets its tail in each step.
 
+    Over fixed sizes it is state: a table that steps keep, such as the lengths of a pool of requests. The step may write
+    it, and functions may need it. Warm-ups and checks restore it, and no other runner shares its memory.
+
     Args:
         shape: A size for each dim: a number, an axis, or a sum or product of them.
         dtype: A torch dtype, or a role.
         pad: What the tail holds: a value, a fixed axis, a fill role, or a tail rule.
+        starts: What the buffer holds at first, if not the tail's value. State in a tensor of `bind=` keeps what it has.
         placement: The memory of the buffer, "device" or "host".
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.

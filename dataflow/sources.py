@@ -3,10 +3,12 @@
 import abc
 import inspect
 import operator
+import pickle
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import attrs
+import torch
 
 from .errors import BatchError
 
@@ -258,11 +260,14 @@ class Compute:
         function: The function.
         needs: Its parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`.
         writes_out: Whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
+        again: What says whether it must run again: a function that returns a bool, or `changed`, which returns the
+            contents of what is named. None if it runs in each step.
     """
 
     function: Callable[..., Any]
     needs: tuple[str, ...]
     writes_out: bool
+    again: "Compute | None" = None
 
     @property
     def name(self) -> str:
@@ -278,6 +283,11 @@ class Compute:
         """Return values of what it needs by parameter, which has the group's name for a slot of a group."""
         return {need.partition(".")[0]: value for need, value in values.items()}
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What the function and `again` need."""
+        return self.needs if self.again is None else tuple(dict.fromkeys((*self.needs, *self.again.needs)))
+
 
 def compute_of(function: Callable[..., Any]) -> Compute:
     """Read a function's parameters. Raise TypeError if they cannot name slots."""
@@ -291,6 +301,16 @@ def compute_of(function: Callable[..., Any]) -> Compute:
             raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
+
+
+def again_of(value: tuple[str, ...] | Callable[..., Any]) -> Compute:
+    """Convert a tuple of names, or a function that returns a bool, to `Compute.again`. Raise TypeError for others."""
+    return Compute(changed, value, writes_out=False) if isinstance(value, tuple) else compute_of(value)
+
+
+def changed(**values: Any) -> bytes:
+    """Return the contents of slots in host memory and of fields, to compare them with those of another step."""
+    return pickle.dumps([one.numpy() if isinstance(one, torch.Tensor) else one for one in values.values()])
 
 
 def parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]:

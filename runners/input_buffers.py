@@ -236,9 +236,12 @@ class InputBuffers(Generic[V]):
         return self.at(padded).filling(self._layer.pattern(absent)).bucket.plan
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return the number of fills by lowering, and how the functions in graphs run, as `CaptureReport` has it."""
-        filler = self._layer.filler
-        return {"lowerings": dict(filler.lowered), "functions": filler.how_computed}
+        """Return the number of fills by lowering, how the functions in graphs run, and how often those on the host did.
+
+        See `CaptureReport` for `functions`, and `Statistics` for `again`.
+        """
+        filler, again = self._layer.filler, self._layer.buffers.again
+        return {"lowerings": dict(filler.lowered), "functions": filler.how_computed, "again": again}
 
     def _padded(self, padded: Sizes) -> Live:
         """Return padded sizes by varying axis. Raise ConfigError if one does not fit."""

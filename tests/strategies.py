@@ -159,6 +159,7 @@ def other_slots(draw: st.DrawFn) -> Any:
 
     kinds = [
         staged(*shape, dtype=dtype, pad=draw(tails(dtype))),
+        staged(3, HIDDEN, dtype=dtype, starts=draw(st.none() | numbers(dtype))),
         constant(draw(numbers(dtype)), shape=shape, dtype=dtype),
         constant(counted, shape=shape, dtype=torch.int64),
         output(*shape, dtype=dtype),
@@ -183,6 +184,8 @@ def computed_slots(bases: Mapping[str, Slot | Mapping[str, Slot]]) -> st.SearchS
         st.just(computed(_twice, shape=BATCH, dtype=torch.int64)),
         st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16)),
         st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64)),
+        st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64, again=("tag",))),
+        st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16, again=())),
     ]
     found = {name: [*kind.values()] if isinstance(kind, Mapping) else [kind] for name, kind in bases.items()}
     needed = {n: s for n, s in found.items() if not s[0].optional and (s[0].reads(n) or s[0].computes())}
@@ -193,7 +196,8 @@ def _flipped(need: str, slots: Sequence[Slot], *, out: bool) -> Any:
     slot, group = slots[0], KINDS if len(slots) > 1 else None
     flipped = f"{need}.flip([*range({need}.dim())])"
     function = eval(f"lambda {need}, out: out.copy_({flipped})" if out else f"lambda {need}: {flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
-    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement, group=group)
+    again = (need,) if slot.placement == HOST and group is None else None
+    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement, again=again, group=group)
 
 
 @st.composite

@@ -362,7 +362,9 @@ class Bucket:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
-        ask_step = any(one.asks_step for one in on_host) or any(one.computation.asks_step for one in packed)
+        ask_step = any(one.asks_step or one.again for one in on_host) or any(
+            one.computation.asks_step for one in packed
+        )
         return Functions(on_host, packed, on_device, ask_step)
 
     def computation(self, slot: str, views: Views) -> Computation:
@@ -371,7 +373,10 @@ class Bucket:
         target = views[slot]
         if target is None:
             raise ValueError(f"slot {slot!r} is absent, so that nothing computes it")
-        return Computation.bind(slot, self.declaration, {**given, **views}, alias(target))
+        bind = functools.partial(Computation.bind, slot, self.declaration, {**given, **views}, alias(target))
+        made = bind()
+        again = made.compute.again
+        return attrs.evolve(made, again=bind(again), last=self.buffers.last_runs[slot]) if again else made
 
     @property
     def _computed(self) -> list[ComputeStep]:

@@ -151,7 +151,7 @@ def check(
         raise ReplayError("this runner is not captured: call capture() before check()")
     stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    signed = signed_slots(stage.declaration, values) if batches is None else ()
+    signed = signed_slots(stage.declaration, values) if batches is None else None
     trial = Trial(runner, graphs, seed=seed, read_outside=read_outside, random=random, signed=signed)
     given, shown = stage.state if state is None else state, progress and trial.ranks.rank == 0
     with unwatched(runner.watch), trial.state.kept():
@@ -265,7 +265,7 @@ def _checked(
         buckets = ", ".join(f"{len([*group])} for {bucket}" for bucket, group in groups)
         found = f"looked for on {len(firsts)} batches" if state is None else "known"
         ranks.gather(f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {found}")
-    known = trial.state if state is None else State.of(trial.backend, state)
+    known = trial.state if state is None else State.of(trial.backend, state, trial.buffers)
     for make in firsts.values() if state is None else ():
         trial.fill(make())
         with trial.raising("the look at what a step changes"):

@@ -1,5 +1,6 @@
 """Checks of poison and parity: live rows do not depend on tails, and graphs do what their steps do."""
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -9,7 +10,8 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.errors import place_now
+from ...dataflow.errors import ComputeError, place_now
+from ...dataflow.fill.bucket import Bucket
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import BY_STEP, Slot
 from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
@@ -38,6 +40,10 @@ from .trial import (
 
 MOST_VALUES: Final = 4096  # the most values of live rows to choose poison from
 DRAWS: Final = 8  # for one batch, the number of runs with other random numbers
+DECLARED: Final = (
+    "what the step or someone else writes there must be declared, by rewritten=True or restored=True, and all that its "
+    "function depends on, by again="
+)
 COPIES: Final = 2  # two copies of the state: before and after the step
 PoisonPair = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values that a tail is drawn from, in one run and in another."""
@@ -50,6 +56,8 @@ def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
         found = _fill_faults(trial, one, number)
         guilty.update(finding.slot for finding in found)
         trial.fill(one)
+        if trial.signed is not None and trial.graph is not None:
+            found += _kept_faults(trial, trial.graph.filling.bucket, one.batch)
         found += poison_faults(trial, trial.seed + number, guilty)
         guilty.update(finding.slot for finding in found)
         yield from found
@@ -87,6 +95,24 @@ def _fill_faults(trial: Trial, one: Sample, number: int) -> list[Finding]:
         return [*_compared(trial, one, [cloned(buffers), inverse])]
 
 
+def _kept_faults(trial: Trial, bucket: Bucket, batch: Any) -> Iterator[Finding]:
+    """Find slots that keep their value if sources change that `again=` does not name."""
+    for one in bucket.functions(bucket.padded).on_host:
+        if one.again is None:
+            continue
+        with trial.slots_kept(), contextlib.suppress(ComputeError):  # it may take no such values
+            for name in trial.declaration.sources.keys() - one.again.compute.needs:
+                held = vars(trial.view)[name]
+                if held is not None and held.dim():
+                    held.copy_(held[-1:].clone())
+            one.run(batch, trial.step)
+            kept = one.target.clone()
+            trial.buffers.distrust()
+            one.run(batch, trial.step)
+            if first_unequal(kept, one.target) is not None:
+                yield Finding(POISON, one.slot, f"slot {one.slot!r} holds the value of another batch; {DECLARED}")
+
+
 def _compared(trial: Trial, one: Sample, oracles: Sequence[Buffers]) -> Iterator[Finding]:
     """Fill, and compare with the oracle over the same bytes, and with a fill over other bytes."""
     declaration = trial.declaration
@@ -107,8 +133,7 @@ def _compared(trial: Trial, one: Sample, oracles: Sequence[Buffers]) -> Iterator
             yield Finding(POISON, name, message)
             continue
         for fault in fill_faults({name: held}, {name: expected}, trial.slots, trial.step.live_sizes):
-            declared = "what the step or someone else writes there must be declared, by rewritten=True or restored=True"
-            yield Finding(POISON, name, f"{fault}; {declared}")
+            yield Finding(POISON, name, f"{fault}; {DECLARED}")
 
 
 def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabilities) -> PoisonPair | None:

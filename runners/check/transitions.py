@@ -129,7 +129,7 @@ def _bucket_faults(trial: Trial) -> Iterator[Finding]:
     held, negative = cloned(trial.buffers), cloned(trial.buffers)
     on_host, extreme = (cloned(trial.buffers, torch.device("cpu")) for _ in range(2))  # where invalid indices raise
     with torch.no_grad():
-        for name in trial.signed:
+        for name in trial.signed or ():
             live = live_part(trial.slots[name], negative[name].tensor, step)
             live.copy_(-live.abs() - 1)
         for name, slot in trial.slots.items():

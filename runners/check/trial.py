@@ -96,7 +96,7 @@ class Trial:
         seed: The seed of random values.
         read_outside: Slots that are read between fill and replay.
         random: Whether the step draws random numbers on purpose.
-        signed: Slots that may also have any number below 0.
+        signed: Slots of drawn batches that may also have any number below 0. None if batches are not drawn.
         produce: Writes slots in place of producers.
         notes: What was not checked, and why.
         declaration: Its declaration.
@@ -119,7 +119,7 @@ class Trial:
     seed: int = 0
     read_outside: Collection[str] = ()
     random: bool = False
-    signed: Collection[str] = ()
+    signed: Collection[str] | None = None
     produce: Callable[[Any], object] = id
     notes: dict[str, None] = attrs.field(factory=dict)
 
@@ -161,6 +161,8 @@ class Trial:
         """Fill from a batch, to run that step."""
         view = self.runner.fill(one.batch, **one.side)
         self.produce(view)
+        if self.produce is not id:
+            view = self.runner.fill(one.batch, **one.side)  # functions on the host may read what producers wrote
         self.take(view, one)
 
     def take(self, view: Inputs, one: Sample | None) -> None:
@@ -254,10 +256,11 @@ class Trial:
     def find_state(self) -> State:
         """Return the state that the step changes besides its slots, on the view that was filled last."""
         given = self.runner.stage.state
+        state = State.of(self.backend, given or (), self.buffers)
         if given is not None:
-            return State.of(self.backend, given)
+            return state
         with self.slots_kept():
-            return State.found(self.backend, self.spans(), self.eagerly)
+            return State.found(self.backend, self.spans(), self.eagerly).joined(state)
 
     def spans(self) -> list[tuple[int, int]]:
         """Return the address ranges of the slots."""

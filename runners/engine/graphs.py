@@ -555,6 +555,11 @@ class GraphSet(Generic[V]):
         stage, filler, coordinator = self.stage, self.filler, self.coordinator
         filling = filler.make(self.sizes[rows], absent, computes=self.recipe is not None)
         filler.feed.disarm()  # the kernel must not write slots during the capture
+        bucket = filling.bucket
+        for one in bucket.functions(bucket.padded).on_host:
+            if one.again is not None and not (one.fields or one.again.fields):  # no batch is there
+                with capture_errors(), torch.no_grad():
+                    one.run(None, bucket.step(bucket.padded))
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
@@ -588,13 +593,15 @@ class GraphSet(Generic[V]):
         seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
 
         def once(note: Callable[[torch.Tensor], None]) -> None:
-            if stage.state is None:
-                slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
-                found.append(State.found(stage.backend, slots, seen, exact=True, holder=stage.step, inside=note))
-            else:
-                found.append(State.of(stage.backend, stage.state))
-                with found[0].kept():
+            state = State.of(stage.backend, stage.state or (), self.buffers)
+            with state.kept():
+                if stage.state is None:
+                    slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
+                    more = State.found(stage.backend, slots, seen, exact=True, holder=stage.step, inside=note)
+                    state = more.joined(state)
+                else:
                     seen()
+            found.append(state)
 
         warm_up(stage.backend, lambda: check_writes(once, self.buffers))
         return found[0]

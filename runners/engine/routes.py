@@ -210,14 +210,16 @@ class EagerRoutes(Generic[V]):
         none = dict.fromkeys((*declaration.axes, *declaration.following), 0)
         before = {**none, **stage.sizes} if filler is None else dict(filler.buffers.capacity)
         short = {axis: rows for axis, rows in zip(declaration.varying, live, strict=False) if rows > before[axis]}
-        bound = [] if filler is None else [buffer.name for buffer in filler.buffers if buffer.adopted]
+        known = [] if filler is None else [*filler.buffers]
+        bound = [buffer.name for buffer in known if buffer.adopted and buffer.slot.varying]
         if bound:
             most = ", ".join(f"{axis} {rows}" for axis, rows in before.items() if axis in short)
             raise BatchError(
                 f"slot {bound[0]!r} is bound to memory that cannot grow, and the batch has more rows than {most}"
             )
         capacity = before | {axis: 1 << max(rows - 1, 0).bit_length() for axis, rows in short.items()}
-        buffers = stage.allocate(capacity)
+        kept = {buffer.name: buffer.tensor for buffer in known if buffer.adopted or buffer.slot.is_state}
+        buffers = stage.allocate(capacity, kept, keep_bound=True)
         sizes = {axis.name: size for axis, size in capacity.items()}
         log.debug("grown", runner=self._runner, declaration=declaration.name, nbytes=buffers.nbytes, sizes=sizes)
         filler = self._over(buffers)

@@ -410,6 +410,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         graphs, own = self.graphs, self.eager.buffers
         nbytes = 0 if own is None else own.nbytes
         memory, report, made, eager, lowered = MemoryAccount(inputs=nbytes), CaptureReport(), 0, 0, dict[str, int]()
+        buffers = own if graphs is None else graphs.buffers
         if graphs is not None:
             memory, report, made = graphs.memory(), graphs.report or report, len(graphs.captured)
             eager = 0 if own is graphs.buffers else nbytes
@@ -417,6 +418,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         return {
             **self.tally.as_data(),
             "lowerings": lowered,
+            "again": {} if buffers is None else buffers.again,
             "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
             "capture": {
                 "buckets": list(report.captured),

@@ -208,11 +208,13 @@ def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
     reasons = {
         "a constant, which no step writes": not slot.writers and rule is None and not written,
         "it is kept, because that was asked for": name in kept,
+        "state, which steps keep": slot.is_state,
         "in host memory, where a fill may write what the device has yet to read": slot.placement == HOST,
         "its tail is set once": isinstance(rule, Once),
         "its tail is kept, and holds what the slot held before": isinstance(rule, Keep),
         "no fill writes all of it in each step": not (
-            computed or (ruled if read else slot.writers == BY_STEP or (slot.writers == BY_PRODUCER and ruled))
+            (computed and not computed.again)
+            or (ruled if read else slot.writers == BY_STEP or (slot.writers == BY_PRODUCER and ruled))
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...backends import choose
 from ...backends.base import Backend
-from ...dataflow.buffers import Buffers, overlaps, span
+from ...dataflow.buffers import Buffer, Buffers, overlaps, span
 from ...dataflow.errors import CaptureError, CheckError, place_now
 from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import Inputs
@@ -125,10 +125,14 @@ class State:
     holder: Callable[..., Any] | None = None
 
     @classmethod
-    def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
-        """Make a state of the given tensors, or parts of them. Other memory that the step changes is not restored."""
-        pieces = (Piece(ordinary_alias(one), f"the given {_text(one)}", given=True) for one in tensors if one.numel())
-        return cls(backend, tuple(pieces))
+    def of(cls, backend: Backend, tensors: Iterable[torch.Tensor], slots: Iterable[Buffer] = ()) -> "State":
+        """Make a state of the given tensors, or parts of them, and of slots that are state.
+
+        Other memory that the step changes is not restored.
+        """
+        found = [(f"the given {_text(one)}", one) for one in tensors]
+        found += [(f"slot {one.name!r}", one.tensor) for one in slots if one.slot.is_state]
+        return cls(backend, tuple(Piece(ordinary_alias(one), label, given=True) for label, one in found if one.numel()))
 
     @classmethod
     def found(

@@ -336,6 +336,7 @@ class Statistics(TallyData):
         eager: Steps and their live rows without a graph, by reason.
         fills: How long fills took, in each bucket, and eagerly by reason. One fill in `every` is timed.
         lowerings: Fills of buckets by lowering.
+        again: By slot that is computed with `again=`, how often its function has run and how often it kept its value.
         memory: Bytes as in `MemoryAccount`; `eager`, of inputs for batches larger than every bucket; and the `total` of
             all memory that is the runner's own.
         capture: The results of captures.
@@ -343,6 +344,7 @@ class Statistics(TallyData):
     """
 
     lowerings: dict[str, int]
+    again: dict[str, dict[str, int]]
     memory: dict[str, int]
     capture: CaptureData
     ranks: RanksData

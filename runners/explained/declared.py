@@ -162,12 +162,18 @@ def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities,
     starts = "" if slot.starts is None else f", starts as {slot.starts}"
     notes = {
         f"set to {_named(slot.initial())}": not slot.writers,
+        "state, kept from step to step": slot.is_state,
         "optional": slot.optional,
         "ragged": slot.ragged,
         f"when {_named(slot.when)}": slot.when,
         f"at most {slot.limit}": slot.limit,
         f"argument {slot.argument}": slot.argument,
     }
+    again = compute and compute.again
+    if again:
+        notes[f"again if {again.name}({', '.join(again.needs)})"] = True
+        for need in sorted(declaration.rules.keys() & again.needs):
+            notes[f"in each step of steps(), since {need} advances"] = True
     return SlotFacts(
         name=name,
         kind=slot.kind,

@@ -217,6 +217,7 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
     one = batch_of(step, runner.stage)
     view = runner.fill(one.batch, **one.side)
     produce(view)
+    view = runner.fill(one.batch, **one.side)  # functions on the host may read what producers wrote
     outputs = copies(runner.replay(view), "outputs")
     if step.outputs is not None:
         known = {one.name: one.elements for one in step.outputs if one.elements is not None}

@@ -75,7 +75,7 @@ class Chain(Generic[V]):
         self._edits.check()
         self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots of a join
         read = {
-            need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.needs
+            need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.reads
         }
         written = [buffer.name for buffer in graphs.buffers if buffer.slot.rewritten or buffer.foreign]
         advancing = next((name for name in declaration.rules if slots[name].placement == HOST), None)

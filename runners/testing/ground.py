@@ -121,13 +121,14 @@ def spoilt(ground: Ground, seed: int) -> Buffers:
 
 
 def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) -> None:
-    """Write random bytes everywhere except in constants and kept tails.
+    """Write random bytes everywhere except in constants, in state and in kept tails.
 
     flipped: Whether to invert each bit.
     """
     generator = torch.Generator().manual_seed(seed)
     for buffer in buffers:
-        if buffer.slot.writers and not isinstance(buffer.slot.rule(), Keep | Once):
+        slot = buffer.slot
+        if slot.writers and not (slot.is_state or isinstance(slot.rule(), Keep | Once)):
             view = buffer.view(padded)
             view.copy_(garbage(view, generator, flipped=flipped))
 
@@ -135,7 +136,8 @@ def spoil(buffers: Buffers, padded: Sizes, seed: int, *, flipped: bool = False) 
 def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:
     """Put random bytes in every padded row that a step may write."""
     for buffer in buffers:
-        if buffer.slot.rewritten or buffer.slot.writers == BY_STEP:
+        slot = buffer.slot
+        if (slot.rewritten and not slot.is_state) or slot.writers == BY_STEP:
             view = buffer.view(padded)
             view.copy_(garbage(view, generator))
 

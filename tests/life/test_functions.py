@@ -2,6 +2,7 @@
 
 Rules, host functions and device functions are drawn that reduce over rows, read new values, or do not read their own
 slot. They run in several buckets, after fuller batches, with poison wherever no rule says what memory holds.
+Some read tables that the step goes on writing, and some functions on the host run only if what they read has changed.
 """
 
 import os
@@ -15,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, keep, output
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, keep, output, staged
 from slotgraph.dataflow.axes import Shape, Sizes, Step, extent, shape_of
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.edits import rearrange
@@ -25,6 +26,7 @@ from tests.packing import backend_of
 PAGES: Final = Axis("PAGES")
 BUCKETS: Final = (1, 2, 4, 8)
 POISON: Final = 7919
+ENTRIES, STARTS = 3, 7
 UNREAD: Final = (keep("only rules by row read it"), once(5))
 DTYPES: Final = (torch.int64, torch.int32, torch.float64)
 HEALTH: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -51,6 +53,15 @@ OVER_ROWS: Final = (
 )
 ON_HOST: Final = ("int({some}.amax())", "int({some}.sum()) + step.live(BATCH)", "[int({some}.amin())]")
 ON_DEVICE: Final = ("{some}.sum().reshape(1).to(torch.int64)", "({some}.amax() - {some}.amin()).reshape(1).long()")
+
+
+@attrs.frozen
+class Function:
+    """The function of a computed slot. again: the slots whose contents it depends on, if it runs only for others."""
+
+    text: str
+    on_host: bool
+    again: tuple[str, ...] | None
 
 
 @attrs.frozen
@@ -129,6 +140,8 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, co
         written = pad not in UNREAD and not kind.host and draw(st.integers(0, 5)) == 0
         slots.append(Drawn(name, kind, pad, written=written))
     unread = {one.name for one in slots if one.pad in UNREAD}
+    read = [one.name for one in slots if not (one.kind.host or one.name in unread or correct)]
+    tables = {f"t{number}": draw(st.sampled_from([*read, ""])) for number in range(draw(st.sampled_from([0, 1, 1, 2])))}
     rank = {one.name: place for place, one in enumerate(draw(st.permutations(slots)))}
     advancing = {one.name for one in slots if draw(st.integers(0, 2))} or {slots[-1].name}
     ruled = list[Drawn]()
@@ -141,7 +154,7 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, co
         alike = [name for name in members[one.kind] if name in before] + [one.name]
         side = [other.name for other in slots if other.kind.host == one.kind.host]
         told = {other.name for other in slots if not correct or not other.number} - unread
-        some = [name for name in before if name in side and name in told]
+        some = [name for name in before if name in side and name in told] + [*([] if one.kind.host else tables)]
         others = [name for name in alike if name not in unread]
         if some and others and one.name not in unread and draw(st.integers(0, 3)):
             texts = [text for text in OVER_ROWS if not correct or re.search("cumsum|some}.sum", text)]
@@ -153,39 +166,48 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, co
         if one.kind == Kind((BATCH,), torch.int64, host=False) and draw(st.integers(0, 3)) == 0:
             text = draw(st.sampled_from(["made", "made.remainder(97)", f"({one.name} + made).remainder(1009)"]))
         ruled.append(attrs.evolve(one, rule=text))
-    functions = dict[str, tuple[str, bool]]()
+    functions = dict[str, Function]()
     for number in range(draw(st.integers(0, 3))):
         on_host = draw(st.booleans())
         some = [one.name for one in ruled if one.kind.host == on_host and one.name not in unread]
+        some += [] if on_host else tables
         if some:
-            text = draw(st.sampled_from(ON_HOST if on_host else ON_DEVICE)).format(some=draw(st.sampled_from(some)))
-            functions[f"c{number}"] = text, on_host and draw(st.booleans())
-    return World({one.name: one for one in ruled}, functions, width)
+            name = draw(st.sampled_from(some))
+            text = draw(st.sampled_from(ON_HOST if on_host else ON_DEVICE)).format(some=name)
+            again = (name,) if on_host and draw(st.booleans()) else None
+            functions[f"c{number}"] = Function(text, on_host and draw(st.booleans()), again)
+    state = {name: torch.full((ENTRIES,), STARTS) for name in tables}
+    return World({one.name: one for one in ruled}, functions, width, tables, state)
 
 
 @attrs.frozen
 class World:
     """A random declaration, and what it does in plain code.
 
-    functions: by computed slot its text, and whether it is on the host. width: tokens of a request; 0 if they are free.
+    functions: of each computed slot. width: tokens of a request; 0 if they are free. tables: by name a slot that a step
+    adds to the table, or nothing. state: what the tables hold.
     """
 
     slots: Mapping[str, Drawn]
-    functions: Mapping[str, tuple[str, bool]]
+    functions: Mapping[str, Function]
     width: int
+    tables: Mapping[str, str]
+    state: Tensors
 
     def inputs(self) -> type[Inputs]:
         """The class."""
-        names = [*self.slots, "made", "step"]
+        names = [*self.slots, *self.tables, "made", "step"]
         body: dict[str, Any] = {"made": output(BATCH, dtype=torch.int64)}
+        body |= {name: staged(ENTRIES, dtype=torch.int64, starts=STARTS) for name in self.tables}
         for name, one in self.slots.items():
             options: dict[str, Any] = {"placement": "host"} if one.kind.host else {}
             options |= {"then": function(one.rule, names)} if one.rule else {}
             options |= {"pad": one.pad} if one.kind.dim is not None else {}
             body[name] = copied(*one.kind.shape, dtype=one.kind.dtype, rewritten=one.written, **options)
-        for name, (text, on_host) in self.functions.items():
-            options = {"placement": "host"} if on_host else {}
-            body[name] = computed(function(text, names), shape=1, dtype=torch.int64, **options)
+        for name, made in self.functions.items():
+            options = {"placement": "host"} if made.on_host else {}
+            options["again"] = made.again
+            body[name] = computed(function(made.text, names), shape=1, dtype=torch.int64, **options)
         return type("DrawnInputs", (Inputs,), {"__annotations__": dict.fromkeys(body, torch.Tensor), **body})
 
     def run(self, view: Mapping[str, torch.Tensor]) -> None:
@@ -197,14 +219,17 @@ class World:
                 made += value.to(torch.int64).movedim(one.kind.dim, 0).reshape(len(made), -1).sum(1)
             if one.written:
                 value.add_(1)
-        for name, (_, on_host) in self.functions.items():
-            if not on_host:
+        for name, computes in self.functions.items():
+            if not computes.on_host:
                 made += view[name]
         view["made"].copy_(made.remainder(10007))
+        for name, some in self.tables.items():
+            more = view[some].sum().to(torch.int64) if some else 1
+            view[name].mul_(3).add_(more).remainder_(1009)
 
     def step(self, view: Any) -> torch.Tensor:
         """The same as runners call it."""
-        self.run({name: getattr(view, name) for name in (*self.slots, *self.functions, "made")})
+        self.run({name: getattr(view, name) for name in (*self.slots, *self.functions, *self.tables, "made")})
         made: torch.Tensor = view.made
         return made
 
@@ -223,16 +248,16 @@ class World:
                 needs = {*self.slots}.intersection(re.findall(r"\w+", one.rule)) - {name}
                 if name not in new and needs <= new.keys():
                     seen = {need: self.padded(need, {**rows, **new}[need], sizes) for need in (*needs, name)}
-                    value = called(one.rule, {**seen, "made": made}) if one.rule else seen[name]
+                    value = called(one.rule, {**seen, **self.state, "made": made}) if one.rule else seen[name]
                     new[name] = value[rows_in(rows[name])].clone()
         return new
 
     def stepped(self, rows: Tensors, step: Step) -> tuple[Tensors, Tensors, torch.Tensor]:
         """What slots hold after a step, what computed slots hold, and what it made, padded rows and all."""
-        view = {name: self.padded(name, rows[name], step.padded_sizes) for name in self.slots}
+        view = {name: self.padded(name, rows[name], step.padded_sizes) for name in self.slots} | self.state
         found = {}
-        for name, (text, _) in self.functions.items():
-            found[name] = torch.as_tensor(called(text, {**view, "step": step}), dtype=torch.int64).reshape(1)
+        for name, one in self.functions.items():
+            found[name] = torch.as_tensor(called(one.text, {**view, "step": step}), dtype=torch.int64).reshape(1)
         made = torch.zeros(step.padded_sizes[BATCH], dtype=torch.int64)
         self.run({**view, **found, "made": made})
         return {name: view[name][rows_in(rows[name])] for name in rows}, found, made
@@ -254,7 +279,7 @@ class World:
             if one.pad in UNREAD or one.written:
                 mine, right = mine[rows_in(rows[name])], rows[name]
             assert torch.equal(mine, right), (name, mine, right)
-        for name, right in found.items():
+        for name, right in {**found, **self.state}.items():
             assert torch.equal(buffers[name].tensor.cpu(), right), (name, buffers[name].tensor, right)
 
     def values(self, seed: int, sizes: Sizes) -> Tensors:
@@ -287,7 +312,9 @@ class Steps:
         self.world.poison(self.buffers, None)
         self.buffers.distrust()
         if draw(st.booleans()):  # a fuller batch before
-            self.runner(self.world.on(self.rows(BUCKETS[-1]), self.device))
+            rows, sizes = self.rows(BUCKETS[-1]), self.sizes(BUCKETS[-1])
+            self.runner(self.world.on(rows, self.device))
+            self.world.stepped(rows, Step(sizes, sizes))
 
     def sizes(self, requests: int) -> dict[Axis, int]:
         """Those of so many requests."""
@@ -410,6 +437,8 @@ def play_graphs(draw: Any, backend: Any) -> None:
             return world.step(buffers.view(padded))
 
         graphs.append((padded, backend.capture(captured)))
+    for name, table in world.state.items():  # a capture of one's own may run the step
+        table.copy_(buffers._layer.buffers[name].tensor)
     for _ in range(draw(st.integers(1, 4))):
         padded, graph = draw(st.sampled_from(graphs))
         step = Step({axis: draw(st.integers(0, size)) for axis, size in padded.items()}, padded)

@@ -405,6 +405,45 @@ def test_vllm_42444_a_plan_left_by_the_warm_up() -> None:
         assert runner({"ids": live}).tolist() == [length * (60 // len(live)) for length in live]
 
 
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_rtp_llm_1084_a_plan_of_another_batch(placement: Any) -> None:
+    """B: a graph is replayed with the plan that an attention library made for another batch: wrong work, or a hang."""
+    plans = list[list[int]]()
+
+    def plan(kv_lens: torch.Tensor) -> torch.Tensor:
+        plans.append(kv_lens.tolist())
+        return torch.cat([kv_lens.new_zeros(1), kv_lens.cumsum(0)])
+
+    def declared(*again: str) -> type[Inputs]:
+        class Planned(Ids):
+            requests: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
+            kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1, placement="host")
+            indptr: torch.Tensor = computed(plan, shape=BATCH + 1, dtype=torch.int64, again=again, placement=placement)
+
+        return Planned
+
+    def attention(view: Any) -> torch.Tensor:
+        found: torch.Tensor = view.ids * 100 + view.indptr.diff()
+        return found
+
+    def batch(*kv_lens: int) -> dict[str, Any]:
+        return {"ids": [2] * len(kv_lens), "requests": [7, 8, 9][: len(kv_lens)], "kv_lens": [*kv_lens]}
+
+    batches, values = [batch(3, 16), batch(3, 16), batch(4, 17), batch(5)], {"kv_lens": (1, 99)}
+    runner = captured(declared("kv_lens"), attention)
+    plans.clear()
+    for one in batches:
+        assert runner(one).tolist() == [200 + length for length in one["kv_lens"]]
+    assert plans == [[3, 16, 1, 1], [4, 17, 1, 1], [5, 1, 1, 1]]  # and none for what is planned already
+    assert slotgraph.check(runner, only="poison", values=values, progress=False).ok
+    assert slotgraph.check(runner, batches, only="poison", progress=False).ok
+    stale = captured(declared("requests"), attention)  # as if the same requests had the same lengths for ever
+    for brought, drawn in ((batches, {}), (None, values)):
+        report = slotgraph.check(stale, brought, only="poison", values=drawn, progress=False)
+        assert "indptr" in {finding.slot for finding in report.findings}, report
+        assert "all that its function depends on, by again=" in str(report)
+
+
 def test_vllm_53057_one_staging_buffer() -> None:
     """E: the next step's numbers are written into the staging buffer that the last step's copy has not read yet."""
     device = LazyDevice()
