@@ -1,6 +1,7 @@
 """The oracle: fills a declaration slot by slot in the simplest code. Every lowering must leave the same bytes."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ def fill_slot_by_slot(
     given: Mapping[str, Any] | None = None,
     *,
     left: Collection[str] = (),
+    frozen: Mapping[str, Any] = MappingProxyType({}),
 ) -> Views:
     """Fill a bucket of `step`'s padded sizes from a batch of its live sizes, and return the slots.
 
     It does no grouping and no checks, and remembers no earlier fills. `given` has values that replace the batch's own,
-    and `left` names slots that stay as they are.
+    `left` names slots that stay as they are, and `frozen` has values of fields that replace those of the batch.
     """
     views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
@@ -50,7 +52,7 @@ def fill_slot_by_slot(
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
     for name in (name for name in declaration.functions if name not in left):
-        known, target = {**declaration.given(step), **views}, buffers[name].view(step.padded_sizes)
+        known, target = {**declaration.given(step), **frozen, **views}, buffers[name].view(step.padded_sizes)
         Computation.bind(name, declaration, known, target).run(batch)
     return views
 

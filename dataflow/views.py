@@ -106,7 +106,7 @@ class ViewInfo:
 class Viewer(Generic[T]):
     """Makes the views of a bucket's batches."""
 
-    __slots__ = ("_class", "_fields", "_info_of", "_last", "_shown")
+    __slots__ = ("_class", "_fields", "_frozen", "_info_of", "_last", "_shown")
 
     def __init__(
         self,
@@ -114,6 +114,7 @@ class Viewer(Generic[T]):
         shown: Callable[[Live], Views],
         fields: Mapping[str, Field],
         info_of: Callable[[Live], ViewInfo],
+        frozen: Mapping[str, Any],
     ) -> None:
         """Store what the views of a bucket have in common.
 
@@ -122,10 +123,12 @@ class Viewer(Generic[T]):
             shown: Returns the slots' tensors for live sizes.
             fields: The fields of the declaration that are not slots.
             info_of: Returns the `ViewInfo` for live sizes.
+            frozen: Values of fields that replace those of batches.
         """
         self._class = view
         self._shown = shown
-        self._fields = fields
+        self._fields = {name: field for name, field in fields.items() if name not in frozen}
+        self._frozen = frozen
         self._info_of = info_of
         self._last: tuple[Live | None, ViewInfo | None] = None, None
 
@@ -140,6 +143,7 @@ class Viewer(Generic[T]):
         values.update(self._shown(live))
         if self._fields:
             values.update(carried(self._fields, batch))
+        values.update(self._frozen)
         values["_slotgraph_view"] = info
         return made
 

@@ -1,8 +1,9 @@
 """Runners that capture graphs, with their buckets, routes and fills, and the decode runner."""
 
 import abc
-import bisect
 import functools
+import itertools
+import math
 import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, final, overload
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
+from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Dim, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import LoweringName, chosen_lowering
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
@@ -30,13 +31,15 @@ from .engine.config import (
     checked_names,
     config_of,
     patterns_of,
+    share_of_padding,
 )
 from .engine.graphs import Captured, Filler, GraphSet, ReadBatch
 from .engine.hooks import watchers_of
-from .engine.outputs import Out, rows_each
+from .engine.outputs import Out, check_output_rows
 from .engine.pool import Phase
 from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
+from .engine.selection import BucketKey, BucketSelector, Variant, VariantKey, frozen_by, sizes_of, variants_of
 from .engine.stage import NO_SIZES, Stage, StepFunction, joined
 from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
@@ -63,10 +66,9 @@ class CaptureArguments(StageArguments, total=False):
     bind: Mapping[str, Bound]
     keep_bound: bool
     absent: Sequence[Collection[str]]
+    variants: Sequence[Variant]
     phase: Phase | None
     state: Iterable[torch.Tensor] | None
-    buckets: tuple[int, ...] | list[int]
-    max_batch: int
     max_waste: float
     warmups: int
     progress: bool
@@ -79,7 +81,24 @@ class CaptureArguments(StageArguments, total=False):
     outputs: Literal["view", "copy"]
 
 
-class StackArguments(CaptureArguments, total=False):
+class GraphArguments(CaptureArguments, total=False):
+    """The arguments of a runner whose buckets have sizes on any axes."""
+
+    buckets: Mapping[Axis, Collection[int]] | Sequence[Mapping[Axis, int]]
+    relations: Mapping[Axis, Dim]
+    cost: Callable[[Sizes], float] | None
+    output_rows: Axis | None
+    compile_computed: bool | None
+
+
+class LadderArguments(CaptureArguments, total=False):
+    """The arguments of a runner whose buckets are numbers of rows."""
+
+    buckets: tuple[int, ...] | list[int]
+    max_batch: int
+
+
+class StackArguments(LadderArguments, total=False):
     """The arguments of a runner whose buckets are tokens, up to `max_tokens`."""
 
     max_tokens: int
@@ -87,7 +106,7 @@ class StackArguments(CaptureArguments, total=False):
     stack: nn.Module | str | None
 
 
-class DraftArguments(CaptureArguments, total=False):
+class DraftArguments(LadderArguments, total=False):
     """The arguments of a runner whose buckets are requests, and whose outputs have one row a request."""
 
     compile_computed: bool | None
@@ -123,7 +142,7 @@ def _brief(value: Any) -> str:
     return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
 
 
-class GraphRunner(Runner[V, Out]):
+class CapturingRunner(Runner[V, Out]):
     """A runner that captures graphs. Subclasses are final, or abstract."""
 
     _is_debugged = False
@@ -132,48 +151,61 @@ class GraphRunner(Runner[V, Out]):
         self,
         config: RunnerConfig,
         stage: Stage[V],
-        counts: Callable[[int], Sizes],
+        sizes: Mapping[BucketKey, Sizes],
         given: Mapping[str, Any],
         *,
-        sized_by: str,
-        leading: Collection[Axis],
+        axes: Sequence[Axis],
+        output_rows: Axis | None = None,
         factor: str = "",
         path: PathName = "graph",
-        rows_each: int | None = None,
+        chosen: str = "",
     ) -> None:
-        """Size the buckets, and join the pool.
+        """Prepare the choice of buckets, and join the pool.
 
         Args:
             config: The options.
             stage: The declaration, the backend and the step.
-            counts: Returns a bucket's padded sizes of BATCH and TOKENS, given its rows.
+            sizes: The padded sizes of each bucket, in the order of choice.
             given: All arguments of the runner.
-            sized_by: Names of the options that determine these sizes, for errors.
-            leading: The axes of the buckets, first that of rows.
+            axes: The axes on which buckets have sizes of their own, first that of rows.
+            output_rows: The axis that the rows of a graph's outputs follow, or None if they are whole.
             factor: The name of the option for tokens per request, for errors.
             path: The path of a batch that fits a bucket.
-            rows_each: Rows of outputs for each row, or None if they are whole.
+            chosen: Why a bucket is chosen among those that hold a batch, if there may be several.
         """
-        lead, *_ = leading
+        declaration = stage.declaration
+        lead, *_ = axes
         self._given = given
-        self.buckets = buckets = config.ladder(of_tokens=lead == TOKENS)
-        self._rows_each, self.cuts = rows_each, rows_each is not None
-        sizes = {rows: stage.padded(counts(rows), sized_by) for rows in buckets.sizes}
-        self._capacity = sizes[buckets.largest]
+        self._output_rows, self.cuts = output_rows, output_rows is not None
+        self._capacity = {axis: max(padded[axis] for padded in sizes.values()) for axis in next(iter(sizes.values()))}
         config.check(stage.backend.capabilities)
-        patterns = patterns_of(stage.declaration, given.get("absent", ()))
-        size = Sizer(stage.declaration, stage.relations, self._capacity, lead, factor=factor)
-        coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, patterns, lead)
+        patterns = patterns_of(declaration, given.get("absent", ()))
+        variants = variants_of(declaration, given.get("variants", ()))
+        size = Sizer(declaration, stage.relations, self._capacity, lead, factor=factor)
+        kind = type(self).__name__
+        coordinator = coordinator_of(declaration, kind, config, sizes, patterns, lead, variants=variants)
+        if not coordinator.quiet and (variants or len(axes) > 1):
+            raise ConfigError(
+                f"ranks exchange one size of a bucket and no field, and {kind} has buckets on "
+                f"{' and '.join(map(str, axes))}{' and variants' * bool(variants)}: only ranks that get the "
+                "same batches can have these, Ranks(equal=True)"
+            )
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
-        self.sizes, self.patterns = sizes, patterns
-        self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
-        varying = enumerate(stage.declaration.varying)
-        self._most = [(place, axis, self._capacity[axis]) for place, axis in varying if axis not in leading]
-        fields = stage.declaration.fields.values()
+        self.sizes, self.patterns, self.axes, self.variants = sizes, patterns, tuple(axes), variants
+        varying = [axis for axis in declaration.varying if axis not in stage.relations]
+        self._places = {axis: declaration.varying.index(axis) for axis in varying}
+        self._selector = BucketSelector(sizes, self._places)
+        self._frozen = frozen_by(variants)
+        self._fits = dict[tuple[BucketKey, VariantKey], Decision]()
+        for bucket, (variant, frozen) in itertools.product(sizes, self._frozen.items()):
+            text = ", ".join(f"{name}={value!r}" for name, value in frozen.items())
+            reason = f"bucket {bucket} fits{chosen}{', with ' * bool(text)}{text}"
+            self._fits[bucket, variant] = Decision(path, bucket, "fits", reason, variant=text)
+        known = {one.field for one in variants}
+        fields = [field for name, field in declaration.fields.items() if name not in known]
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
-        # whether the bucket depends only on the leading rows and the absent slots
-        self._is_plain = not (self._most or self._seen) and config.max_waste >= 1 and coordinator.alone
-        self._routes = dict[tuple[int | None, Absent], Route[V]]()
+        self._is_plain = config.max_waste >= 1 and coordinator.alone  # whether sizes and fields alone decide
+        self._routes = dict[tuple[BucketKey | None, Absent, VariantKey | None], Route[V]]()
         bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
         keep = checked("keep_bound", "True or False", given.get("keep_bound", False), bool)
         self._allocate = functools.partial(stage.allocate, self._capacity, bind, keep_bound=keep)
@@ -218,7 +250,9 @@ class GraphRunner(Runner[V, Out]):
             self.patterns,
             self.name,
             self.coordinator,
-            self._rows_each,
+            self._frozen,
+            self.axes,
+            self._output_rows,
             **self._captures(buffers),
         )
 
@@ -234,7 +268,7 @@ class GraphRunner(Runner[V, Out]):
         _ = self.eager
 
     def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first. With `lazy`, capture each when the first batch comes for it.
+        """Capture every bucket, the last choice first. With `lazy`, capture each when the first batch comes for it.
 
         With `graphs` off nothing is captured.
 
@@ -262,12 +296,16 @@ class GraphRunner(Runner[V, Out]):
         return self.graphs.filler.lowering.name
 
     def plan(
-        self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = (), hosted: Collection[str] = ()
+        self,
+        bucket: BucketKey,
+        absent: Collection[str] = (),
+        in_place: Collection[str] = (),
+        hosted: Collection[str] = (),
     ) -> FillPlan:
         """Return how one bucket is filled.
 
         Args:
-            bucket: Its padded size.
+            bucket: Its padded size, or its sizes in the order of `axes`.
             absent: Optional slots that the batch lacks.
             in_place: Slots whose source is the buffer itself.
             hosted: Slots on the device whose source is on the host.
@@ -278,7 +316,7 @@ class GraphRunner(Runner[V, Out]):
         declaration, sizes, pattern = self.stage.declaration, self.sizes.get(bucket), Pattern(absent, in_place, hosted)
         pattern.check(declaration)
         if sizes is None:
-            known = ", ".join(map(str, sorted(self.sizes)))
+            known = ", ".join(map(str, self.sizes))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
         capabilities, foreign = self.stage.backend.capabilities, self.graphs.buffers.foreign
         return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
@@ -288,23 +326,20 @@ class GraphRunner(Runner[V, Out]):
 
         Raise ReplayError before anything is captured.
         """
-        buckets, rows, report = self.buckets, live[-1], self.graphs.report
-        bucket = buckets.fit(rows)
-        over = next(((live[place], axis, most) for place, axis, most in self._most if live[place] > most), None)
+        bucket, variant, report = self._selector.select(live), self._variant(batch), self.graphs.report
         why: Why
         if report is None:
             raise ReplayError("nothing is captured yet: call capture() first")
         if not self.config.graphs:
             why, reason = "disabled", "graphs are switched off, by graphs=False"
-        elif over is not None:
-            why, reason = "too_large", "{} rows on {} are more than the {} of every bucket".format(*over)
         elif bucket is None:
-            why, counted = "too_large", "rows" if self.is_whole else "tokens"
-            reason = f"{rows} {counted} are more than the largest bucket, {buckets.largest}"
-        elif (share := buckets.waste(rows, bucket)) > buckets.max_waste:
+            why, reason = "too_large", self._why_too_large(live)
+        elif (share := self._waste(live, bucket)) > self.config.max_waste:
             why = "waste"
-            reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {buckets.max_waste:.0%}"
-        elif not self.graphs.has(bucket, absent):
+            reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {self.config.max_waste:.0%}"
+        elif variant is None:
+            why, reason = "field_differs", self._why_no_variant(batch)
+        elif not self.graphs.has(bucket, absent, variant):
             names, failed = ", ".join(map(repr, sorted(absent))), report.failed.get(bucket)
             why = "absent" if failed is None else "not_captured"
             reason = failed or f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
@@ -313,21 +348,52 @@ class GraphRunner(Runner[V, Out]):
             came, seen = _brief(field.read(batch)), self._seen[field]
             why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
         else:
-            return self._fits[bucket]
+            return self._fits[bucket, variant]
         return Decision("eager", None, why, reason)
 
+    def _variant(self, batch: Any) -> VariantKey | None:
+        """Return the values that a batch's graph has frozen, or None if no graph has values for the batch."""
+        found = list[Any]()
+        for one in self.variants:
+            value = one.select(self.stage.declaration.fields[one.field].read(batch))
+            if value is None:
+                return None
+            found.append(value)
+        return tuple(found)
+
+    def _why_no_variant(self, batch: Any) -> str:
+        """Return why no graph has values of fields for a batch."""
+        values = {one: self.stage.declaration.fields[one.field].read(batch) for one in self.variants}
+        one = next(one for one, value in values.items() if one.select(value) is None)
+        return f"field {one.field!r} is {_brief(values[one])}, and graphs were captured for {one}"
+
+    def _waste(self, live: Live, bucket: BucketKey) -> float:
+        """Return the share of padding in a bucket: on several axes, of the product of its sizes."""
+        return share_of_padding(math.prod(live[self._places[axis]] for axis in self.axes), math.prod(sizes_of(bucket)))
+
+    def _why_too_large(self, live: Live) -> str:
+        """Return why no bucket holds these live sizes."""
+        is_ladder = len(self.axes) == 1
+        for axis, place in self._places.items():
+            if live[place] > self._capacity[axis] and not (is_ladder and axis in self.axes):
+                return f"{live[place]} rows on {axis} are more than the {self._capacity[axis]} of every bucket"
+        if is_ladder:
+            counted, largest = "rows" if self.is_whole else "tokens", self._capacity[self.axes[0]]
+            return f"{live[-1]} {counted} are more than the largest bucket, {largest}"
+        together = " and ".join(f"{live[self._places[axis]]} rows on {axis}" for axis in self.axes)
+        return f"no bucket holds {together} together"
+
     def _route(self, call: ReadBatch) -> Route[V]:
-        if self._is_plain:
-            sizes = self.buckets.sizes
-            place = bisect.bisect_left(sizes, call.live[-1])
-            if place < len(sizes):
-                route = self._routes.get((sizes[place], call.absent))
-                if route is not None:
-                    return route
+        variant = self._variant(call.batch) if self.variants else ()
+        if self._is_plain and not (self._seen and _differing(self._seen, call.batch)):
+            route = self._routes.get((self._selector.select(call.live), call.absent, variant))
+            if route is not None:
+                return route
         decision = self._decide(call.live, call.absent, call.batch)
         if not self.coordinator.alone:
-            decision = self.coordinator.agree(decision, call.live, functools.partial(self._admit, decision, call))
-        route = self._graph_route(decision.bucket, call.absent)
+            admit = functools.partial(self._admit, decision, call, variant)
+            decision = self.coordinator.agree(decision, call.live, admit)
+        route = self._graph_route(decision.bucket, call.absent, variant)
         if route is None and decision.bucket is not None:
             if not self.coordinator.quiet:
                 missing = ", ".join(map(repr, sorted(call.absent)))
@@ -337,24 +403,59 @@ class GraphRunner(Runner[V, Out]):
             decision = self._decide(call.live, call.absent, call.batch)  # a lazy capture has failed
         return route or self.eager.route(call, decision, self.tally)
 
-    def _graph_route(self, bucket: int | None, absent: Absent) -> Route[V] | None:
-        """Return the route of a bucket's graph, or None if there is none. The graph may be captured now."""
-        route = self._routes.get((bucket, absent))
-        if route is None:
-            captured = self.graphs.get(bucket, absent)
+    def _graph_route(self, bucket: BucketKey | None, absent: Absent, variant: VariantKey | None) -> Route[V] | None:
+        """Return the route of a graph, or None if there is none. The graph may be captured now."""
+        route = self._routes.get((bucket, absent, variant))
+        if route is None and variant is not None:
+            captured = self.graphs.get(bucket, absent, variant)
             if captured is not None:
-                route = self._routes[bucket, absent] = self._route_of(captured)
+                route = self._routes[bucket, absent, variant] = self._route_of(captured)
         return route
 
-    def _admit(self, own: Decision, call: ReadBatch) -> None:
+    def _admit(self, own: Decision, call: ReadBatch, variant: VariantKey | None) -> None:
         """Raise the errors that a fill of the batch would raise on this rank's route."""
-        route = self._graph_route(own.bucket, call.absent)
+        route = self._graph_route(own.bucket, call.absent, variant)
         if route is None:
             route = self.eager.route(call, own, self.tally)
         route.filling.bucket.admit(call.sources, call.live)
 
 
-class RequestRunner(GraphRunner[V, Out]):
+class WholeStepRunner(CapturingRunner[V, Out]):
+    """Captures whole steps. Subclasses are final, or abstract."""
+
+    def _route_of(self, captured: Captured) -> Route[V]:
+        return GraphRoute(self.graphs, captured, self.tally.buckets[captured.bucket])
+
+    def inputs(self, bucket: BucketKey, absent: Collection[str] = ()) -> V:
+        """Return a bucket's slots, with all padded rows, for a producer that writes them itself.
+
+        A batch then has the live rows of such a slot, `view.input_ids[:rows]`, as its source. They are not copied, and
+        the tail is reset as usual. Write on the stream that steps run on.
+
+        Args:
+            bucket: Its padded size, or its sizes in the order of `axes`.
+            absent: Optional slots that the batches lack.
+
+        Raises:
+            ConfigError: There is no graph for the bucket.
+        """
+        pattern = frozenset(absent)
+        key = bucket, pattern, next(iter(self._frozen))  # all variants have the same slots
+        captured = self.graphs.captured.get(key)
+        if captured is None:
+            with self.step_lock.open():  # this may capture it
+                captured = self.graphs.get(*key)
+        if captured is None:
+            without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""
+            raise ConfigError(
+                f"there is no graph of bucket {bucket}{without}: buckets are {(*self.sizes,)}, after capture()"
+            )
+        self.graphs.buffers.clean.handed_out = True
+        filled_by = captured.filling.bucket
+        return self.stage.viewer(filled_by)(None, filled_by.padded)
+
+
+class RequestRunner(WholeStepRunner[V, Out]):
     """Captures a whole step for buckets of requests. Subclasses are final, and define the step."""
 
     def __init__(
@@ -374,19 +475,22 @@ class RequestRunner(GraphRunner[V, Out]):
         width = config.width
         relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
         stage = Stage.of(inputs, step, relations=relations, **{**given, "sizes": sizes})
+        self.buckets = config.ladder()
+        output_rows = given.get("output_rows", output_rows)
+        check_output_rows(output_rows)
+        counts, sized_by = (
+            {rows: {BATCH: rows, TOKENS: rows * width} for rows in self.buckets.sizes},
+            f"buckets= and {factor}=",
+        )
         super().__init__(
             config,
             stage,
-            lambda rows: {BATCH: rows, TOKENS: rows * width},
+            {rows: stage.padded(each, sized_by) for rows, each in counts.items()},
             {"output_rows": output_rows, **given},
-            sized_by=f"buckets= and {factor}=",
+            axes=(BATCH,),
             factor=factor,
-            leading=(BATCH, TOKENS),
-            rows_each=rows_each(given.get("output_rows", output_rows), width),
+            output_rows=output_rows,
         )
-
-    def _route_of(self, captured: Captured) -> Route[V]:
-        return GraphRoute(self.graphs, captured, self.tally.buckets[captured.rows])
 
     def remade(self, **options: Any) -> "DecodeRunner[V, Out]":
         """Make a decode runner of the same step with some other options. It has separate memory and graphs."""
@@ -394,33 +498,6 @@ class RequestRunner(GraphRunner[V, Out]):
         own = {"sizes": stage.sizes, "width": self.config.width, "backend": stage.backend, "state": stage.state}
         taken = {name: value for name, value in self._given.items() if name not in {"bind", "keep_bound", "phase"}}
         return DecodeRunner(stage.inputs, stage.step, **{**taken, **own, **options})
-
-    def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
-        """Return a bucket's slots, with all padded rows, for a producer that writes them itself.
-
-        A batch then has the live rows of such a slot, `view.input_ids[:rows]`, as its source. They are not copied, and
-        the tail is reset as usual. Write on the stream that steps run on.
-
-        Args:
-            bucket: Its padded size.
-            absent: Optional slots that the batches lack.
-
-        Raises:
-            ConfigError: There is no graph for the bucket.
-        """
-        pattern = frozenset(absent)
-        captured = self.graphs.captured.get((bucket, pattern))
-        if captured is None:
-            with self.step_lock.open():  # this may capture it
-                captured = self.graphs.get(bucket, pattern)
-        if captured is None:
-            without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""
-            raise ConfigError(
-                f"there is no graph of bucket {bucket}{without}: buckets are {self.buckets.sizes}, after capture()"
-            )
-        self.graphs.buffers.clean.handed_out = True
-        filled_by = captured.filling.bucket
-        return self.stage.viewer(filled_by)(None, filled_by.padded)
 
 
 @final
@@ -437,6 +514,8 @@ class DecodeRunner(RequestRunner[V, Out]):
         keep_bound: Keep the contents of adopted tensors, in place of each slot's initial value.
         absent: Further patterns of absent optional slots to capture, each a collection of names. Without them, a batch
             that lacks an optional slot runs eagerly.
+        variants: Values of fields that graphs are captured for, as `variant` makes them. A batch with other values
+            runs eagerly.
         output_rows: The axis that the rows of outputs follow: TOKENS, the default, or BATCH, or None to get outputs
             whole.
         phase: The phase of a pool in which the runner uses the pool's memory.
@@ -525,8 +604,15 @@ class DecodeRunner(RequestRunner[V, Out]):
         with self.coordinator.loop() as loop:
             if batch is None:
                 batch, _ = self._empty(None, NO_SIDE)
+            for one in self.variants:
+                if one.at_least:
+                    raise ConfigError(
+                        f"steps() keeps the fields of its first batch, and later steps may outgrow {one.field!r}: a "
+                        "runner with variant(at_least=) is called for each step"
+                    )
             decision = self.decide(batch)
-            if decision.bucket is None:
+            variant = self._variant(batch)
+            if decision.bucket is None or variant is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, self.buckets, loop, why)
+            chain = Chain(self, batch, self.buckets, variant, loop, why)
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))

@@ -63,9 +63,9 @@ class DraftRunner(RequestRunner[V, Drafts]):
             hidden states [TOKENS, ...], or None.
         topk: Nodes that each step continues from.
         steps: The depth of the tree.
-        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `phase`, `state`, `ranks`, `config`, `backend`,
-            `buckets`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`,
-            `compile_computed`, `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
+        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `variants`, `phase`, `state`, `ranks`, `config`,
+            `backend`, `buckets`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
+            `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class DraftExtendRunner(RequestRunner[V, Out]):
         width: Tokens that each request has.
         output_rows: The axis that the rows of outputs follow: BATCH, the default, or TOKENS, or None to get outputs
             whole.
-        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `phase`, `state`, `ranks`, `config`, `backend`,
-            `buckets`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`,
-            `compile_computed`, `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
+        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `variants`, `phase`, `state`, `ranks`, `config`,
+            `backend`, `buckets`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
+            `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]]):
         chained: Slots of which every step has a separate copy. The batch fills the first step's. The rows of the others
             have the slot's initial or tail value until the step before writes them. All steps share all other slots.
         output_rows: As for `DraftExtendRunner`: BATCH by default.
-        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `phase`, `state`, `ranks`, `config`, `backend`,
-            `buckets`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`,
-            `compile_computed`, `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
+        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `variants`, `phase`, `state`, `ranks`, `config`,
+            `backend`, `buckets`, `max_batch`, `max_waste`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
+            `lowering`, `compile_computed`, `lazy`, `error_mode` and `outputs`, as for `DecodeRunner`.
     """
 
     def __init__(

@@ -11,17 +11,17 @@ from ..dataflow.axes import BATCH, TOKENS
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import ConfigError
 from ..dataflow.inputs import V
-from .decode import GraphRunner, StackArguments
+from .decode import CapturingRunner, StackArguments
 from .engine.config import config_of
 from .engine.graphs import Captured
-from .engine.outputs import Out, rows_each
+from .engine.outputs import Out, check_output_rows
 from .engine.routes import Route
 from .engine.stage import Stage, StepFunction
 from .stacked.recipe import Operator, Splitter, capture_stack, live_viewer
 from .stacked.stack import Stack, StackRoute
 
 
-class StackRunner(GraphRunner[V, Out]):
+class StackRunner(CapturingRunner[V, Out]):
     """A runner that captures the stack of a step. Subclasses are final, and define its breaks.
 
     A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, for any number of
@@ -37,16 +37,17 @@ class StackRunner(GraphRunner[V, Out]):
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
         axes, self._splitter, self.stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
         self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
+        self.buckets, most, sized_by = config.ladder(of_tokens=True), config.max_batch, "max_batch= and buckets="
         super().__init__(
             config,
             stage,
-            lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
+            {tokens: stage.padded({TOKENS: tokens, BATCH: most}, sized_by) for tokens in self.buckets.sizes},
             given,
-            sized_by="max_batch= and buckets=",
-            leading=(TOKENS,),
+            axes=(TOKENS,),
             path="breakable" if splitter is None else "piecewise",
         )
-        self.cuts = rows_each(output_rows, 1) is not None
+        check_output_rows(output_rows)
+        self.cuts = output_rows is not None
         if output_rows not in (*axes, None):
             raise ConfigError(
                 f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"
@@ -62,7 +63,7 @@ class StackRunner(GraphRunner[V, Out]):
         return {"recipe": recipe, "holder": holder, "parameters": parameters}
 
     def _route_of(self, captured: Captured) -> Route[V]:
-        viewer, counts = live_viewer(self.stage, captured.filling.bucket), self.tally.buckets[captured.rows]
+        viewer, counts = live_viewer(self.stage, captured.filling.bucket), self.tally.buckets[captured.bucket]
         return StackRoute(self.graphs, self.stack, captured, viewer, counts, self.output_rows)
 
 
@@ -79,10 +80,10 @@ class PrefillRunner(StackRunner[V, Out]):
             Token slots have a bucket's rows, all of which are executed. Request slots have the batch's, up to
             `max_batch`, and may be read in splits, and outside of the stack.
         output_rows: TOKENS, the default, to cut outputs to the live tokens. Other values are as for `BreakableRunner`.
-        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `phase`, `state`, `ranks`, `config` and `backend`,
-            as for `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`,
-            `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig`
-            describes them.
+        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `variants`, `phase`, `state`, `ranks`, `config`
+            and `backend`, as for `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`,
+            `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as
+            `RunnerConfig` describes them.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class BreakableRunner(StackRunner[V, Out]):
         stack: The module within the step that is captured, or a dotted path to it. By default it is the whole step.
         output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole. By
             default BATCH if the declaration has slots over requests, else TOKENS.
-        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `phase`, `state`, `ranks`, `config` and `backend`,
-            as for `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`, `warmups`,
-            `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as `RunnerConfig`
-            describes them.
+        options: `sizes`, `settings`, `bind`, `keep_bound`, `absent`, `variants`, `phase`, `state`, `ranks`, `config`
+            and `backend`, as for `DecodeRunner`; `buckets`, which are tokens, `max_tokens`, `max_batch`, `max_waste`,
+            `warmups`, `progress`, `debug`, `sharing`, `graphs`, `lowering`, `lazy`, `error_mode` and `outputs`, as
+            `RunnerConfig` describes them.
     """
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[StackArguments]) -> None:

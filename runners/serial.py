@@ -13,6 +13,7 @@ from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 from ..dataflow.capabilities import dtype_from_text, dtype_text
 from ..dataflow.errors import ConfigError, did_you_mean
 from ..dataflow.tails import Number
+from .engine.selection import BucketKey
 
 T = TypeVar("T")
 _NOT_FINITE: Final[Mapping[str, float]] = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -48,6 +49,12 @@ def _number_from_data(value: Any, _: Any) -> Number:
     known = _NOT_FINITE.get(value, value) if isinstance(value, str) else value
     number: Number = _expect(known, bool | int | float, "a number, true, false, 'inf', '-inf' or 'nan'")
     return number
+
+
+def _bucket_from_data(value: Any, _: Any) -> BucketKey | None:
+    if isinstance(value, list):
+        return tuple(_expect(one, int) for one in value)
+    return None if value is None else _expect(value, int)
 
 
 def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], tuple[Any, ...]]:
@@ -87,6 +94,8 @@ _CONVERTER: Final = cattrs.Converter(forbid_extra_keys=True)
 for _kind in (int, bool, str):
     _CONVERTER.register_structure_hook(_kind, _expect)
 _CONVERTER.register_structure_hook(float, _number_from_data)
+_CONVERTER.register_structure_hook(BucketKey, _bucket_from_data)
+_CONVERTER.register_structure_hook(BucketKey | None, _bucket_from_data)
 _CONVERTER.register_structure_hook(Number, _number_from_data)
 _CONVERTER.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
 _CONVERTER.register_structure_hook(torch.dtype, lambda value, _: dtype_from_text(_expect(value, str)))

@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import attrs
@@ -64,7 +65,7 @@ PATTERNS: Final = 64
 """The most patterns for which one bucket keeps plans."""
 Given = Mapping[str, torch.Tensor]
 """Admitted sources as tensors on their slots' devices, by slot."""
-VARIANTS: Final = 4
+MOST_PLANS: Final = 4
 """Bound plans that one bucket keeps for batches of the same kinds, since a source may be a slot's own memory or not."""
 _SIZES: Final = frozenset({STEP, SETTINGS})  # a function that takes only these depends only on sizes
 
@@ -138,6 +139,7 @@ class Bucket:
         exact: Whether steps see live rows only. Such a bucket takes any size up to its own, and has no tails.
         partial: Whether slots without a source are left alone.
         left: Slots that its fills do not write.
+        frozen: Values of fields that a graph has frozen, which its functions and views see in place of a batch's own.
         feed: Sends packets.
         table: The kinds of batches seen so far.
         plan: The plan for tensors of the slots' own dtypes.
@@ -157,6 +159,7 @@ class Bucket:
         table: KindTable | None = None,
         exact: bool = False,
         partial: bool = False,
+        frozen: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.declaration = declaration
         self.sizes = dict(sizes)
@@ -167,6 +170,7 @@ class Bucket:
         self.exact = exact
         self.partial = partial
         self.left: frozenset[str] = frozenset()
+        self.frozen = frozen
         self.feed = feed
         self.table = table_for(declaration, sizes) if table is None else table
         self.rows = self.table.rows
@@ -313,7 +317,7 @@ class Bucket:
         if taken is None:
             raise BatchError("sources changed while they were checked")
         kinds = self.table.add(sources) if kinds is None else kinds
-        kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:VARIANTS]
+        kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:MOST_PLANS]
         return plan, taken
 
     def fill_slot_by_slot(
@@ -326,7 +330,8 @@ class Bucket:
         given = self.tensors(batch, live, side) if given is None else given
         self.buffers.distrust()
         step = self.step(live)
-        fill_slot_by_slot(self.declaration, self.buffers, self._capabilities, step, batch, side, given, left=self.left)
+        given_to = self.declaration, self.buffers, self._capabilities, step, batch, side, given
+        fill_slot_by_slot(*given_to, left=self.left, frozen=self.frozen)
         self.buffers.clean.done(self, live)
         return FilledBucket(self.at(live).views, live, ())
 
@@ -369,7 +374,7 @@ class Bucket:
 
     def computation(self, slot: str, views: Views) -> Computation:
         """Bind a computed slot's function to the slots that it needs and to the slot that it writes."""
-        given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
+        given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks, **self.frozen}
         target = views[slot]
         if target is None:
             raise ValueError(f"slot {slot!r} is absent, so that nothing computes it")

@@ -21,6 +21,7 @@ from ..engine.capture import progress_over
 from ..engine.config import checked
 from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
+from ..engine.selection import BucketKey, frozen_by, sizes_of
 from ..engine.state import State, draw_on
 from ..engine.statistics import Decision
 from ..modes import ModeRunner
@@ -40,8 +41,11 @@ CHECKS: Final = {
     TRANSITION: check_transition,
 }
 """Every check, in the order in which they run."""
-Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
-"""Batches to check with, or a function that makes one of so many rows. Each may be a pair with side arguments."""
+Batches = Callable[[Any, torch.Generator], Any] | Iterable[Any]
+"""Batches to check with, or a function that makes one of so many rows, or of such sizes if buckets have several axes.
+
+Each may be a pair with side arguments.
+"""
 Makers = Sequence[Callable[[], Sample]]
 """Functions that each make one batch anew when it is needed, since there may be many, and large ones."""
 
@@ -125,7 +129,7 @@ def check(
         batches: Batches to check with, or a function of rows and a generator that makes one. By default they are drawn.
         state: Tensors that the step changes besides its slots. By default one run of the step finds them.
         only: One of the checks, or several.
-        rounds: Batches of random rows for each bucket and pattern, besides the largest and smallest.
+        rounds: Batches of random rows for each bucket, pattern and variant, besides the largest and smallest.
         seed: The seed of random batches.
         values: For batches that are drawn: see `slotgraph.testing.batches`.
         read_outside: Slots that are read between fill and replay.
@@ -214,30 +218,37 @@ def batches_of(
         if not given:
             raise ConfigError("batches= is empty: pass batches, or a function of rows and a generator, or leave it out")
         return given
-    stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
+    stage, axes = runner.stage, runner.axes
 
-    def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
-        """Make a batch of a number of rows for a bucket, by the caller's function or at random."""
-        generator, live = torch.Generator().manual_seed(seed + number), {lead: rows}
+    def made(number: int, bucket: BucketKey, rows: tuple[int, ...], absent: Absent, frozen: Values) -> Sample:
+        """Make a batch of these sizes for a bucket and a variant, by the caller's function or at random."""
+        generator, live = torch.Generator().manual_seed(seed + number), dict(zip(axes, rows, strict=True))
         if batches is not None:
-            return _sample(batches(rows, generator))
+            return _sample(batches(rows if len(rows) > 1 else rows[0], generator))
         for axis, size in runner.sizes[bucket].items():
             if axis.fixed:
                 live[axis] = size
-            elif axis != lead and axis not in stage.relations:
-                most = min(size, rows) if lead == TOKENS and axis == BATCH else size
+            elif axis not in axes and axis not in stage.relations:
+                most = min(size, *rows) if axes == (TOKENS,) and axis == BATCH else size
                 live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
         live.update({axis: size.at(live) for axis, size in stage.relations.items()})
+        frozen = {one.field: one.draw(frozen[one.field], generator) for one in variants}
         given = stage.declaration, stage.backend.capabilities, live, generator
-        return sample_batch(*given, absent=absent, values=values, device=stage.backend.device)
+        return sample_batch(*given, absent=absent, values={**frozen, **values}, device=stage.backend.device)
 
-    plans, below, generator = list[tuple[int, int, Absent]](), 0, torch.Generator().manual_seed(seed)
+    plans, generator = list[tuple[BucketKey, tuple[int, ...], Absent, Values]](), torch.Generator().manual_seed(seed)
     patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
-    for bucket in sorted(runner.sizes):  # the fewest rows for which the next smaller bucket is too small
-        drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
-        every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
-        plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
-        below = bucket
+    variants = runner.variants if batches is None else ()
+    ladders = [sorted({sizes_of(bucket)[place] for bucket in runner.sizes}) for place in range(len(axes))]
+    for bucket in runner.sizes:  # the fewest rows for which the next smaller bucket is too small, and others
+        every = list[list[int]]()
+        for size, ladder in zip(sizes_of(bucket), ladders, strict=True):
+            least = max((one for one in ladder if one < size), default=0) + 1
+            drawn = torch.randint(least, size + 1, (rounds,), device="cpu", generator=generator).tolist()
+            every.append([size, least, max(size - 1, least), *drawn])
+        chosen = [*zip(*every, strict=True)]
+        chosen = [*dict.fromkeys(chosen[:-rounds]), *chosen[-rounds:]]
+        plans[:0] = itertools.product([bucket], chosen, patterns, frozen_by(variants).values())  # the largest first
     return [functools.partial(made, number, *plan) for number, plan in enumerate(plans)]
 
 

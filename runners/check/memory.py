@@ -39,11 +39,11 @@ def check_moves(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
         message = f"the buffer of slot {name!r} has moved since capture: its graphs read and write what was there"
         yield Finding("addresses", name, message)
     faults = collections.defaultdict[str, list[str]](list)
-    for (rows, _), captured in trial.graphs.captured.items():
+    for (bucket, *_), captured in trial.graphs.captured.items():
         try:
             captured.graph.check_addresses()
         except ReplayError as error:
-            faults[str(error)].append(str(rows))
+            faults[str(error)].append(str(bucket))
     for fault, buckets in faults.items():
         yield Finding("addresses", None, f"bucket {', '.join(buckets)}: {fault}")
     changes = trial.graphs.holdings.changed()

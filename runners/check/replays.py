@@ -118,7 +118,8 @@ def _compared(trial: Trial, one: Sample, oracles: Sequence[Buffers]) -> Iterator
     declaration = trial.declaration
     trial.fill(one)
     for oracle in oracles:
-        fill_slot_by_slot(declaration, oracle, trial.backend.capabilities, trial.step, one.batch, one.side)
+        given = declaration, oracle, trial.backend.capabilities, trial.step, one.batch, one.side
+        fill_slot_by_slot(*given, frozen=trial.frozen)
     for name in trial.slots:
         held = vars(trial.view)[name]
         if held is None or not trial.is_filled(name):
@@ -388,9 +389,10 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     if found is None or is_drawn:  # for another shape a step draws other random numbers
         return None
     slots = "; ".join(map(str, computed)) or "all slots agree in their live rows"
+    frozen = ", ".join(f"{name}={value!r}" for name, value in trial.frozen.items())
     message = (
         f"{found}; {slots}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
-        "for the bucket, reach live ones"
+        f"for the bucket{f' or frozen in the graph ({frozen})' * bool(frozen)}, reach live ones"
     )
     return Finding(PARITY, computed[0].slot if computed else None, message)
 
@@ -449,7 +451,7 @@ def parity_fault(trial: Trial) -> Finding | None:
     found = min(every, key=lambda one: one.slot is None, default=None)  # a slot is nearer to the cause
     is_drawn = trial.any(found and not differs) and _redraws(trial, expected, trial.eagerly)
     if found is not None:
-        where = "" if trial.graph is None else f" (bucket {trial.graph.rows})"
+        where = "" if trial.graph is None else f" (bucket {trial.graph.bucket})"
         why = "the step reads something that is not a slot, such as a host value or an address at capture"
         if is_drawn:
             why = "the step draws random numbers on the host, and the graph keeps those of its capture: draw by torch"

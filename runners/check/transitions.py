@@ -86,7 +86,7 @@ def _edited(trial: Trial, last: Any, rows: Tensors, step: Step) -> tuple[Tensors
     requests, made = len(last.keys), dict(rows)
     stay = [max(requests - 2, 0), *range(1, requests - 2)]
     bucket = runner.buckets.fit(len(stay))
-    if trial.graphs.has(bucket, runner.stage.absent_in(trial.view)):
+    if trial.graphs.has(bucket, runner.stage.absent_in(trial.view), tuple(trial.frozen.values())):
         last.leave({*last.keys} - {last.keys[row] for row in stay})
         for name, tensor in rows.items():
             place = rows_of_requests(trial.slots[name], step.padded_sizes)

@@ -243,6 +243,11 @@ class Trial:
         """The graph of the filled view, or None if its bucket has none, or it runs eagerly."""
         return self.runner.graph_of(self.view)
 
+    @property
+    def frozen(self) -> Mapping[str, Any]:
+        """The values of fields that the graph of the filled view has frozen."""
+        return {} if self.graph is None else self.graph.filling.bucket.frozen
+
     @contextlib.contextmanager
     def slots_kept(self) -> Iterator[None]:
         """Run a block, and put the contents of all slots back. The next fill then resets their tails."""

@@ -34,7 +34,7 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.plan import Pattern
 from ...dataflow.shown import Shown, Table, html, printable
 from ..check.checks import check as check_runner
-from ..decode import GraphRunner
+from ..decode import CapturingRunner
 from ..engine.runner import Runner
 from ..explained.declared import Explanation, Extents, explain_declaration, mermaid
 from ..explained.explanation import RunnerExplanation
@@ -151,7 +151,7 @@ def find(
 
 def captured(runner: Runner[Any]) -> Runner[Any]:
     """Return the runner, after a capture if it captures graphs and has none. Raise CaptureError as `capture` does."""
-    if isinstance(runner, GraphRunner) and runner.report is None:
+    if isinstance(runner, CapturingRunner) and runner.report is None:
         runner.capture()
     return runner
 

@@ -3,6 +3,7 @@
 import bisect
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -190,7 +191,7 @@ def _check_outputs(_: object, field: Any, value: Any) -> None:
         refuse(f"option {field.name!r}", "'view' or 'copy'", value)
 
 
-def _rows(value: Any) -> tuple[int, ...]:
+def _rows(value: Any, argument: str = "option 'buckets'") -> tuple[int, ...]:
     """Return buckets in ascending order."""
     several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
     if (
@@ -199,8 +200,60 @@ def _rows(value: Any) -> tuple[int, ...]:
         or len({*value}) < len(value)
     ):
         expected = f"a list or tuple of at least one int between 1 and {MOST_ROWS}, each once"
-        refuse("option 'buckets'", expected, value)
+        refuse(argument, expected, value)
     return tuple(sorted(value))
+
+
+@attrs.frozen
+class Grid:
+    """Buckets that have a padded size on each of some axes.
+
+    Attributes:
+        axes: The names of the axes.
+        sizes: The padded sizes of each bucket, in their order.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[tuple[int, ...], ...]
+
+    def as_data(self) -> list[dict[str, int]]:
+        """Return a mapping of axes to padded sizes for each bucket."""
+        return [dict(zip(self.axes, sizes, strict=True)) for sizes in self.sizes]
+
+
+def _buckets(value: Any) -> tuple[int, ...] | Grid:
+    """Return buckets of rows, or those that a mapping of axes to sizes, or a list of such mappings, describes."""
+    if isinstance(value, Grid):
+        return value
+    if isinstance(value, Mapping):
+        ladders = {name: _rows(sizes, f"option 'buckets' of {name}") for name, sizes in _by_name(value)}
+        return Grid(tuple(ladders), tuple(itertools.product(*ladders.values())))
+    if not is_collection(value) or not any(isinstance(one, Mapping) for one in value):
+        return _rows(value)
+    axes, found = tuple(name for name, _ in _by_name(next(iter(value)))), list[tuple[int, ...]]()
+    for one in value:
+        sizes = {name: _rows([size], f"option 'buckets' of {name}")[0] for name, size in _by_name(one)}
+        if sizes.keys() != {*axes} or (row := tuple(map(sizes.__getitem__, axes))) in found:
+            refuse("option 'buckets'", f"a size on {' and '.join(axes)} for each bucket, and each bucket once", one)
+        found.append(row)
+    return Grid(axes, tuple(found))
+
+
+def _by_name(sizes: Any) -> list[tuple[str, Any]]:
+    """Return the items of a mapping of axes, or of their names. Raise ConfigError if it is none, or names one twice."""
+    expected = "a mapping of at least one axis, each once, such as {BATCH: [1, 2, 4], KV: [1024, 8192]}"
+    found = [
+        (getattr(axis, "name", axis), size)
+        for axis, size in checked("option 'buckets'", expected, sizes, Mapping).items()
+    ]
+    if not found or not all(isinstance(name, str) for name, _ in found) or len(dict(found)) < len(found):
+        refuse("option 'buckets'", expected, sizes)
+    return found
+
+
+def share_of_padding(rows: int, padded: int) -> float:
+    """Return the share of padded rows that would be padding. It is 0 for an idle rank's batch, which has no rows."""
+    return (padded - rows) / padded if rows else 0.0
 
 
 @attrs.frozen
@@ -250,7 +303,7 @@ class Buckets:
 
         It is 0 for an idle rank's batch, which has no rows.
         """
-        return (bucket - rows) / bucket if rows else 0.0
+        return share_of_padding(rows, bucket)
 
 
 def json_data(text: str) -> Any:
@@ -275,7 +328,8 @@ class RunnerConfig:
     Attributes:
         backend: A backend's name, or "auto" for the one that SLOTGRAPH_BACKEND names, or the best that can run here.
         buckets: Padded request counts to capture, or None for a default ladder up to `max_batch`. For a prefill runner
-            they are token counts, up to `max_tokens`, with at most `max_batch` requests.
+            they are token counts, up to `max_tokens`, with at most `max_batch` requests. For a `GraphRunner` they are a
+            mapping of axes, or of their names, to padded sizes, or a list of mappings with one size for each axis.
         max_batch: The largest number of requests in a captured step.
         max_tokens: The largest number of tokens in a captured step of a prefill runner.
         max_waste: The largest share of padding worth a replay.
@@ -307,7 +361,7 @@ class RunnerConfig:
     """
 
     backend: str = _option(str, AUTO)
-    buckets: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_rows))
+    buckets: tuple[int, ...] | Grid | None = attrs.field(default=None, converter=attrs.converters.optional(_buckets))
     max_batch: int = _option(int, 32, 1, MOST_ROWS)
     max_tokens: int = _option(int, 2048, 1, MOST_ROWS)
     max_waste: float = _option(float, 1.0, 0, 1)
@@ -381,6 +435,8 @@ class RunnerConfig:
         """Return plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
         default = RunnerConfig()
         values = {name: getattr(self, name) for name in self.options()}
+        if isinstance(self.buckets, Grid):
+            values["buckets"] = self.buckets.as_data()
         return {
             name: sorted(value) if isinstance(value, tuple | frozenset) else value
             for name, value in values.items()
@@ -405,7 +461,11 @@ class RunnerConfig:
         return modes_of(None) if self.debug is None else self.debug
 
     def ladder(self, *, of_tokens: bool = False) -> Buckets:
-        """Return the buckets that were given, or the default ones."""
+        """Return the buckets that were given, or the default ones. Raise ConfigError if they have several axes."""
+        if isinstance(self.buckets, Grid):
+            refuse(
+                "option 'buckets'", "numbers of rows, as only a GraphRunner takes sizes by axis", self.buckets.as_data()
+            )
         if self.buckets:
             return Buckets(self.buckets, self.max_waste)
         make, largest = (Buckets.doubling, self.max_tokens) if of_tokens else (Buckets.ladder, self.max_batch)
@@ -438,7 +498,15 @@ def keywords_of(kind: type) -> frozenset[str]:
     return frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
 
 
-_DEFAULTS: Final[Mapping[str, Any]] = {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ...}
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "sizes": {},
+    "absent": (),
+    "variants": (),
+    "bind": {},
+    "keep_bound": False,
+    "relations": {},
+    "output_rows": ...,
+}
 """Defaults of the keywords that are not options, except None. Each runner class has its own `output_rows`."""
 
 

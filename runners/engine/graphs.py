@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import operator
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 
 from ...backends.base import Fusion, Graph
 from ...dataflow import log
-from ...dataflow.axes import BATCH, Live, Sizes
+from ...dataflow.axes import BATCH, Axis, Live, Sizes
 from ...dataflow.buffers import Buffers, at_rest, overlaps, span
 from ...dataflow.capabilities import DEVICE, chosen_lowering
 from ...dataflow.edits import RowBucket
@@ -46,6 +47,7 @@ from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
 from .hooks import Coordinator
 from .outputs import Stamped, cut_rows, map_tensors, nbytes_of
+from .selection import BucketKey, VariantKey, sizes_of
 from .stage import Stage
 from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount, human_bytes
@@ -281,16 +283,16 @@ class Filler(Generic[V]):
         """How the functions in graphs run, as `CaptureReport.functions` has it."""
         return {} if self.functions is None else dict(self.functions.how)
 
-    def make(self, sizes: Sizes, absent: Absent, *, exact: bool = False, computes: bool = False) -> Filling:
+    def make(self, sizes: Sizes, absent: Absent, *, computes: bool = False, **options: Any) -> Filling:
         """Make a bucket and its fills. Nothing is captured yet.
 
         Args:
             sizes: The padded size of every axis.
             absent: Optional slots that its batches lack.
-            exact: Whether steps see live rows only.
             computes: Whether fills also run functions on the device.
+            options: `exact` and `frozen`, as for `Bucket`.
         """
-        fusion, bucket = self._fusion, self._bucket(sizes, absent, exact=exact)
+        fusion, bucket = self._fusion, self._bucket(sizes, absent, **options)
         if fusion is None:
             return Filling(self, bucket, computes)
         table = self._table(bucket, fusion)
@@ -370,7 +372,7 @@ class Captured:
     """The graph of one bucket for one pattern of absent slots.
 
     Attributes:
-        rows: The bucket.
+        bucket: The bucket.
         filling: Fills it.
         graph: The graph.
         step: The call that was captured.
@@ -378,7 +380,7 @@ class Captured:
         verified: Whether a check has found that no address moved.
     """
 
-    rows: int
+    bucket: BucketKey
     filling: Filling
     graph: Graph
     step: Callable[[], Any]
@@ -387,7 +389,7 @@ class Captured:
 
     def __repr__(self) -> str:
         """Return one line."""
-        return f"<graph of bucket {self.rows} of {self.filling.filler.stage.declaration.name}>"
+        return f"<graph of bucket {self.bucket} of {self.filling.filler.stage.declaration.name}>"
 
     def live(self, rows: int | None) -> Any:
         """Return the outputs' first rows, or all of them.
@@ -397,7 +399,7 @@ class Captured:
         return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
-Key = tuple[int, Absent]
+Key = tuple[BucketKey, Absent, VariantKey]
 Look = Callable[[Callable[[], Any]], State]
 """Runs a whole step for the first time, and returns the state that it changes besides its slots, restored."""
 Around = Callable[[Callable[[], Any]], Any]
@@ -419,7 +421,9 @@ class GraphSet(Generic[V]):
         patterns: Patterns of absent slots.
         runner: The runner's name.
         coordinator: Coordinates captures with other ranks.
-        rows_each: Output rows for each row of a bucket, or None if outputs are whole.
+        variants: For each variant, the values of fields that its graphs freeze.
+        axes: The axes of the buckets, in the order of their sizes.
+        output_rows: The axis that the rows of outputs follow, or None if outputs are whole.
         recipe: What is captured, or None for the whole step.
         holder: The object from which the tensors that graphs read besides slots are reached.
         parameters: Slots that each replay passes to its graph, by the operator's argument.
@@ -431,11 +435,13 @@ class GraphSet(Generic[V]):
     buffers: Buffers
     filler: Filler[V]
     config: RunnerConfig
-    sizes: Mapping[int, Sizes]
+    sizes: Mapping[BucketKey, Sizes]
     patterns: Collection[Absent]
     runner: str
     coordinator: Coordinator
-    rows_each: int | None
+    variants: Mapping[VariantKey, Mapping[str, Any]]
+    axes: Sequence[Axis]
+    output_rows: Axis | None
     recipe: Recipe | None
     holder: Callable[..., Any] | None
     parameters: Mapping[str, str]
@@ -451,31 +457,34 @@ class GraphSet(Generic[V]):
         self._looks_at_addresses = ADDRESSES in self.config.modes
         self.stamps = GENERATIONS in self.config.modes
 
-    def has(self, bucket: int | None, absent: Absent) -> bool:
-        """Return whether a bucket and pattern was captured, or will be when a batch comes for it."""
-        return (bucket, absent) in self.captured or self._is_pending(bucket, absent)
+    def has(self, bucket: BucketKey, absent: Absent, variant: VariantKey = ()) -> bool:
+        """Return whether a graph was captured, or will be when a batch comes for it."""
+        return (bucket, absent, variant) in self.captured or self._is_pending(bucket, absent)
 
-    def get(self, bucket: int | None, absent: Absent) -> Captured | None:
-        """Return the graph of a bucket and pattern, or None if there is none. With `lazy`, capture it now."""
+    def get(self, bucket: BucketKey | None, absent: Absent, variant: VariantKey = ()) -> Captured | None:
+        """Return the graph of a bucket, pattern and variant, or None if there is none. With `lazy`, capture it now."""
         if bucket is None:
             return None
-        if (bucket, absent) not in self.captured and self._is_pending(bucket, absent):
+        if (bucket, absent, variant) not in self.captured and self._is_pending(bucket, absent):
             self._capture_buckets([bucket], late=True)
             self.filler.late = time.perf_counter_ns()
-        return self.captured.get((bucket, absent))
+        return self.captured.get((bucket, absent, variant))
 
     def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first, but none if `lazy`. Raise CaptureError at the end if some failed."""
+        """Capture every bucket, the last choice first, but none if `lazy`.
+
+        Raise CaptureError at the end if some failed.
+        """
         if self.report is not None:
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
         sizes, most = self.sizes, self.stage.backend.capabilities.graphs_hint
-        wanted = len(sizes) * len(self.patterns)
+        wanted = len(sizes) * len(self.patterns) * len(self.variants)
         if most is not None and wanted > most:  # warn before the captures, which may take minutes
             log.warning("many_graphs", runner=self.runner, wanted=wanted, most=most)
         self.coordinator.barrier("captures begin")
-        report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
+        report, failed = self._capture_buckets(() if self.config.lazy else [*reversed([*sizes])])
         self._forks = FORKS.count
         if failed:
             message = f"{len(failed)} of {len(sizes)} buckets were not captured and run eagerly: "
@@ -485,7 +494,7 @@ class GraphSet(Generic[V]):
         return report
 
     def _capture_buckets(
-        self, buckets: Sequence[int], *, late: bool = False
+        self, buckets: Sequence[BucketKey], *, late: bool = False
     ) -> tuple[CaptureReport, list[CaptureError]]:
         """Capture some buckets. Return the report, and the errors of those that failed.
 
@@ -496,26 +505,27 @@ class GraphSet(Generic[V]):
         known = self.report or CaptureReport(memory=self.memory())
         reasons, shows = dict(known.failed), self.config.progress and self.coordinator.rank == 0 and not late
 
-        def text(rows: int) -> str:
-            return f"capturing bucket {rows}, {human_bytes(backend.memory().free)} free"
+        def text(bucket: BucketKey) -> str:
+            return f"capturing bucket {bucket}, {human_bytes(backend.memory().free)} free"
 
         with frozen_garbage(), self._at_rest(always=late):
-            for rows in progress_over(buckets, text, show=shows):
+            for bucket in progress_over(buckets, text, show=shows):
                 try:
-                    self._capture_bucket(rows)
+                    self._capture_bucket(bucket)
                 except CaptureError as error:
                     errors.append(error)
-                    reasons[rows] = str(error)
+                    reasons[bucket] = str(error)
         if buckets and self.holder is not None and all(one.graph.is_recorded for one in self.captured.values()):
             self.holdings.look()
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
-        done = tuple(sorted({rows for rows, _ in self.captured}))
-        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, self.filler.how_computed)
+        done, count = tuple(sorted({bucket for bucket, *_ in self.captured}, key=sizes_of)), len(self.captured)
+        how = self.filler.how_computed
+        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, how, count)
         report.log(self.runner)
         return report, errors
 
-    def _is_pending(self, bucket: int | None, absent: Absent) -> bool:
+    def _is_pending(self, bucket: BucketKey, absent: Absent) -> bool:
         """Return whether a bucket is captured when the first batch comes for it. One that failed is not tried again."""
         report = self.report
         if report is None or not self.config.lazy or bucket in report.failed:
@@ -532,28 +542,29 @@ class GraphSet(Generic[V]):
         wanted = always or self.buffers.use.fills or any(buffer.pooled or buffer.adopted for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
-    def _capture_bucket(self, rows: int) -> None:
-        """Capture one bucket for every pattern.
+    def _capture_bucket(self, bucket: BucketKey) -> None:
+        """Capture one bucket for every pattern and variant.
 
         Raise CaptureError, and keep nothing of it, if this rank or another fails.
         """
         gradients, error = torch.is_grad_enabled(), None
         try:
-            for absent in sorted(self.patterns, key=sorted):
-                self.captured = {**self.captured, (rows, absent): self._capture(rows, absent)}
+            for absent, variant in itertools.product(sorted(self.patterns, key=sorted), self.variants):
+                made = self._capture(bucket, absent, self.variants[variant])
+                self.captured = {**self.captured, (bucket, absent, variant): made}
         except CaptureError as raised:
             error = with_place(raised)
         finally:
             torch.set_grad_enabled(gradients)  # an interrupt may have come while a `no_grad` block ended
-        failed = self.coordinator.barrier(f"captured bucket {rows}", error)
+        failed = self.coordinator.barrier(f"captured bucket {bucket}", error)
         if failed is not None:
-            self.captured = {key: one for key, one in self.captured.items() if key[0] != rows}
+            self.captured = {key: one for key, one in self.captured.items() if key[0] != bucket}
             self.buffers.distrust()
             raise error or CaptureError(f"rank {failed[0]}: {failed[1]}")
 
-    def _capture(self, rows: int, absent: Absent) -> Captured:
+    def _capture(self, bucket: BucketKey, absent: Absent, frozen: Mapping[str, Any]) -> Captured:
         stage, filler, coordinator = self.stage, self.filler, self.coordinator
-        filling = filler.make(self.sizes[rows], absent, computes=self.recipe is not None)
+        filling = filler.make(self.sizes[bucket], absent, computes=self.recipe is not None, frozen=frozen)
         filler.feed.disarm()  # the kernel must not write slots during the capture
         bucket = filling.bucket
         for one in bucket.functions(bucket.padded).on_host:
@@ -577,12 +588,12 @@ class GraphSet(Generic[V]):
         with capture_errors(), state.kept(), stage.backend.stream():
             given = self._pool, self.config.error_mode, parameters
             graph = around(functools.partial(capture_step, stage.backend, step, *given))
-        if self.rows_each is not None:
-            cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
+        if self.output_rows is not None:
+            cut_rows(graph.outputs, self.sizes[bucket][self.output_rows], f"padded row of bucket {bucket}")
         if filler.lowering.has_kernel and not filler.lowering.is_in_graph:
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
-        return Captured(rows, filling, graph, step, state.taken)
+        return Captured(bucket, filling, graph, step, state.taken)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once under a watch, restore its state, and return the state.

@@ -49,16 +49,11 @@ def map_tensors(
     return others(outputs)
 
 
-def rows_each(output_rows: Axis | None, width: int) -> int | None:
-    """Return the output rows for each request of a width, or None if outputs are whole.
-
-    Raise ConfigError for an axis other than TOKENS and BATCH.
-    """
-    if output_rows is None:
-        return None
-    if output_rows not in (TOKENS, BATCH):
-        raise ConfigError(f"output_rows is TOKENS, BATCH or None, got {axis_text(output_rows, (TOKENS, BATCH))}")
-    return width if output_rows == TOKENS else 1
+def check_output_rows(output_rows: Any, axes: Collection[Axis] = (TOKENS, BATCH)) -> None:
+    """Raise ConfigError if the rows of outputs are to follow an axis that is none of these."""
+    if output_rows not in (*axes, None):
+        known = ", ".join(axis.name for axis in axes)
+        raise ConfigError(f"output_rows is {known} or None, got {axis_text(output_rows, axes)}")
 
 
 def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error: type[Exception] = CaptureError) -> Any:

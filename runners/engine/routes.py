@@ -64,7 +64,9 @@ class GraphRoute(Route[V]):
     def __init__(self, graphs: GraphSet[V], captured: Captured, counts: Counts) -> None:
         super().__init__(captured.filling, graphs.stage.viewer(captured.filling.bucket), counts, captured)
         self._graphs = graphs
-        self._rows_each = graphs.rows_each
+        varying = graphs.stage.declaration.varying
+        self._rows_of = operator.itemgetter(*map(varying.index, graphs.axes))  # live sizes as buckets name them
+        self._output_place = None if graphs.output_rows is None else varying.index(graphs.output_rows)
         self._last_outputs: torch.Tensor | None = None
         self._last_rows = 0
         self._last_cut: torch.Tensor | None = None
@@ -73,8 +75,8 @@ class GraphRoute(Route[V]):
         """Replay the graph."""
         del view
         self._graphs.replay(self.captured)
-        self.counts.replayed(live[-1])
-        rows = None if self._rows_each is None else live[-1] * self._rows_each
+        self.counts.replayed(self._rows_of(live))
+        rows = None if self._output_place is None else live[self._output_place]
         outputs = self.captured.graph.outputs
         if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a new container, since the caller may change it
             return self._graphs.stamped(self.captured.live(rows))

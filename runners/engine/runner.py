@@ -12,7 +12,7 @@ import torch
 from torch.autograd import profiler
 
 from ...dataflow import log
-from ...dataflow.axes import Live, Sizes
+from ...dataflow.axes import Axis, Live, Sizes
 from ...dataflow.errors import BatchError, ConfigError, ReplayError, kind_text
 from ...dataflow.fill.bucket import table_for
 from ...dataflow.inputs import Inputs, V
@@ -28,8 +28,9 @@ from .outputs import Out, own_copy
 from .pool import Phase
 from .routes import EagerRoutes, Route
 from .sampling import Sample, sample_batch
+from .selection import BucketKey, Variant
 from .stage import Stage
-from .statistics import CaptureReport, Decision, MemoryAccount, PathName, Statistics, Tally, human_bytes
+from .statistics import CaptureReport, Decision, MemoryAccount, PathName, Statistics, Tally, human_bytes, with_text_keys
 
 _NOT_LAST: Final = (
     "this view was not filled last: a later fill has overwritten its slots, or it is a part or a copy of a view; "
@@ -70,8 +71,10 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         step_lock: Lets one step in at a time.
         limits: The largest values of slots' host data.
         phase: Its phase in the pool that it was given, or None without a pool.
-        sizes: Each bucket's padded sizes, by its rows.
+        sizes: Each bucket's padded sizes, in the order of choice.
         patterns: Patterns of absent slots that graphs are captured for.
+        axes: The axes on which buckets have sizes of their own, in the order of these sizes.
+        variants: The values of fields that graphs are captured for.
         size: Reads a batch's live sizes, and last those of the leading axis.
         tally: Counts steps.
     """
@@ -119,8 +122,10 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         self._filled: Filled[V] | None = None
         self._others = 0
         self._is_checked = bool(self.limits or stage.declaration.checked_fields)
-        self.sizes: Mapping[int, Sizes] = {}
+        self.sizes: Mapping[BucketKey, Sizes] = {}
         self.patterns: Collection[Absent] = ()
+        self.axes: tuple[Axis, ...] = ()
+        self.variants: tuple[Variant, ...] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep torch.compile from tracing the methods of a subclass, too."""
@@ -137,7 +142,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
                 failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
                 made = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}"
                 state = f"{made if self.config.graphs else 'graphs off'}, {state}"
-        buckets = f"buckets {reprlib.repr(sorted(self.sizes))}, " if self.sizes else ""
+        buckets = f"buckets {reprlib.repr([*self.sizes])}, " if self.sizes else ""
         return f"<{self.name} of {stage.declaration.name} on {stage.backend.name}: {buckets}{state}>"
 
     @abc.abstractmethod
@@ -433,4 +438,4 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
 
     def log_stats(self) -> None:
         """Log `stats()` as one event, `statistics`."""
-        log.info("statistics", runner=self.name, **self.stats())
+        log.info("statistics", runner=self.name, **with_text_keys(self.stats()))

@@ -11,7 +11,7 @@ from torch import nn
 from ...backends import choose
 from ...backends.base import Backend
 from ...dataflow import environment
-from ...dataflow.axes import BATCH, TOKENS, Axis, Dim, Live, Sizes, Step
+from ...dataflow.axes import Axis, Dim, Live, Sizes, Step
 from ...dataflow.buffers import Bound, Buffers, allocate, overlaps, span
 from ...dataflow.capabilities import AUTO, LoweringName
 from ...dataflow.declaration import Declaration
@@ -157,10 +157,11 @@ class Stage(Generic[V]):
     def padded(self, counts: Sizes, options: str) -> Sizes:
         """Return the padded sizes of a bucket.
 
-        Raise ConfigError if `sizes=` has BATCH or TOKENS, which `options` decide.
+        Raise ConfigError if `sizes=` has an axis of `counts`, which `options` decide.
         """
-        if BATCH in self.sizes or TOKENS in self.sizes:
-            raise ConfigError(f"sizes of BATCH and TOKENS follow from {options}: give those")
+        if not self.sizes.keys().isdisjoint(counts):
+            axes = " and ".join(sorted(axis.name for axis in counts))
+            raise ConfigError(f"sizes of {axes} follow from {options}: give those")
         padded = {**counts, **self.sizes}
         return padded | self.complete(padded)
 
@@ -200,7 +201,8 @@ class Stage(Generic[V]):
         def info_of(live: Live) -> ViewInfo:
             return ViewInfo(sizes_of(live), self.relations, self.declaration, exact=bucket.exact, **info)
 
-        return Viewer(self.views, shown or (lambda live: bucket.at(live).shown()), self.declaration.fields, info_of)
+        shown = shown or (lambda live: bucket.at(live).shown())
+        return Viewer(self.views, shown, self.declaration.fields, info_of, bucket.frozen)
 
     def viewer_of_capture(self, bucket: Bucket) -> Viewer[V]:
         """Return the maker of views for a capture.

@@ -2,15 +2,17 @@
 
 import collections
 import itertools
+import math
 import re
 import time
 from collections.abc import Iterator
-from typing import Final, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import attrs
 
 from ...dataflow import log
 from ...dataflow.shown import Shown, Table
+from .selection import BucketKey, sizes_of
 
 EVERY: Final = 61
 """One fill of so many is timed. It is a prime, so that buckets which alternate are all timed sooner or later."""
@@ -18,6 +20,8 @@ FIRST: Final = 2
 """Which fill of those is timed. It is not a runner's first, which sets up memory for the next ones."""
 
 
+MOST_SIZES: Final = 1024
+"""The most sizes on several axes whose steps are counted one by one. If there are more, similar ones are merged."""
 _NUMBER: Final = re.compile(r"\d+")
 
 
@@ -42,20 +46,22 @@ class Decision:
         bucket: The bucket, or None.
         why: The reason in one word.
         reason: The reason in one sentence.
+        variant: The values of fields that its graph has frozen, in text, such as "max_seqlen=512".
         rank: The rank that forced it, if ranks agreed on it.
         mode: The mode of a `ModeRunner`, or None.
     """
 
     path: PathName
-    bucket: int | None
+    bucket: BucketKey | None
     why: Why
     reason: str
+    variant: str = attrs.field(default="", kw_only=True)
     rank: int | None = attrs.field(default=None, repr=False)
     mode: str | None = attrs.field(default=None, repr=False)
 
 
 class BucketData(TypedDict):
-    """Steps that one bucket's graph ran, and their live and padded rows.
+    """Steps that one bucket's graph ran, and their live and padded rows: on several axes, the product of the sizes.
 
     waste: The padding's share of the padded rows.
     """
@@ -78,7 +84,7 @@ class FillsData(TypedDict):
     """The times of one fill in `every`: of each bucket, and of eager steps by reason."""
 
     every: int
-    buckets: dict[int, FillTimesData]
+    buckets: dict[BucketKey, FillTimesData]
     eager: dict[str, FillTimesData]
 
 
@@ -87,13 +93,13 @@ class TallyData(TypedDict):
 
     Attributes:
         ahead: Steps of `steps()` that were launched ahead of the host, and those that waited for it, by reason.
-        rows: How many steps of graphs had so many live rows: see `plan_buckets`.
+        rows: How many steps of graphs had so many live rows, or such live sizes on several axes: see `plan_buckets`.
     """
 
     steps: dict[str, int]
     ahead: dict[str, int]
-    buckets: dict[int, BucketData]
-    rows: dict[int, int]
+    buckets: dict[BucketKey, BucketData]
+    rows: dict[BucketKey, int]
     eager: dict[str, EagerData]
     fills: FillsData
 
@@ -108,20 +114,40 @@ class Counts:
 
     steps: int = 0
     live: int = 0
-    rows: dict[int, int] = attrs.field(factory=dict)
+    rows: dict[BucketKey, int] = attrs.field(factory=dict)
     timed: int = 0
     took: int = 0
 
-    def replayed(self, rows: int) -> None:
+    def replayed(self, rows: BucketKey) -> None:
         """Count a step of a graph."""
         self.steps += 1
-        self.live += rows
+        self.live += rows if type(rows) is int else math.prod(rows)
         self.rows[rows] = self.rows.get(rows, 0) + 1
+        if len(self.rows) > MOST_SIZES and type(rows) is tuple:
+            self.rows = _merged(self.rows)
 
     def times(self) -> FillTimesData:
         """Return the times of fills as plain data."""
         count, total = self.timed, self.took / 1000
         return {"count": count, "total": total, "mean": total / count if count else None}
+
+
+def _merged(rows: dict[BucketKey, int]) -> dict[BucketKey, int]:
+    """Return at most half as many sizes as are counted one by one, with all steps.
+
+    Sizes whose leading bits agree on each axis become the largest of them, so that what holds it holds them all.
+    """
+    merged = rows
+    for bits in (5, 3, 1):
+        largest, steps = dict[tuple[int, ...], BucketKey](), collections.Counter[tuple[int, ...]]()
+        for sizes, count in rows.items():
+            alike = tuple([size >> (low := max(size.bit_length() - bits, 0)) << low for size in sizes_of(sizes)])
+            largest[alike] = tuple(map(max, sizes_of(sizes), sizes_of(largest.get(alike, sizes))))
+            steps[alike] += count
+        merged = {largest[alike]: count for alike, count in steps.items()}
+        if len(merged) <= MOST_SIZES // 2:
+            break
+    return merged
 
 
 class Tally:
@@ -136,7 +162,7 @@ class Tally:
 
     def __init__(self, path: PathName) -> None:
         self.path: PathName = path
-        self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
+        self.buckets: dict[BucketKey, Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
         self.ahead = collections.Counter[str]()
         self.sampled = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
@@ -167,18 +193,18 @@ class Tally:
         """Return plain data. `buckets` and `eager` have only the keys that had steps."""
         reasons = sorted(self.reasons.copy().items())
         found = {size: (one.steps, one.live) for size, one in self.buckets.copy().items()}
-        buckets: dict[int, BucketData] = {
-            size: {
+        buckets: dict[BucketKey, BucketData] = {
+            bucket: {
                 "path": self.path,
                 "steps": steps,
                 "live": live,
-                "padded": size * steps,
-                "waste": (size * steps - live) / (size * steps),
+                "padded": (padded := math.prod(sizes_of(bucket)) * steps),
+                "waste": (padded - live) / padded,
             }
-            for size, (steps, live) in sorted(found.items())
+            for bucket, (steps, live) in sorted(found.items(), key=lambda item: sizes_of(item[0]))
             if steps
         }
-        rows = collections.Counter[int]()
+        rows = collections.Counter[BucketKey]()
         for counts in self.buckets.copy().values():
             rows.update(counts.rows.copy())
         eager: dict[str, EagerData] = {why: {"steps": one.steps, "live": one.live} for why, one in reasons if one.steps}
@@ -187,7 +213,7 @@ class Tally:
             "steps": {self.path: graphs, "eager": others},
             "ahead": dict(self.ahead),
             "buckets": buckets,
-            "rows": dict(sorted(rows.items())),
+            "rows": {size: rows[size] for size in sorted(rows, key=sizes_of)},
             "eager": eager,
             "fills": {
                 "every": EVERY,
@@ -227,6 +253,7 @@ class CaptureReport(Shown):
 
     Attributes:
         captured: The captured buckets.
+        graphs: How many graphs there are: each bucket has one for each pattern of absent slots, and each variant.
         failed: The reason for each bucket that failed.
         seconds: How long it took.
         memory: The runner's bytes.
@@ -236,12 +263,13 @@ class CaptureReport(Shown):
             nothing is compiled.
     """
 
-    captured: tuple[int, ...] = ()
-    failed: dict[int, str] = attrs.field(factory=dict)
+    captured: tuple[BucketKey, ...] = ()
+    failed: dict[BucketKey, str] = attrs.field(factory=dict)
     seconds: float = 0.0
     memory: MemoryAccount = MemoryAccount()
     driver: int = 0
     functions: dict[str, str] = attrs.field(factory=dict)
+    graphs: int = 0
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -250,8 +278,9 @@ class CaptureReport(Shown):
         If reasons differ in numbers alone, it is that of the largest bucket.
         """
         alike = dict[str, dict[str, list[str]]]()
-        for rows, reason in sorted(self.failed.items()):
-            alike.setdefault(_NUMBER.sub("", reason), {}).setdefault(reason, []).append(str(rows))
+        for bucket in sorted(self.failed, key=sizes_of):
+            reason = self.failed[bucket]
+            alike.setdefault(_NUMBER.sub("", reason), {}).setdefault(reason, []).append(str(bucket))
         found = list[str]()
         for reasons in alike.values():
             *others, (reason, buckets) = reasons.items()
@@ -262,8 +291,9 @@ class CaptureReport(Shown):
     def tables(self) -> Iterator[Table]:
         """Yield bytes of memory, and why buckets failed."""
         memory = {**attrs.asdict(self.memory), "driver": self.driver}
+        each = f" in {self.graphs} graphs" if self.graphs != len(self.captured) else ""
         yield Table(
-            f"{len(self.captured)} buckets captured, {len(self.failed)} failed, in {self.seconds:.2g} s",
+            f"{len(self.captured)} buckets captured{each}, {len(self.failed)} failed, in {self.seconds:.2g} s",
             [memory],
             "\n".join(self.reasons),
         )
@@ -283,6 +313,13 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def with_text_keys(data: Any) -> Any:
+    """Return plain data with text in place of keys that JSON lacks: those of buckets on several axes."""
+    if not isinstance(data, dict):
+        return data
+    return {str(key) if isinstance(key, tuple) else key: with_text_keys(value) for key, value in data.items()}
 
 
 class RanksData(TypedDict):
@@ -317,8 +354,8 @@ class CaptureData(TypedDict):
         functions: By computed slot, whether its function was compiled; see `CaptureReport`.
     """
 
-    buckets: list[int]
-    failed: dict[int, str]
+    buckets: list[BucketKey]
+    failed: dict[BucketKey, str]
     graphs: int
     seconds: float
     driver: int
@@ -332,7 +369,7 @@ class Statistics(TallyData):
         steps: Steps by path.
         ahead: Steps of `steps()` that were launched ahead of the host, and those that waited for it, by reason.
         buckets: By bucket its path, steps, live and padded rows, and the share of padding.
-        rows: How many steps of graphs had so many live rows.
+        rows: How many steps of graphs had so many live rows, or such live sizes on several axes.
         eager: Steps and their live rows without a graph, by reason.
         fills: How long fills took, in each bucket, and eagerly by reason. One fill in `every` is timed.
         lowerings: Fills of buckets by lowering.

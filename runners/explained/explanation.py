@@ -1,6 +1,7 @@
 """Explains a runner: its declaration, plans, graphs, memory and decisions as data, read from the runner itself."""
 
 import collections
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, overload
@@ -11,11 +12,12 @@ from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import LoweringName
 from ...dataflow.plan import FillPlan
 from ...dataflow.shown import Table, cell
-from ..decode import GraphRunner
+from ..decode import CapturingRunner
 from ..engine.config import checked
 from ..engine.runner import Runner
+from ..engine.selection import BucketKey
 from ..engine.sharing import Layout, lasting
-from ..engine.statistics import Decision, human_bytes
+from ..engine.statistics import Decision, human_bytes, with_text_keys
 from ..modes import ModeRunner
 from ..recording.records import RanksRecord
 from .declared import NOT_SIZED, Explanation, explain_declaration
@@ -24,14 +26,14 @@ from .pages import Explained, Page
 
 @attrs.frozen
 class BucketFacts:
-    """One bucket: its rows on the leading axis, its plan, and its graphs.
+    """One bucket: its rows on the leading axis or its sizes on several, its plan, and its graphs.
 
     Attributes:
-        launches: How many graphs a step launches, by the absent slots of each captured pattern.
+        launches: How many graphs a step launches, by the absent slots of each captured pattern, and its variant.
         why: Why there are no graphs, or not for each pattern, or "".
     """
 
-    rows: int
+    rows: BucketKey
     plan: FillPlan
     launches: Mapping[str, int]
     why: str
@@ -75,6 +77,7 @@ class RunnerExplanation(Explained):
         configuration: Options that `RunnerConfig.of` reads back.
         declaration: The declaration for the largest bucket, or the present capacity. Eager steps reset none of
             its plan's tails.
+        variants: The fields that its graphs freeze, each with its values.
         memory: The allocations that have its slots.
         statistics: The runner's `stats()`, with text for keys.
         member: Its name among the runners that share memory with it, if any do.
@@ -91,6 +94,7 @@ class RunnerExplanation(Explained):
     configuration: Mapping[str, Any]
     declaration: Explanation
     buckets: tuple[BucketFacts, ...]
+    variants: tuple[str, ...]
     memory: tuple[Allocation, ...]
     statistics: Mapping[str, Any]
     member: str | None
@@ -113,7 +117,7 @@ class RunnerExplanation(Explained):
         yield from self._step_notes()
         counts, plan = self.statistics, self.declaration.plan
         for why in dict.fromkeys(one.why for one in self.buckets if one.why):
-            yield "no graph", f"buckets {cell([one.rows for one in self.buckets if one.why == why])}: {why}"
+            yield "no graph", f"buckets {cell([str(one.rows) for one in self.buckets if one.why == why])}: {why}"
         for group in plan.copies if plan else ():
             if group.why:
                 yield "alone", f"{', '.join(group.slots)}: copied one by one ({group.why})"
@@ -128,7 +132,9 @@ class RunnerExplanation(Explained):
             yield "pool", f"{human_bytes(self.pool.nbytes)}: sharing saves {human_bytes(self.pool.saved)}"
         if self.buckets:
             how = f"{counts['capture']['graphs']} graphs, {self.path} by {self.lowering}; larger batches are eager"
-            yield "buckets", f"{cell([one.rows for one in self.buckets])}: {how}"
+            yield "buckets", f"{cell([str(one.rows) for one in self.buckets])}: {how}"
+        if self.variants:
+            yield "variants", f"{'; '.join(self.variants)}: each bucket has a graph for each combination"
         if self.ranks is not None:
             yield "ranks", f"{self.ranks}; last step: {self.agreed.reason if self.agreed else 'none'}"
 
@@ -172,13 +178,16 @@ def explain(runner: Runner[Any] | ModeRunner[Any, Any]) -> RunnerExplanation | P
     declared, capabilities = stage.declaration, stage.backend.capabilities
     lowering: LoweringName = "foreach"
     path, buckets = "eager", tuple[BucketFacts, ...]()
-    if isinstance(runner, GraphRunner):
+    if isinstance(runner, CapturingRunner):
         path, lowering = runner.tally.path, runner.lowering
-        buckets = tuple(_bucket(runner, rows) for rows in sorted(runner.sizes))
-    sizes = runner.sizes[max(runner.sizes)] if runner.sizes else {} if buffers is None else buffers.capacity
+        buckets = tuple(_bucket(runner, bucket) for bucket in runner.sizes)
+        buffers = runner.graphs.buffers
+    sizes = {} if buffers is None else buffers.capacity
     extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
     memory = tuple(_allocations(runner))
-    configuration, statistics = json.loads(json.dumps([runner.config.as_data(), runner.stats()]))  # keys as text
+    configuration, statistics = json.loads(
+        json.dumps([runner.config.as_data(), with_text_keys(runner.stats())])
+    )  # keys as text
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
@@ -188,6 +197,7 @@ def explain(runner: Runner[Any] | ModeRunner[Any, Any]) -> RunnerExplanation | P
         configuration=configuration,
         declaration=explain_declaration(declared, capabilities, stage.backend.name, extents, lowering=lowering),
         buckets=buckets,
+        variants=tuple(map(str, runner.variants)),
         memory=memory,
         statistics=statistics,
         member=None if phase is None else phase.member or None,
@@ -197,14 +207,16 @@ def explain(runner: Runner[Any] | ModeRunner[Any, Any]) -> RunnerExplanation | P
     )
 
 
-def _bucket(runner: GraphRunner[Any], rows: int) -> BucketFacts:
+def _bucket(runner: CapturingRunner[Any], rows: BucketKey) -> BucketFacts:
     """Describe a bucket's graphs, or why there are none."""
     launches = dict[str, int]()
-    for absent in sorted(runner.patterns, key=sorted):
-        captured = runner.graphs.captured.get((rows, absent))
+    every = [*itertools.product(sorted(runner.patterns, key=sorted), runner.graphs.variants.items())]
+    for absent, (key, frozen) in every:
+        captured = runner.graphs.captured.get((rows, absent, key))
         if captured is not None:
-            launches[", ".join(sorted(absent))] = captured.graph.parts
-    if len(launches) == len(runner.patterns):
+            values = [f"{name}={value!r}" for name, value in frozen.items()]
+            launches[", ".join([*sorted(absent), *values])] = captured.graph.parts
+    if len(launches) == len(every):
         why = ""
     elif not runner.config.graphs:
         why = "graphs are switched off, by graphs=False"

@@ -15,6 +15,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
 from ..engine.config import RunnerConfig, checked
 from ..engine.hooks import Coordinator, Loop, RunStep, T
+from ..engine.selection import BucketKey, Variant, sizes_of
 from ..engine.statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FAILED, FITS, LEFT, REFUSED, STOPPED, CallSite, Exchange, Message, Ranks
 
@@ -122,7 +123,8 @@ class Agreement(Coordinator):
         """Send this rank's choice to all ranks."""
         site, loop = self._site(), 0 if self._within is None else self._within.bit
         answer, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
-        message = Message(site.digest, answer, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
+        bucket = own.bucket if isinstance(own.bucket, int) else 0  # several axes are for equal ranks alone
+        message = Message(site.digest, answer, bucket, _WHYS.index(own.why), idle, live, text)
         return self.ranks.begin(message, site, self.timeout, loop)
 
     def _sent_ahead(self, own: Decision, live: Live) -> Exchange | None:
@@ -337,9 +339,10 @@ def coordinator_of(
     declaration: Declaration,
     runner: str,
     config: RunnerConfig,
-    sizes: Mapping[int, Sizes],
+    sizes: Mapping[BucketKey, Sizes],
     patterns: Iterable[Collection[str]],
     *leading: Axis,
+    variants: Sequence[Variant] = (),
 ) -> Coordinator:
     """Return the coordinator of a runner: an `Agreement` if its declaration has ranks, else one for a single rank.
 
@@ -350,6 +353,7 @@ def coordinator_of(
         sizes: Each bucket's padded sizes.
         patterns: Patterns of absent slots that it captures.
         leading: The axis that buckets are chosen by, if there are any.
+        variants: The values of fields that its graphs have frozen.
 
     Raises:
         ConfigError: The ranks do not fit the buckets or options.
@@ -358,7 +362,7 @@ def coordinator_of(
         return Coordinator()
     ranks: Ranks = checked("ranks", "Ranks(...), or None", declaration.ranks, Ranks)
     for bucket, padded in sizes.items():
-        tokens = padded.get(TOKENS, bucket)
+        tokens = padded.get(TOKENS, sizes_of(bucket)[0])
         if tokens % ranks.shards:
             raise ConfigError(
                 f"bucket {bucket} has {tokens} tokens, which do not divide among {ranks.shards} shards: choose buckets "
@@ -372,7 +376,8 @@ def coordinator_of(
     absent = sorted(" and ".join(map(repr, sorted(pattern))) for pattern in patterns if pattern)
     parts = {
         "axes": ", ".join(map(str, declaration.varying)),
-        "buckets": ", ".join(map(str, sorted(sizes))) or "none",
+        "buckets": ", ".join(map(str, sizes)) or "none",
+        "variants": "; ".join(map(str, variants)) or "none",
         "width": str(config.width),
         "absent=": ", ".join(absent) or "none",
         "fields": ", ".join(declaration.fields) or "none",

@@ -39,14 +39,16 @@ _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
 _OWN: Final = str(Path(__file__).parents[1])
 
 
-def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:
+def fill_placeholder(
+    stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent, frozen: Mapping[str, Any]
+) -> dict[str, Any]:
     """Fill a bucket from the declaration's placeholder, or from slots' pad values, and return the placeholder's fields.
 
     Raise CaptureError if the placeholder names an unknown slot, and ComputeError if a value does not fit.
     """
     declaration, capabilities = stage.declaration, stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # even if no slot has the axis
-    values = declaration.by_slot(stage.inputs.placeholder(request))
+    values = {**declaration.by_slot(stage.inputs.placeholder(request)), **frozen}
     for name in values.keys() - {*declaration.sources, *declaration.fields, *declaration.disabled}:
         raise CaptureError(
             f"{declaration.name}.placeholder() names {name!r}, which is neither a copied slot nor a field"
@@ -114,7 +116,8 @@ def capture_stack(
     live = tuple(sizes[axis] for axis in stage.declaration.varying)
     calls, outputs = list[tuple[Any, Any]](), None
     with capture_errors(), stage.backend.stream(), torch.no_grad():
-        fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), bucket.absent)
+        step = stage.declaration.step(live, bucket.sizes)
+        fields = fill_placeholder(stage, buffers, step, bucket.absent, bucket.frozen)
         view = live_viewer(stage, bucket)(fields, live)
         shown = live_viewer(stage, bucket, **stage.capture_info)(None, live)  # the view for graphs
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, Axis, Live
+from ...dataflow.axes import BATCH, TOKENS, Axis, Live
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.errors import CaptureError, ReplayError
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
@@ -358,7 +358,7 @@ class StackRoute(Route[V]):
         if self._output_rows == BATCH:
             rows, kept, each = live[self._requests], None, "request"
         else:
-            rows, kept, each = self.captured.rows, live[-1], "padded token"
+            rows, kept, each = self.filling.bucket.sizes[TOKENS], live[-1], "padded token"
         if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
             return outputs if kept is None else outputs[:kept]
         return cut_rows(outputs, rows, each, kept, ReplayError)

@@ -16,6 +16,7 @@ from ..engine.graphs import GraphSet
 from ..engine.hooks import Loop
 from ..engine.runner import Runner
 from ..engine.sampling import rebuilt
+from ..engine.selection import BucketKey, VariantKey
 from ..engine.statistics import Decision
 from .host_work import HostWork
 
@@ -32,13 +33,16 @@ class Chain(Generic[V]):
         hold_reason: Why each step must be read before the next is launched, or "" if steps can be launched ahead.
     """
 
-    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
+    def __init__(
+        self, runner: Runner[V], batch: Any, buckets: Buckets, variant: VariantKey, loop: Loop, by_calls: str
+    ) -> None:
         """Check the runner and the batch. Nothing is run yet.
 
         Args:
             runner: The runner, which captures graphs.
             batch: The first step's batch.
             buckets: The runner's buckets.
+            variant: The values of fields that the graphs have frozen.
             loop: The loop that ranks agreed on.
             by_calls: Why each step is a call of the runner, or "" if steps are replays.
         """
@@ -52,6 +56,7 @@ class Chain(Generic[V]):
             raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
         self._runner = runner
         self._buckets = buckets
+        self._variant = variant
         self._graphs = graphs
         self._use = graphs.buffers.use
         self._hosts = graphs.filler.hosts
@@ -81,7 +86,7 @@ class Chain(Generic[V]):
         advancing = next((name for name in declaration.rules if slots[name].placement == HOST), None)
         self._moves_host = advancing is not None or not read.isdisjoint(written)
         self.hold_reason = by_calls or (f"host slot {advancing!r} advances" if advancing else "")
-        self._works: dict[tuple[int, int], HostWork] = {}
+        self._works: dict[tuple[BucketKey, int], HostWork] = {}
         self._outputs_of_call: Any = None
 
     def looping(self) -> contextlib.AbstractContextManager[None]:
@@ -149,13 +154,13 @@ class Chain(Generic[V]):
     def _check_room(self, requests: int) -> None:
         """Raise BatchError if no graph takes so many requests in the next step."""
         bucket = self._buckets.fit(requests)
-        if bucket is None or not self._graphs.has(bucket, self._absent):
+        if bucket is None or not self._graphs.has(bucket, self._absent, self._variant):
             largest = self._buckets.largest
             why = f"the largest bucket holds {largest}" if bucket is None else f"bucket {bucket} has no graph"
             raise BatchError(f"steps() cannot take {requests} requests: {why}; let others leave first, or wait")
 
     @property
-    def _agreed(self) -> int | None:
+    def _agreed(self) -> BucketKey | None:
         """The bucket that ranks agreed on last, or None if this rank may choose alone."""
         agreed = None if self._ranks.quiet or not self._number else self._runner.agreed
         return None if agreed is None else agreed.bucket
@@ -217,7 +222,7 @@ class Chain(Generic[V]):
             raise RankError(f"steps() needs a graph, and ranks agreed on none: {decision.reason}")
         if self._slot_of_ranks is not None:
             self._sizes_of_ranks = self._runner.stage.declaration.ranks.live_sizes
-        return decision.bucket != self._captured.rows or before != self._sizes_of_ranks
+        return decision.bucket != self._captured.bucket or before != self._sizes_of_ranks
 
     def _prepare(self, *, moved: bool) -> None:
         """Do the host's work for the next step. moved: Whether other ranks' sizes change slots of this rank."""
@@ -265,7 +270,7 @@ class Chain(Generic[V]):
         """
         requests, edits = len(self._keys), self._edits
         rows = self._agreed or self._buckets.fit(requests)
-        captured = self._graphs.get(rows, self._absent)
+        captured = self._graphs.get(rows, self._absent, self._variant)
         if captured is None or rows is None:
             raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
         self._graphs.verify(captured)
@@ -285,14 +290,14 @@ class Chain(Generic[V]):
         """Return the outputs of the last step, for live requests."""
         if self._by_calls:
             return self._outputs_of_call
-        each = self._graphs.rows_each
-        return self._captured.live(None if each is None else each * len(self._keys))
+        sizes, axis = self._work.step.live_sizes, self._graphs.output_rows
+        return self._captured.live(None if axis is None else sizes[axis])
 
-    def outputs_key(self) -> tuple[int, int] | None:
+    def outputs_key(self) -> tuple[BucketKey, int] | None:
         """Return a key for outputs that are the same tensors in each step, or None if they are new tensors."""
         if self._by_calls or not self._captured.graph.is_recorded:
             return None
-        return self._captured.rows, len(self._keys)
+        return self._captured.bucket, len(self._keys)
 
     def _call(self, *, idle: bool) -> Keys | None:
         """Advance and edit slot by slot, and run the step as a call with a batch of the slots' contents."""

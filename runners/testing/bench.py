@@ -17,9 +17,10 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.shown import Table
 from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
-from ..decode import DecodeRunner, GraphRunner, RequestRunner
+from ..decode import DecodeRunner, RequestRunner
 from ..engine.runner import Runner
 from ..explained.pages import Explained
+from ..prefill import StackRunner
 from ..recording.records import versions
 from .benchmarks import ORACLE, PADDED, SETS, Contestant, Drawn, draw, verify, ways_to_fill
 from .by_hand import COMPILED, PER_SLOT, REGROUPED, fill_by_hand
@@ -58,6 +59,7 @@ ON_A_CPU: Final = "A CPU shows no device's gain, as it has no launches to save: 
 _WAITS: Final = "- means that the host cannot get ahead of the device, so that its time cannot be measured alone."
 _CLOCKS: Final = (("host_us", "host", ""), ("gpu_us", "device", _WAITS))
 """The clocks of a table: the key in a row, the clock's name, and a note on missing figures."""
+Measured = RequestRunner[Any] | StackRunner[Any]
 Batches = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 
@@ -94,7 +96,7 @@ def ways_to_step(
     stage, found = runner.stage, dict[str, Contestant]()
     runners = {name: captured(runner, name, bucket) for name in stage.backend.capabilities.lowerings}
     graphs = runners[ORACLE].graphs
-    graph, each = graphs.captured[bucket, frozenset()].graph, graphs.rows_each
+    graph, rows = next(iter(graphs.captured.values())).graph, graphs.output_rows
 
     def by_hand(way: str) -> Contestant:
         padded = runner.sizes[bucket]
@@ -104,7 +106,7 @@ def ways_to_step(
             fill(one.batch, one.rows, one.side)
             graph.replay()
             outputs = graph.outputs
-            return outputs[: one.sizes[BATCH] * each] if each and isinstance(outputs, torch.Tensor) else outputs
+            return outputs[: one.sizes[rows]] if rows and isinstance(outputs, torch.Tensor) else outputs
 
         return Contestant(step, graphs.buffers)
 
@@ -124,7 +126,7 @@ def captured(runner: RequestRunner[Any], lowering: LoweringName, bucket: int) ->
 
 
 def cases(
-    runner: GraphRunner[Any], lives: Sequence[int | str], hands: Sequence[str], batches: Batches | None = None
+    runner: Measured, lives: Sequence[int | str], hands: Sequence[str], batches: Batches | None = None
 ) -> Iterator[tuple[Row, Run]]:
     """Yield a row and a run for each way to fill a runner's largest bucket, and for each number of live rows.
 
@@ -248,7 +250,7 @@ def bench(
         CaptureError: The runner's step cannot be captured.
     """
     hands = (PER_SLOT, REGROUPED) if target is None or quick else (PER_SLOT, REGROUPED, COMPILED)
-    measured = list[tuple[GraphRunner[Any], Sequence[int | str]]]()
+    measured = list[tuple[Measured, Sequence[int | str]]]()
     if target is None:
         for count, (bucket, lives) in itertools.product(sorted({*slots}), SIZES.items()):
             inputs = declare_decode(count)
@@ -276,14 +278,21 @@ def bench(
     return BenchReport([{**row, **run.as_data()} for row, run in found], about)
 
 
-def _runner_to_measure(target: object, backend: str | Backend, options: Mapping[str, Any]) -> GraphRunner[Any]:
+def _runner_to_measure(target: object, backend: str | Backend, options: Mapping[str, Any]) -> Measured:
     """Return the runner, or one of the declaration. Raise ConfigError if it cannot be measured."""
     if isinstance(target, type) and issubclass(target, Inputs):
         return runner_of(target, backend=backend, **options)
-    if isinstance(target, GraphRunner) and target.coordinator.size == 1 and not options and backend == AUTO:
+    plain = not options and backend == AUTO
+    if (
+        plain
+        and isinstance(target, RequestRunner | StackRunner)
+        and target.coordinator.size == 1
+        and not target.variants
+    ):
         return target
     raise ConfigError(
-        "bench measures a declaration, or a runner of one rank that captures graphs, with the options that it has; got "
+        "bench measures a declaration, or a runner of one rank that captures graphs for buckets of one axis without "
+        "variants, with the options that it has; got "
         f"{target!r}{f' and {[*options]}' if options else ''}"
     )
 

@@ -64,7 +64,7 @@ def test_functions_compiled_as_one(backend: Backend) -> None:
         made.capture()
         runners[name], seconds[name] = made, [1e6 * (time.perf_counter() - start)]
     show(f"captures of {BUCKETS} buckets", seconds)
-    graphs = {name: made.graphs.captured[ROWS, frozenset()].graph for name, made in runners.items()}
+    graphs = {name: made.graphs.captured[ROWS, frozenset(), ()].graph for name, made in runners.items()}
     ways = {name: lambda _, graph=graph: graph.replay() for name, graph in graphs.items()}
     race("replays", ways, [None], backend)
     batches = [{"req_pool_indices": torch.randint(0, POOL, (200,), device=backend.device)} for _ in range(4)]

@@ -113,7 +113,7 @@ def launched(backend: str) -> tuple[list[Any], dict[str, Any]]:
 
         return go_on
 
-    filled, graph = runner(), runner(lowering=ORACLE).graphs.captured[PADDED, frozenset()].graph
+    filled, graph = runner(), runner(lowering=ORACLE).graphs.captured[PADDED, frozenset(), ()].graph
     return batches, {
         "full fill": lambda pair: filled(pair[0]),
         "no news": looped(lambda *_: None),

@@ -13,7 +13,7 @@ import torch
 
 import slotgraph
 from slotgraph.runners.check.checks import CheckReport
-from slotgraph.runners.decode import GraphRunner
+from slotgraph.runners.decode import CapturingRunner
 from slotgraph.runners.engine.runner import Runner
 from tests.examples.demo import NEEDS, SMALL, module
 from tests.examples.test_programs import SHORT, needs
@@ -49,7 +49,7 @@ class Kept:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     """Of each runner that is captured from now on."""
-    found, capture = list[Kept](), GraphRunner.capture
+    found, capture = list[Kept](), CapturingRunner.capture
 
     def watched(self: Any) -> Any:
         report = capture(self)
@@ -63,7 +63,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
 
         return call
 
-    monkeypatch.setattr(GraphRunner, "capture", watched)
+    monkeypatch.setattr(CapturingRunner, "capture", watched)
     for name in ("__call__", "fill"):
         monkeypatch.setattr(Runner, name, looked_at(getattr(Runner, name)))
     return found

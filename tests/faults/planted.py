@@ -343,11 +343,11 @@ def fields_make_no_difference(old: Any, *given: Any) -> str:
     return ""
 
 
-@fault(ROUTES, decode.GraphRunner, "_graph_route", "invariants/test_tails.py::test_absent_slots_are_none")
-def absence_makes_no_difference(old: Any, self: Any, rows: Any, absent: Any) -> Any:
+@fault(ROUTES, decode.CapturingRunner, "_graph_route", "invariants/test_tails.py::test_absent_slots_are_none")
+def absence_makes_no_difference(old: Any, self: Any, rows: Any, absent: Any, *more: Any) -> Any:
     """Take the graph of all slots for any batch: one without an optional slot is refused."""
     del absent
-    return old(self, rows, frozenset())
+    return old(self, rows, frozenset(), *more)
 
 
 @fault(FORK, graphs.GraphSet, "replay", "invariants/test_memory.py::test_forked_children_are_refused")
@@ -366,7 +366,7 @@ def forks_are_not_noticed(old: Any, self: Any, captured: Any) -> None:
 def outputs_are_not_cut(old: Any, self: Any, *given: Any) -> None:
     """Cut no outputs: a caller gets padded rows."""
     old(self, *given)
-    self._rows_each = None
+    self._output_place = None
 
 
 @fault(OUTPUTS, outputs, "own_copy", "runners/engine/test_kept_outputs.py::test_copies_are_the_callers_own")

@@ -15,6 +15,7 @@ from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.extend import side
+from slotgraph.graphs import GraphRunner
 from slotgraph.runners.engine.hooks import Watcher
 from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.engine.statistics import Statistics
@@ -25,7 +26,7 @@ from tests.runners.models import PlainInputs, plain_runner, plain_step, random_b
 WIDE: Final = 3
 MOST: Final = 20
 _CLASSES: Final = (
-    *(EagerRunner, DecodeRunner, PrefillRunner, BreakableRunner),
+    *(EagerRunner, DecodeRunner, GraphRunner, PrefillRunner, BreakableRunner),
     *(DraftRunner, DraftExtendRunner, MultiLayerDraftExtendRunner),
 )
 RUNNERS: Final[dict[str, type[Any]]] = {kind.__name__: kind for kind in _CLASSES}
@@ -67,7 +68,9 @@ def drafted(_: Any, step: Any) -> tuple[torch.Tensor, None]:
     return step.input_ids[:, None].expand(-1, 5).float(), None
 
 
+GRID: Final = [{"BATCH": requests, "TOKENS": tokens} for requests in (2, 4) for tokens in (2, 4)]
 ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
+    "GraphRunner": {"buckets": GRID, "output_rows": TOKENS},
     "PrefillRunner": {"splits": ["slotgraph_tests::attention"], "graphs": False},
     "BreakableRunner": {"stack": "stack", "output_rows": TOKENS},
     "DraftRunner": {"topk": 2, "steps": 2, "inputs": Drafted, "step": drafted},
@@ -86,7 +89,7 @@ def make(name: str, **given: Any) -> Any:
 
 def captured(name: str, **given: Any) -> Any:
     """The same, ready for batches."""
-    runner = make(name, **({} if name == "EagerRunner" else {"buckets": [2, 4]}), **given)
+    runner = make(name, **({} if name in ("EagerRunner", "GraphRunner") else {"buckets": [2, 4]}), **given)
     if name != "EagerRunner":
         runner.capture()
     return runner

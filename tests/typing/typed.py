@@ -143,7 +143,7 @@ def runners_are_typed(batch: DecodeInputs) -> None:
     """A runner takes the declaration and a step that reads it; what it answers is plain data."""
     runner = DecodeRunner(DecodeInputs, step, buckets=[1, 2, 4, 8], backend="auto", sizes={PAGES: 64})
     assert_type(runner.capture().memory.inputs, int)
-    assert_type(runner.decide(batch).bucket, int | None)
+    assert_type(runner.decide(batch).bucket, Any | None)  # an int with one axis
     assert_type(runner.decide(batch).reason, str)
     EagerRunner(DecodeInputs, step, backend="cpu", sizes={PAGES: 64})(batch)
     DecodeRunner(Mine, own_step, sizes={standard.VOCAB: 8, standard.HIDDEN: 4}, settings=standard.Sharding())
@@ -223,7 +223,7 @@ def statistics_are_typed(decode: DecodeRunner[Any], prefill: PrefillRunner[Any],
     assert_type(decode.stats()["buckets"][4]["waste"], float)
     assert_type(prefill.stats()["eager"]["too_large"]["live"], int)
     assert_type(anyone.stats()["fills"]["buckets"][8]["mean"], float | None)
-    assert_type(anyone.stats()["capture"]["failed"], dict[int, str])
+    assert_type(anyone.stats()["capture"]["failed"], dict[Any, str])
     decode.stats()["bucketz"]  # type: ignore[typeddict-item]
     REGISTRY.register(Collector(decode=decode, extend=prefill))
     assert_type(exposition(decode=decode), str)

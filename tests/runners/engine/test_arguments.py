@@ -50,6 +50,7 @@ CAPTURING = {*OPTIONS} - {"width", "max_tokens", "no_copy"}
 USED: dict[str, set[str]] = {
     "EagerRunner": {"no_copy"},
     "DecodeRunner": {*CAPTURING, "width"},
+    "GraphRunner": CAPTURING - {"max_batch"},
     "PrefillRunner": {*CAPTURING, "max_tokens"},
     "BreakableRunner": {*CAPTURING, "max_tokens"},
     "DraftRunner": CAPTURING,
@@ -68,7 +69,9 @@ def test_an_option_is_used_or_refused(runner: str) -> None:
             with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}': leave it out"):
                 make(runner, **{option: value})
             continue
-        assert make(runner, **{option: value}).config.as_data()[option] == value
+        grid = [{"BATCH": 2, "TOKENS": 2}, {"BATCH": 4, "TOKENS": 4}]
+        right = grid if (runner, option) == ("GraphRunner", "buckets") else value
+        assert make(runner, **{option: right}).config.as_data()[option] == right
         for one in wrong:
             with pytest.raises(ConfigError, match=option):
                 make(runner, **{option: one})
@@ -114,7 +117,8 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "settings": lambda value: hasattr(value, "window"),
     **dict.fromkeys(("sizes", "bind"), lambda value: value == {}),
     "relations": lambda value: value is None or value == {},
-    **dict.fromkeys(("absent", "chained"), lambda value: isinstance(value, list) and not value),
+    "cost": lambda value: value is None,
+    **dict.fromkeys(("absent", "chained", "variants"), lambda value: isinstance(value, list) and not value),
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     **dict.fromkeys(("one_width", "keep_bound"), lambda value: isinstance(value, bool)),
     "phase": lambda value: value is None or value is PHASE,
@@ -142,7 +146,8 @@ def test_signatures_have_every_keyword(runner: str) -> None:
     kind: Any = RUNNERS[runner]
     signature = inspect.signature(kind)
     assert not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    config, own = RunnerConfig(), {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ...}
+    config, own = RunnerConfig(), {"keep_bound": False, "output_rows": ...}
+    own |= {"sizes": {}, "bind": {}, "relations": {}, "absent": (), "variants": ()}
     for name in keywords_of(kind) - {"chained"}:
         default = signature.parameters[name].default
         assert default is inspect.Parameter.empty or default == getattr(config, name, own.get(name)), name
@@ -184,7 +189,7 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
     ({"inputs": Inputs}, "inputs: expected a declaration, a subclass of Inputs"),
     ({"settings": {"window": "no"}}, "slot 'window' exists when .* expected true or false, got 'no'"),
     ({"settings": {"window": torch.ones(2)}}, "slot 'window' exists when .* expected true or false, got tensor"),
-    ({"output_rows": "TOKENS"}, "output_rows is TOKENS, BATCH or None, got 'TOKENS'"),
+    ({"output_rows": "TOKENS"}, "output_rows is (TOKENS, BATCH|BATCH, TOKENS) or None, got 'TOKENS'"),
 ]
 
 

@@ -274,6 +274,6 @@ def test_a_plan_is_printed_whole() -> None:
 def test_graphs_are_short() -> None:
     """What a runner is made of is one line in a debugger or a message of pytest, however much it holds."""
     runner = ready(full_runner())
-    assert repr(runner.graphs.captured[8, frozenset()]) == "<graph of bucket 8 of FullInputs>"
+    assert repr(runner.graphs.captured[8, frozenset(), ()]) == "<graph of bucket 8 of FullInputs>"
     for part in (runner.graphs, runner.stage, *runner.graphs.captured.values()):
         assert len(repr(part)) < 100

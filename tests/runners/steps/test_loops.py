@@ -119,7 +119,7 @@ def test_buckets_are_captured_when_an_edit_needs_them(cpu: str) -> None:
         if step.number == 4:
             assert dict(step.tokens()) == {"a": made(1, 4), **{key: made(2 + at, 1) for at, key in enumerate("bcde")}}
             break
-    assert sorted(runner.graphs.captured) == [(2, frozenset()), (8, frozenset())]
+    assert sorted(runner.graphs.captured) == [(2, frozenset(), ()), (8, frozenset(), ())]
 
 
 def test_a_call_of_the_runner_ends_the_loop(runner: DecodeRunner[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
