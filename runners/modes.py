@@ -10,7 +10,7 @@ from ..dataflow.buffers import NOT_BOUND, Bound
 from ..dataflow.errors import BatchError, CaptureError, ConfigError
 from ..dataflow.inputs import V
 from ..dataflow.sources import Side
-from .decode import GraphRunner
+from .decode import CapturingRunner
 from .engine.config import checked, checked_keys
 from .engine.current import StepLock, Unique, opaque
 from .engine.outputs import Out
@@ -47,20 +47,20 @@ class ModeRunner(Unique, Generic[V, Out]):
 
     def __init__(
         self,
-        modes: Mapping[str, GraphRunner[V, Out]],
+        modes: Mapping[str, CapturingRunner[V, Out]],
         when: Mapping[str, When] = ANY_BATCH,
         *,
         bind: Mapping[str, Bound] = NOT_BOUND,
         keep_bound: bool = False,
     ) -> None:
         expected = "a mapping of names to runners, such as {'decode': DecodeRunner(...)}"
-        self.modes: dict[str, GraphRunner[V, Out]] = checked_keys("modes", expected, modes, str)
+        self.modes: dict[str, CapturingRunner[V, Out]] = checked_keys("modes", expected, modes, str)
         self._when: dict[str, When] = checked_keys("when", "a mapping of modes to functions of the batch", when, str)
         for name in self._when.keys() - self.modes:
             raise ConfigError(f"when names {name!r}, which is none of the modes: {', '.join(self.modes)}")
         capacity, step_lock, known = dict[Axis, int](), StepLock(type(self).__name__), list[Any]()
         for name, runner in self.modes.items():
-            stage = checked(f"mode {name!r}", "a runner that captures graphs", runner, GraphRunner).stage
+            stage = checked(f"mode {name!r}", "a runner that captures graphs", runner, CapturingRunner).stage
             known.append((stage.declaration.slots, stage.sizes, stage.backend.device))
             reasons = {
                 "its declaration, settings, sizes or device are not the first mode's": known[0] != known[-1],

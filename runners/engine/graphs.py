@@ -566,11 +566,7 @@ class GraphSet(Generic[V]):
         stage, filler, coordinator = self.stage, self.filler, self.coordinator
         filling = filler.make(self.sizes[bucket], absent, computes=self.recipe is not None, frozen=frozen)
         filler.feed.disarm()  # the kernel must not write slots during the capture
-        bucket = filling.bucket
-        for one in bucket.functions(bucket.padded).on_host:
-            if one.again is not None and not (one.fields or one.again.fields):  # no batch is there
-                with capture_errors(), torch.no_grad():
-                    one.run(None, bucket.step(bucket.padded))
+        self._compute_once(filling.bucket)
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
         step, around, state = recipe(filling, lambda run: self._look(as_warm_up(run), absent))
@@ -594,6 +590,13 @@ class GraphSet(Generic[V]):
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
         return Captured(bucket, filling, graph, step, state.taken)
+
+    def _compute_once(self, bucket: Bucket) -> None:
+        """Run the functions with `again=`, so that a capture sees a plan of the bucket, but none that takes fields."""
+        for one in bucket.functions(bucket.padded).on_host:
+            if one.again is not None and not (one.fields or one.again.fields):  # no batch is there
+                with capture_errors(), torch.no_grad():
+                    one.run(None, bucket.step(bucket.padded))
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once under a watch, restore its state, and return the state.

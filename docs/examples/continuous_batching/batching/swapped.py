@@ -1,0 +1,209 @@
+"""In place of transformers' input classes and graphs: a batch of a declaration, and a runner."""
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import TMP_TOKEN_ID
+
+from batching.inputs import BATCH, KEYS, OUTPUTS, PAGES, REQUESTS, TOKENS, Layers, inputs_for
+from batching.options import Options
+from slotgraph.graphs import GraphRunner
+
+NOT_CARRIED = (None, -1)
+
+
+class SlotIOs:
+    """Makes a batch of the requests that transformers' scheduler chose, and reads tokens back.
+
+    Attributes:
+        declaration: What a step reads.
+        sizes: Its fixed sizes.
+        most_requests: The most requests of a step.
+        batch: The next step's batch.
+        outputs: What the last step returned.
+    """
+
+    compute_stream = None
+    use_block_table = False
+
+    def __init__(
+        self,
+        cache: Any,
+        config: Any,  # noqa: ARG002 - transformers passes it
+        continuous_batching_config: Any,
+        device: torch.device,
+        model_dtype: torch.dtype,
+        logit_processor: Any,
+    ) -> None:
+        if logit_processor.do_processing:
+            raise NotImplementedError("logits processors take arguments of their own: declare a slot for each")
+        self.allocators = {one.layer_type: one for one in cache.cache_allocators.values()}
+        self.layers = {
+            kind: Layers(
+                page=one.tokens_per_page,
+                stride=one.block_physical_stride,
+                trash=one.write_trash_index,
+                fresh=one.sentinel_index,
+                window=getattr(one, "sliding_window", 0),
+            )
+            for kind, one in self.allocators.items()
+        }
+        self.device, self.cache = device, cache
+        self.most_requests = continuous_batching_config.max_requests_per_batch
+        self.declaration = inputs_for(self.layers, model_dtype)
+        outputs = 1 + continuous_batching_config.return_logprobs
+        pages = max(-(-cache.max_tokens_read // one.page) for one in self.layers.values())
+        self.sizes = {PAGES: pages, REQUESTS: self.most_requests + 1, OUTPUTS: outputs}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self._launched = collections.deque[tuple[Sequence[Any], torch.Tensor, Any]]()
+        self._rows: dict[str, tuple[Any, int]] = {}
+
+    def prepare_batch_tensors(self, requests_in_batch: Sequence[Any], *_: Any, **__: Any) -> None:
+        """Make the batch: tokens and lengths as lists, and the pages of each request as its allocator has them."""
+        ids, carried_from, past, new, rows = [], [], [], [], {}
+        for row, one in enumerate(requests_in_batch):
+            state = one.state
+            last, at = self._rows.get(state.request_id, NOT_CARRIED)
+            carried_from += [-1] * (one.query_length - 1)
+            carried_from.append(at if last is state and one.query_length == 1 else -1)
+            ids += state.tokens_to_process
+            past.append(state.position_offset)
+            new.append(one.query_length)
+            state.position_offset += one.query_length
+            if one.has_new_token:
+                state.tokens_to_process = [TMP_TOKEN_ID]
+                rows[state.request_id] = state, row
+        self._requests, self._rows = requests_in_batch, rows
+        order, keys = np.arange(len(new), dtype=np.int32), self._keys(past, new)
+        most = max(sum(counts) for counts in keys.values())
+        self.batch = {
+            "host_ids": ids,
+            "carried_from": carried_from,
+            "token_request": order.repeat(new),
+            "past_lens": past,
+            "query_lens": new,
+            "key_request": {
+                kind: np.concatenate([order.repeat(counts), np.full(most - sum(counts), -1, dtype=np.int32)])
+                for kind, counts in keys.items()
+            },
+            "pages": {
+                kind: [one.block_table[request.state.request_id] for request in requests_in_batch]
+                for kind, one in self.allocators.items()
+            },
+        }
+
+    def _keys(self, past: Sequence[int], new: Sequence[int]) -> dict[str, list[int]]:
+        """Return how many keys each request attends to, by kind of layers."""
+        return {
+            kind: [layers.cached(before) + count for before, count in zip(past, new, strict=True)]
+            for kind, layers in self.layers.items()
+        }
+
+    def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:  # noqa: ARG002, FBT001, FBT002
+        """Return the batch, which the model runner takes as it is."""
+        return self.batch
+
+    def carry_over_tokens(self, *_: Any) -> None:
+        """Do nothing: `input_ids` takes carried tokens."""
+
+    def retrieve_device_outputs(self) -> None:
+        """Copy the step's outputs to the host, without waiting for them."""
+        outputs, is_there = self.outputs, None
+        if self.device.type == "cuda":
+            outputs = torch.empty(outputs.shape, dtype=outputs.dtype, pin_memory=True)
+            outputs.copy_(self.outputs, non_blocking=True)
+            is_there = torch.cuda.Event()
+            is_there.record()
+        self._launched.append((self._requests, outputs, is_there))
+
+    def prepare_batch_update(self) -> tuple[Sequence[Any], list[int], list[float] | None]:
+        """Return the requests of the oldest step, and the tokens of those that have one."""
+        requests, outputs, is_there = self._launched.popleft()
+        if is_there is not None:
+            is_there.synchronize()
+        chosen = outputs[[row for row, one in enumerate(requests) if one.has_new_token]]
+        logprobs = chosen[:, 1].contiguous().view(torch.float32).tolist() if outputs.shape[1] > 1 else None
+        return requests, chosen[:, 0].tolist(), logprobs
+
+
+class SlotAsyncIOs(SlotIOs, ContinuousBatchingAsyncIOs):  # type: ignore[misc] # transformers has no types
+    """The same for transformers' loop that prepares a step while the one before runs."""
+
+    current_pair = 0  # the loop switches it; there is one set of buffers and graphs here
+
+
+class SlotModelRunner(ModelRunner):  # type: ignore[misc] # transformers has no types
+    """Runs transformers' own forward pass and sampling in captured graphs.
+
+    Attributes:
+        options: The sizes to capture.
+    """
+
+    options: Options
+    runner: GraphRunner[Any, torch.Tensor]
+
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """Leave the sizes as they are, since fills pad."""
+        return num_q_tokens, max_kv_read
+
+    def warmup(self, model: Any) -> None:
+        """Capture all graphs."""
+        ios, options = self.inputs_and_outputs, self.options
+        kinds, keeps_logits = ios.layers, self.supports_logits_to_keep(model)
+
+        def step(view: Any) -> torch.Tensor:
+            masks = {kind: mask[None, None] for kind, mask in view.attention_mask.items()}
+            arguments = {
+                "input_ids": view.input_ids[None],
+                "position_ids": view.position_ids[None],
+                "attention_mask": masks if len(kinds) > 1 else next(iter(masks.values())),
+                "logits_indices": view.logits_indices,
+                "read_index": [*view.read_index.values()],
+                "write_index": [*view.write_index.values()],
+                "cu_seq_lens_k": dict.fromkeys(kinds, view.query_lens),  # for flash attention alone
+                "max_length_k": dict.fromkeys(kinds, 0),
+                "cache": self.cache,
+                "use_cache": False,
+                "is_causal": False,
+            }
+            if keeps_logits:
+                arguments["logits_to_keep"] = view.logits_indices
+            self._forward_process_and_sample(model, arguments, None, None, view.output_ids)
+            return view.output_ids[:, : len(view.query_lens)].T.clone()
+
+        grid = [
+            {TOKENS: tokens, BATCH: min(tokens, ios.most_requests), KEYS: keys}
+            for tokens in options.tokens
+            for keys in options.keys
+        ]
+        self.runner = GraphRunner(
+            ios.declaration, step, buckets=grid, output_rows=BATCH, sizes=ios.sizes, backend=options.backend
+        )
+        self.runner.capture()
+
+    def compute_batch(self, model: Any, batch_data: Any) -> None:  # noqa: ARG002 - graphs have captured the model
+        """Fill and replay."""
+        self.inputs_and_outputs.outputs = self.runner(batch_data)
+
+
+@contextlib.contextmanager
+def swapped(options: Options) -> Iterator[None]:
+    """Let transformers make these classes in place of its own."""
+    runner = type("SlotModelRunner", (SlotModelRunner,), {"options": options})
+    with (
+        mock.patch.object(continuous_api, "ContinuousBatchingIOs", SlotIOs),
+        mock.patch.object(continuous_api, "ContinuousBatchingAsyncIOs", SlotAsyncIOs),
+        mock.patch.object(continuous_api, "ModelRunner", runner),
+    ):
+        yield
