@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from serving.options import count, counts
+from serving.options import DTYPES, count, counts
 
 DESCRIPTION = """\
 Serve requests by transformers' continuous batching, with its scheduler, cache,
@@ -32,6 +32,7 @@ class Options:
     tokens: tuple[int, ...] = (4, 16, 64)
     keys: tuple[int, ...] = (256, 1024)
     rounds: int = 1
+    dtype: str = "float32"
     seed: int = 0
 
 
@@ -54,6 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         ("tokens", counts, "token counts to capture"),
         ("keys", counts, "key counts to capture for each of them"),
         ("rounds", count, "how often each way serves all requests, in turns"),
+        ("dtype", str, f"{', '.join(DTYPES)}; below float32 tokens depend on who shares a step, and are only counted"),
         ("seed", int, "seed of the model and of the prompts"),
     ):
         default = getattr(Options(), name.replace("-", "_"))

@@ -37,7 +37,7 @@ class SlotIOs:
     def __init__(
         self,
         cache: Any,
-        config: Any,  # noqa: ARG002 - transformers passes it
+        config: Any,
         continuous_batching_config: Any,
         device: torch.device,
         model_dtype: torch.dtype,
@@ -60,7 +60,8 @@ class SlotIOs:
         self.most_requests = continuous_batching_config.max_requests_per_batch
         self.declaration = inputs_for(self.layers, model_dtype)
         outputs = 1 + continuous_batching_config.return_logprobs
-        pages = max(-(-cache.max_tokens_read // one.page) for one in self.layers.values())
+        longest = min(cache.max_tokens_read, config.max_position_embeddings)
+        pages = max(-(-longest // one.page) for one in self.layers.values())
         self.sizes = {PAGES: pages, REQUESTS: self.most_requests + 1, OUTPUTS: outputs}
         self.reset()
 
