@@ -142,7 +142,7 @@ class Inputs(metaclass=_Declaring):
     if not TYPE_CHECKING:  # type checkers would accept any name as a field
 
         def __getattr__(self, name: str) -> Any:
-            """Return the slots of a group in a view. Raise AttributeError that explains why any other name has no value."""
+            """Return a view's slots of a group. Raise AttributeError that explains why another name has no value."""
             declaration, values = type(self).slotgraph, vars(self)
             members = declaration.groups.get(name, {})
             found = {member: values[slot] for member, slot in members.items() if slot in values}

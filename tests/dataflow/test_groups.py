@@ -1,11 +1,11 @@
-"""Groups: one declaration for several slots, each of which is like any other wherever slots are filled, changed or shown."""
+"""Groups: one declaration for several slots, each like any other wherever slots are filled, changed or shown."""
 
 import copy
 import functools
 import pickle
 import types
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import torch
@@ -36,7 +36,6 @@ KINDS: Final = Group("full", "sliding")
 PAGES: Final = Axis("PAGES", fixed=True)
 WINDOW: Final = Axis("WINDOW", fixed=True)
 SIZES: Final[dict[Axis, int]] = {PAGES: 3, WINDOW: 2}
-INTEGERS: Final[dict[str, Any]] = {"dtype": torch.int64}
 Tables = Mapping[str, torch.Tensor]
 
 
@@ -48,14 +47,14 @@ def first_key(tables: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
 class Layered(Inputs):
     """What two kinds of layers read, which have tables of different widths and tails."""
 
-    ids: torch.Tensor = copied(TOKENS, **INTEGERS, pad=0, then=lambda ids: ids + 1)
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda ids: ids + 1)
     tables: Tables = copied(
-        BATCH, {"full": PAGES, "sliding": WINDOW}, **INTEGERS, pad={"full": 0, "sliding": -1}, group=KINDS
+        BATCH, {"full": PAGES, "sliding": WINDOW}, dtype=torch.int64, pad={"full": 0, "sliding": -1}, group=KINDS
     )
-    window: Tables = constant({"full": 90, "sliding": 2}, **INTEGERS, group=KINDS)
-    first: Tables = computed(first_key, shape=BATCH, **INTEGERS, group=KINDS)
+    window: Tables = constant({"full": 90, "sliding": 2}, dtype=torch.int64, group=KINDS)
+    first: Tables = computed(first_key, shape=BATCH, dtype=torch.int64, group=KINDS)
     seen: Mapping[str, torch.Tensor | None] = copied(
-        BATCH, **INTEGERS, pad=7, then=lambda seen, tables: seen + tables[:, 0], group=KINDS, default=None
+        BATCH, dtype=torch.int64, pad=7, then=lambda seen, tables: seen + tables[:, 0], group=KINDS, default=None
     )
 
 
@@ -115,9 +114,7 @@ def test_a_step_reads_each_slot_by_its_name(backend: Backend, lowering: str | No
         view = runner.fill(batch)
         assert [*view.tables] == [*view.seen] == ["full", "sliding"]
         assert (view.tables["full"][3].tolist(), view.tables["sliding"][3].tolist()) == ([0, 0, 0], [-1, -1])
-        assert [kind for kind, one in view.seen.items() if one is None] == [
-            k for k in KINDS.names if k not in (seen or {})
-        ]
+        assert {kind for kind, one in view.seen.items() if one is not None} == {*(seen or {})}
         assert torch.equal(runner.replay(view).cpu(), by_hand(batch))
 
 
@@ -133,8 +130,8 @@ def test_a_batch_has_a_mapping_or_an_object(backend: Backend, form: str) -> None
         given = {
             "a view": lambda: view,
             "a copy": lambda: copy.deepcopy(view),
-            "a pickle": lambda: pickle.loads(pickle.dumps(view)),
-        }[form]()  # noqa: S301, E501
+            "a pickle": lambda: pickle.loads(pickle.dumps(view)),  # noqa: S301 - its own
+        }[form]()
     else:
         given = Layered(**batch)
         assert given.tables is batch["tables"]
@@ -158,7 +155,7 @@ def test_errors_name_the_slot(backend: Backend) -> None:
         with pytest.raises(BatchError, match=says):
             runner({**batch, "tables": tables})
     assert torch.equal(runner.replay(view).cpu(), by_hand(batch))
-    with pytest.raises(AttributeError, match="no slot or field 'table'.*tables"):
+    with pytest.raises(AttributeError, match=r"no slot or field 'table'.*tables"):
         _ = view.table
     with pytest.raises(AttributeError, match="not in a batch"):
         _ = Layered(**batch).first
@@ -218,21 +215,22 @@ def test_buffers_bind_skip_and_recordings_take_members(backend: Backend, tmp_pat
 class Sided(Inputs):
     """Sources of a group: a path, a side argument, and functions."""
 
-    ids: torch.Tensor = copied(TOKENS, **INTEGERS, pad=0)
-    masks: Tables = copied(BATCH, **INTEGERS, pad=0, source="meta.masks", group=KINDS)
-    bias: Tables = copied(BATCH, **INTEGERS, pad=0, source=side("extra.bias"), group=KINDS)
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    masks: Tables = copied(BATCH, dtype=torch.int64, pad=0, source="meta.masks", group=KINDS)
+    bias: Tables = copied(BATCH, dtype=torch.int64, pad=0, source=side("extra.bias"), group=KINDS)
     called: Tables = copied(
         BATCH,
-        **INTEGERS,
+        dtype=torch.int64,
         pad=0,
         source={"full": lambda batch: batch["pair"][0], "sliding": lambda batch: batch["pair"][1]},
         group=KINDS,
     )
-    made: Tables = staged(BATCH, **INTEGERS, pad=0, group=KINDS)
+    made: Tables = staged(BATCH, dtype=torch.int64, pad=0, group=KINDS)
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
         """A request that owns all tokens; a group's value is a mapping, too."""
+        del step
         return {"masks": {"full": [4], "sliding": [5]}}
 
 
@@ -244,7 +242,7 @@ def test_sources_placeholders_and_named_steps_know_groups(backend: Backend) -> N
         columns = [group[kind].sum() for group in groups for kind in KINDS.names]
         return ids + sum(number * column for number, column in enumerate(columns, 1))
 
-    def step(ids: torch.Tensor, masks: Tables, bias: Tables, called: Tables) -> torch.Tensor:
+    def step(ids: Any, masks: Any, bias: Any, called: Any) -> torch.Tensor:
         return numbered(ids * 2, masks, bias, called) + 1
 
     runner = BreakableRunner(Sided, step, buckets=[4], max_batch=4, output_rows=TOKENS, backend=backend)
@@ -282,21 +280,21 @@ def _declare(**fields: Any) -> type[Inputs]:
 
 
 OTHERS: Final = Group("full", "linear")
-column = functools.partial(copied, BATCH, **INTEGERS)
+column = functools.partial(copied, BATCH, dtype=torch.int64)
 FAULTY: Final[dict[str, dict[str, Any]]] = {
     "slot 'tables.full': no tail rule": {"tables": column(group=KINDS)},
-    "group=3: expected a Group": {"tables": column(pad=0, group=3)},
+    "group=3: expected a Group": {"tables": column(pad=0, group=cast("Any", 3))},
     "pad={'full': 0}": {"tables": column(pad={"full": 0}, group=KINDS)},
     "it needs 'tables', a group of slots": {
         "tables": column(pad=0, group=KINDS),
-        "sums": computed(lambda tables: tables, shape=BATCH, **INTEGERS),
+        "sums": computed(lambda tables: tables, shape=BATCH, dtype=torch.int64),
     },
     "it needs 'tables.linear', which is neither": {
         "tables": column(pad=0, group=KINDS),
-        "sums": computed(lambda tables: tables, shape=BATCH, **INTEGERS, group=OTHERS),
+        "sums": computed(lambda tables: tables, shape=BATCH, dtype=torch.int64, group=OTHERS),
     },
     "takes the value of slot 'tables.full'": {
-        "tables": copied(BATCH, **INTEGERS, pad=0, placement="host", argument="lens", group=KINDS)
+        "tables": copied(BATCH, dtype=torch.int64, pad=0, placement="host", argument="lens", group=KINDS)
     },
 }
 
