@@ -17,6 +17,7 @@ from slotgraph.dataflow import admission, buffers, capabilities, computation, gu
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, writers
 from slotgraph.dataflow.packet import Feed
+from slotgraph.dataflow.sources import Compute
 from slotgraph.dataflow.tails import Pad
 from slotgraph.dataflow.transition import Transition
 from slotgraph.runners import decode, tree
@@ -244,6 +245,13 @@ def computed_slots_go_by_name(old: Any, *given: Any, **named: Any) -> Any:
     return dict(sorted(old(*given, **named).items()))
 
 
+@fault(COMPUTED, Compute, "within", "dataflow/test_groups.py::test_a_step_reads_each_slot_by_its_name")
+def functions_of_a_group_read_one_slot(old: Any, self: Any, groups: Any, member: str) -> Any:
+    """Give the function of each name in a group the slots of the first name: the others are computed from those."""
+    del member
+    return old(self, groups, "full")
+
+
 @fault(COMPUTED, computation, "write", "dataflow/test_slots.py::test_a_result_that_does_not_fit_is_refused")
 def results_are_cast(old: Any, target: Any, value: Any, what: str) -> None:
     """Copy whatever a function returns: floats are truncated, and one row fills all of them, without a word."""
@@ -301,6 +309,12 @@ def fills_of_neighbours_are_not_counted(old: Any, self: Any) -> int:
     """Count no fill of the pool's others: a view is replayed after one has filled the memory of both."""
     del old, self
     return 0
+
+
+@fault(LAST, buffers.BufferUse, "others", "runners/test_modes.py::test_a_view_is_refused_after_a_fill_of_another_mode")
+def fills_of_other_modes_are_not_counted(old: Any, self: Any) -> int:
+    """Count the fills of a pool's others alone: a mode's view is replayed on what another mode has filled."""
+    return int(old(self) - self.fills)
 
 
 class _Open:
