@@ -17,7 +17,7 @@ from slotgraph.dataflow import admission, buffers, capabilities, computation, gu
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, writers
 from slotgraph.dataflow.packet import Feed
-from slotgraph.dataflow.sources import Compute
+from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
 from slotgraph.dataflow.transition import Transition
 from slotgraph.runners import decode, tree
@@ -144,6 +144,13 @@ def the_rest_of_a_ragged_row_is_zero(old: Any, value: Any, dtype: Any, wanted: A
     return old(value, dtype, wanted, Pad(0))
 
 
+@fault(SOURCES, Copied, "reads", "dataflow/test_groups.py::test_a_step_reads_each_slot_by_its_name")
+def a_group_has_one_source(old: Any, self: Any, name: str) -> Any:
+    """Read the value of a group's first name for each of them: all cache groups have the same pages."""
+    group, dot, _ = name.partition(".")
+    return old(self, f"{group}.full" if dot else name)
+
+
 @fault(KINDS, kinds.SourceKinds, "read", "runners/engine/test_outputs.py::test_rows_of_outputs_follow_their_axis")
 def sizes_are_those_of_the_batch_before(old: Any, self: Any, given: Any) -> Any:
     """Keep the sizes of the first batch: a later one of other sizes has its rows cut, or rows that it has not."""
@@ -243,13 +250,6 @@ def changed_views_are_handed_out_again(old: Any, self: Any) -> Any:
 def computed_slots_go_by_name(old: Any, *given: Any, **named: Any) -> Any:
     """Compute slots in the order of their names: one that reads another sees the last step's value."""
     return dict(sorted(old(*given, **named).items()))
-
-
-@fault(COMPUTED, Compute, "within", "dataflow/test_groups.py::test_a_step_reads_each_slot_by_its_name")
-def functions_of_a_group_read_one_slot(old: Any, self: Any, groups: Any, member: str) -> Any:
-    """Give the function of each name in a group the slots of the first name: the others are computed from those."""
-    del member
-    return old(self, groups, "full")
 
 
 @fault(COMPUTED, computation, "write", "dataflow/test_slots.py::test_a_result_that_does_not_fit_is_refused")
