@@ -76,8 +76,8 @@ class ModeRunner(Unique, Generic[V, Out]):
             }
             for reason in (reason for reason, holds in reasons.items() if holds):
                 raise ConfigError(f"mode {mode!r}: {reason}")
-            for axis, size in runner.sizes[runner.buckets.largest].items():
-                capacity[axis] = max(size, capacity.get(axis, 0))
+            for sizes in runner.sizes.values():
+                capacity |= {axis: max(size, capacity.get(axis, 0)) for axis, size in sizes.items()}
             runner.step_lock = step_lock  # one step at a time, since all modes use the same memory
         buffers = first.stage.allocate(capacity, bind, keep_bound=keep_bound)
         for runner in self.modes.values():

@@ -258,6 +258,40 @@ def test_sources_placeholders_and_named_steps_know_groups(backend: Backend) -> N
         assert torch.equal(runner(batch, **given), eager(batch, **given))
 
 
+class Switched(Inputs):
+    """Members that settings switch on, all at once or one by one."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    both: Any = copied(BATCH, dtype=torch.int64, pad=0, when="wanted", group=KINDS)
+    some: Any = copied(BATCH, dtype=torch.int64, pad=0, when={"full": "wanted", "sliding": "windows"}, group=KINDS)
+
+
+def test_settings_switch_members_off(backend: Backend) -> None:
+    """They are None in the view, and no batch needs them."""
+    seen = list[Any]()
+
+    def step(view: Switched) -> torch.Tensor:
+        seen.append({name: {k for k, one in getattr(view, name).items() if one is None} for name in ("both", "some")})
+        return view.ids + 1
+
+    settings = {"wanted": False, "windows": True}
+    runner = EagerRunner(Switched, step, settings=settings, backend=backend)
+    runner({"ids": [1, 2], "some": {"sliding": [3, 4]}})
+    assert seen == [{"both": {"full", "sliding"}, "some": {"full"}}]
+
+
+def test_nothing_is_copied_if_that_is_asked_for() -> None:
+    """The view has the batch's own tensors of each name."""
+    runner = EagerRunner(Layered, lambda view: view, sizes=SIZES, backend="cpu", no_copy=True)
+    batch = {**batch_of(3), "ids": torch.arange(3)}
+    view = runner(batch)
+    for kind in KINDS.names:
+        assert view.tables[kind].data_ptr() == batch["tables"][kind].data_ptr()
+        assert (
+            view.first[kind].tolist() == (batch["tables"][kind][:, 0] * 100 + {"full": 90, "sliding": 2}[kind]).tolist()
+        )
+
+
 def test_a_micro_batch_has_its_part_of_each(backend: Backend) -> None:
     """Computed members, too."""
     runner, batch = layered(backend, 4), batch_of(4)

@@ -1,7 +1,7 @@
 """Modes: each batch takes the first mode that has a graph for it, and gets what a runner of its own would give."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import pytest
@@ -19,6 +19,7 @@ from slotgraph import (
     EagerRunner,
     Inputs,
     PrefillRunner,
+    Step,
     computed,
     copied,
     current_view,
@@ -46,6 +47,11 @@ class Serving(Inputs):
     flags: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=once(3), default=None)
     bias: torch.Tensor = computed(lambda ids: ids % 7, shape=TOKENS, dtype=torch.int64)
     live: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
+
+    @classmethod
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:
+        """One request that owns all tokens."""
+        return {"lens": [step.live(TOKENS)], "pages": {"full": [[1, 2]]}}
 
 
 def per_request(view: Serving) -> torch.Tensor:
@@ -311,6 +317,23 @@ def test_a_mode_may_be_captured_when_a_batch_comes(backend: Backend) -> None:
     assert torch.equal(runner.modes["decode"].replay(view), eager(UNIFORM))
     for batch in (MIXED, UNIFORM, MIXED):
         assert torch.equal(runner(batch), eager(batch))
+
+
+def test_each_mode_is_captured_on_initial_values(backend: Backend) -> None:
+    """Whatever a capture before it has left: a step may not bear the placeholder of another."""
+
+    def careful(view: Serving) -> torch.Tensor:
+        table = torch.ones(20, dtype=torch.int64, device=view.lens.device)
+        return decode_step(view) + table[view.lens] - 1  # a placeholder of all tokens is beyond the table
+
+    modes = parts(backend)
+    modes["mixed"] = PARTS["mixed"](backend=backend, buckets=[32])
+    modes["decode"] = DecodeRunner(Serving, careful, buckets=[4], backend=backend, **GIVEN)
+    order = {mode: modes[mode] for mode in ("mixed", "decode")}
+    runner = ModeRunner(order, when={"mixed": lambda batch: not is_uniform(batch)})
+    runner.capture()
+    for batch in (UNIFORM, MIXED):
+        assert torch.equal(runner(batch), eager_on(backend)(batch))
 
 
 def test_modes_may_not_run_at_once(backend: Backend) -> None:
