@@ -141,6 +141,8 @@ class Viewer(Generic[T]):
         if self._fields:
             values.update(carried(self._fields, batch))
         values["_slotgraph_view"] = info
+        if info.declaration.groups:  # type: ignore[union-attr] # it was made above
+            values.update(info.declaration.grouped(values))  # type: ignore[union-attr]
         return made
 
 
@@ -163,7 +165,8 @@ def live_values(values: Mapping[str, Any], declaration: Declaration, info: ViewI
         tensor = values.get(name)
         rows = map(slice, extent(declaration.slots[name].shape, sizes))
         found[name] = None if tensor is None else tensor[tuple(rows)].clone()
-    return found | {name: values[name] for name in declaration.fields if name in values}
+    fields = {name: values[name] for name in declaration.fields if name in values}
+    return {**found, **declaration.grouped(found), **fields}
 
 
 def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:
@@ -189,7 +192,10 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     padded = {axis: stop - start for axis, (start, stop) in every.items()}
     step = Step({**info.step.live_sizes, **live}, {**sizes, **padded})
     made, values = type(view).__new__(type(view)), _cut(view.__dict__, declared, info, every, step)
-    made.__dict__.update(values, _slotgraph_view=attrs.evolve(info, step=step))
+    for group in info.declaration.groups:
+        del values[group]
+    values.update(info.declaration.grouped(values), _slotgraph_view=attrs.evolve(info, step=step))
+    made.__dict__.update(values)
     return made
 
 
