@@ -258,12 +258,15 @@ def test_sources_placeholders_and_named_steps_know_groups(backend: Backend) -> N
         assert torch.equal(runner(batch, **given), eager(batch, **given))
 
 
+BY_KIND: Final[Any] = {"full": "wanted", "sliding": "windows"}
+
+
 class Switched(Inputs):
     """Members that settings switch on, all at once or one by one."""
 
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     both: Any = copied(BATCH, dtype=torch.int64, pad=0, when="wanted", group=KINDS)
-    some: Any = copied(BATCH, dtype=torch.int64, pad=0, when={"full": "wanted", "sliding": "windows"}, group=KINDS)
+    some: Any = copied(BATCH, dtype=torch.int64, pad=0, when=BY_KIND, group=KINDS)
 
 
 def test_settings_switch_members_off(backend: Backend) -> None:
@@ -284,7 +287,7 @@ def test_nothing_is_copied_if_that_is_asked_for() -> None:
     """The view has the batch's own tensors of each name."""
     runner = EagerRunner(Layered, lambda view: view, sizes=SIZES, backend="cpu", no_copy=True)
     batch = {**batch_of(3), "ids": torch.arange(3)}
-    view = runner(batch)
+    view: Any = runner(batch)
     for kind in KINDS.names:
         assert view.tables[kind].data_ptr() == batch["tables"][kind].data_ptr()
         assert (

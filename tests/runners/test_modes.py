@@ -67,7 +67,7 @@ def decode_step(view: Serving) -> torch.Tensor:
 
 
 @graph_break
-def mixed_part(hidden: torch.Tensor) -> torch.Tensor:
+def add_to_tokens(hidden: torch.Tensor) -> torch.Tensor:
     """Add each request's number to its tokens; padded rows get none."""
     view = current_view(Serving)
     rows = torch.repeat_interleave(per_request(view), view.lens)
@@ -78,7 +78,7 @@ def mixed_part(hidden: torch.Tensor) -> torch.Tensor:
 
 def mixed_step(view: Serving) -> torch.Tensor:
     """The same for requests of any length."""
-    return mixed_part(view.ids.square() % 97 + view.bias)
+    return add_to_tokens(view.ids.square() % 97 + view.bias)
 
 
 def batch_of(lens: Sequence[int], seed: int = 1, *, flags: bool = False) -> dict[str, Any]:
@@ -96,12 +96,21 @@ def is_uniform(batch: Any) -> bool:
 
 
 GIVEN: Final[dict[str, Any]] = {"sizes": {PAGES: 2}, "absent": [{"flags"}]}
-PARTS: Final[dict[str, Callable[..., Any]]] = {
-    "decode": lambda **more: DecodeRunner(Serving, decode_step, **{"buckets": [1, 2, 4], **GIVEN, **more}),
-    "mixed": lambda **more: BreakableRunner(
-        Serving, mixed_step, **{"buckets": [4, 16], "max_batch": REQUESTS, "output_rows": TOKENS, **GIVEN, **more}
-    ),
-}
+
+
+def decode_part(**options: Any) -> Any:
+    """Whole steps."""
+    given: dict[str, Any] = {"buckets": [1, 2, 4], **GIVEN, **options}
+    return DecodeRunner(Serving, decode_step, **given)
+
+
+def mixed_part(**options: Any) -> Any:
+    """Graphs around a break."""
+    given: dict[str, Any] = {"buckets": [4, 16], "max_batch": REQUESTS, "output_rows": TOKENS, **GIVEN, **options}
+    return BreakableRunner(Serving, mixed_step, **given)
+
+
+PARTS: Final[dict[str, Callable[..., Any]]] = {"decode": decode_part, "mixed": mixed_part}
 
 
 def parts(backend: Any, **options: Any) -> dict[str, Any]:
