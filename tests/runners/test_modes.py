@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -30,6 +31,7 @@ from slotgraph.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.extend import Exclusive, Group, once
 from slotgraph.modes import ModeRunner
 from slotgraph.pool import InputPool
+from slotgraph.reports import RecordedFile, replay_file
 from slotgraph.runners.engine.statistics import Decision
 
 KINDS: Final = Group("full", "sliding")
@@ -269,6 +271,20 @@ def test_all_modes_are_checked_explained_and_reported(backend: Backend) -> None:
     titles = [table.title for table in slotgraph.explain(runner).tables()]
     assert {title.partition(":")[0] for title in titles} == {"decode", "mixed"}
     assert "decode" in repr(runner)
+
+
+def test_a_mode_is_recorded_and_debugged_as_a_runner(backend: Backend, tmp_path: Path) -> None:
+    """Its steps alone, also those that the mode runner gives it."""
+    runner, path = of_modes(backend), tmp_path / "mixed.safetensors"
+    with (
+        slotgraph.record(runner.modes["mixed"], path),
+        slotgraph.debugged(runner.modes["decode"], ["poison", "parity"]),
+    ):
+        for batch in (UNIFORM, MIXED, UNIFORM, batch_of([2, 2])):
+            assert torch.equal(runner.replay(runner.fill(batch)), eager_on(backend)(batch))
+    file = RecordedFile.read(path)
+    assert len(file.steps) == 2
+    assert "equal" in str(replay_file(file, mixed))
 
 
 def test_a_slot_that_one_mode_reads_is_no_finding(backend: Backend) -> None:
