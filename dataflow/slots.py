@@ -402,12 +402,8 @@ def _field(kind: SlotOrGroup, faults: list[str], *, init: bool, default: Any) ->
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     """Make the field of a slot, or of a group. If a parameter is invalid, a stand-in slot reports the faults."""
-    suited, faults, default, group = (
-        dict[str, Any](),
-        list[str](),
-        given.get("default", attrs.NOTHING),
-        given.get("group"),
-    )
+    suited, faults = dict[str, Any](), list[str]()
+    default, group = given.get("default", attrs.NOTHING), given.get("group")
     if isinstance(group, Group):
         slots = dict[str, Slot]()
         for name in group.names:

@@ -132,7 +132,7 @@ class Viewer(Generic[T]):
     def __call__(self, batch: Any, live: Live) -> T:
         """Make the view of a batch with these live sizes."""
         last, info = self._last
-        if live != last:
+        if info is None or live != last:
             info = self._info_of(live)
             self._last = live, info
         made = self._class.__new__(self._class)
@@ -141,8 +141,8 @@ class Viewer(Generic[T]):
         if self._fields:
             values.update(carried(self._fields, batch))
         values["_slotgraph_view"] = info
-        if info.declaration.groups:  # type: ignore[union-attr] # it was made above
-            values.update(info.declaration.grouped(values))  # type: ignore[union-attr]
+        if info.declaration.groups:
+            values.update(info.declaration.grouped(values))
         return made
 
 
@@ -193,7 +193,7 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     step = Step({**info.step.live_sizes, **live}, {**sizes, **padded})
     made, values = type(view).__new__(type(view)), _cut(view.__dict__, declared, info, every, step)
     for group in info.declaration.groups:
-        del values[group]
+        values.pop(group, None)
     values.update(info.declaration.grouped(values), _slotgraph_view=attrs.evolve(info, step=step))
     made.__dict__.update(values)
     return made

@@ -302,6 +302,30 @@ def test_a_micro_batch_has_its_part_of_each(backend: Backend) -> None:
     assert torch.equal(layers(part).cpu(), by_hand(batch)[1:3])
 
 
+class Counted(Inputs):
+    """Numbers that the host computes, which a captured micro-batch cannot have."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    counts: Any = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64, group=KINDS)
+
+
+def test_a_captured_micro_batch_lacks_what_the_host_computes(backend: Backend) -> None:
+    """The error says why, and a part of the part lacks it, too."""
+    said = list[str]()
+
+    def step(view: Counted) -> torch.Tensor:
+        part = view.narrow(BATCH, 0, 2).narrow(BATCH, 1, 2)
+        try:
+            _ = part.counts["full"]
+        except AttributeError as error:
+            said.append(str(error))
+        return view.ids + view.counts["sliding"] + part.ids[0]
+
+    runner = decoder(Counted, step, backend=backend, buckets=[4])
+    assert runner({"ids": [1, 2, 3]}).tolist() == [6, 7, 8]
+    assert "slot 'counts' follows from what the host computes" in said[0]
+
+
 def test_a_compiled_step_reads_groups() -> None:
     """In one graph of torch.compile."""
     compiled = torch.compile(layers, backend="eager", fullgraph=True)

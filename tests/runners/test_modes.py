@@ -276,10 +276,8 @@ def test_all_modes_are_checked_explained_and_reported(backend: Backend) -> None:
 def test_a_mode_is_recorded_and_debugged_as_a_runner(backend: Backend, tmp_path: Path) -> None:
     """Its steps alone, also those that the mode runner gives it."""
     runner, path = of_modes(backend), tmp_path / "mixed.safetensors"
-    with (
-        slotgraph.record(runner.modes["mixed"], path),
-        slotgraph.debugged(runner.modes["decode"], ["poison", "parity"]),
-    ):
+    decode, mixed = runner.modes.values()
+    with slotgraph.record(mixed, path), slotgraph.debugged(decode, ["poison", "parity"]):
         for batch in (UNIFORM, MIXED, UNIFORM, batch_of([2, 2])):
             assert torch.equal(runner.replay(runner.fill(batch)), eager_on(backend)(batch))
     file = RecordedFile.read(path)
