@@ -55,6 +55,14 @@ class Declaration:
                 found.setdefault(group, {})[name] = slot
         return found
 
+    def grouped(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the values of each group by the names in it, if all its slots have one."""
+        return {
+            name: {member: values[slot] for member, slot in slots.items()}
+            for name, slots in self.groups.items()
+            if values.keys() >= {*slots.values()}
+        }
+
     def by_slot(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Replace each value that a mapping gives a group by those of its slots."""
         found = dict(values)

@@ -142,12 +142,8 @@ class Inputs(metaclass=_Declaring):
     if not TYPE_CHECKING:  # type checkers would accept any name as a field
 
         def __getattr__(self, name: str) -> Any:
-            """Return the slots of a group in a view. Raise AttributeError that explains why any other name has no value."""
-            declaration, values = type(self).slotgraph, vars(self)
-            members = declaration.groups.get(name, {})
-            found = {member: values[slot] for member, slot in members.items() if slot in values}
-            if found:
-                return found
+            """Raise AttributeError that explains why a declared name has no value in this object."""
+            declaration = type(self).slotgraph
             is_slot = name in declaration.slots or name in declaration.groups
             if name in declaration.fields:
                 message = (

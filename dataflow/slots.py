@@ -94,11 +94,13 @@ def constant_of(value: Any) -> Any:
 
 
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
+ByName = Mapping[str, Any]
+"""A value for each name of a group."""
 
 
 @final
 class Group:
-    """Names of slots that are declared as one, such as cache groups or kinds of layers: `group=Group("full", "sliding")`.
+    """Names of slots that are declared as one, `group=Group("full", "sliding")`: cache groups, or kinds of layers.
 
     Args:
         names: Identifiers, all different.
@@ -401,7 +403,7 @@ def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
 
 
 def _field(kind: SlotOrGroup, faults: list[str], *, init: bool, default: Any) -> Any:
-    """Make an attrs field that carries slots, and the faults that the declaration must report about their parameters."""
+    """Make an attrs field that carries slots, and the faults that the declaration must report about parameters."""
     if not isinstance(init, bool):
         faults.append(f"init={_brief(init)}: say True or False")
     if default is not None and default is not attrs.NOTHING:
@@ -414,7 +416,8 @@ def _field(kind: SlotOrGroup, faults: list[str], *, init: bool, default: Any) ->
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     """Make the field of a slot, or of a group. If a parameter is invalid, a stand-in slot reports the faults."""
-    suited, faults, default, group = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING), given["group"]
+    suited, faults = dict[str, Any](), list[str]()
+    default, group = given.get("default", attrs.NOTHING), given.get("group")
     if isinstance(group, Group):
         slots = dict[str, Slot]()
         for name in group.names:
@@ -452,16 +455,16 @@ def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
             continue
         for member, slot in kind.items():
             functions = {"function": slot.computes(), "then": slot.advances()}
-            named = {key: one.within(groups, member) for key, one in functions.items() if one}
+            named: dict[str, Any] = {key: one.within(groups, member) for key, one in functions.items() if one}
             found[f"{name}.{member}"] = attrs.evolve(slot, **named)
     return found
 
 
 def copied(  # noqa: PLR0913 - one for each property of a slot
-    *shape: Size,
+    *shape: Size | ByName,
     dtype: Dtype,
-    pad: PadValue | Tail | None = None,
-    source: str | Source | Callable[[Any], Any] | None = None,
+    pad: PadValue | Tail | ByName | None = None,
+    source: str | Source | Callable[[Any], Any] | ByName | None = None,
     then: Callable[..., Any] | None = None,
     placement: Placement = DEVICE,
     strided: bool = False,
@@ -501,14 +504,14 @@ def copied(  # noqa: PLR0913 - one for each property of a slot
             pad value.
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
-        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
+        group: Declares a slot for each of its names. Other arguments may be mappings by these names.
         default: None makes the slot optional.
     """
     return _declared(Copied, locals())
 
 
 def computed(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | ByName,
     *,
     shape: ShapeArgument = (),
     dtype: Dtype,
@@ -535,14 +538,14 @@ def computed(
         placement: The memory of the buffer, "device" or "host".
         argument: The operators' argument that takes this slot in host memory.
         when: The name of the setting that enables the slot, or a function of the settings.
-        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
+        group: Declares a slot for each of its names. Other arguments may be mappings by these names.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Computed, locals())
 
 
 def constant(
-    value: Value,
+    value: Value | ByName,
     *,
     shape: ShapeArgument = (),
     dtype: Dtype,
@@ -559,7 +562,7 @@ def constant(
         dtype: A torch dtype, or a role.
         placement: The memory of the buffer, "device" or "host".
         when: The name of the setting that enables the slot, or a function of the settings.
-        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
+        group: Declares a slot for each of its names. Other arguments may be mappings by these names.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Constant, locals())
@@ -589,19 +592,14 @@ def staged(
         placement: The memory of the buffer, "device" or "host".
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
-        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
+        group: Declares a slot for each of its names. Other arguments may be mappings by these names.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Staged, locals())
 
 
 def output(
-    *shape: Size,
-    dtype: Dtype,
-    placement: Placement = DEVICE,
-    when: When | None = None,
-    group: Group | None = None,
-    init: Literal[False] = False,
+    *shape: Size, dtype: Dtype, placement: Placement = DEVICE, when: When | None = None, init: Literal[False] = False
 ) -> Any:
     """Declare a buffer at a fixed address that the step writes its result to.
 
@@ -610,7 +608,6 @@ def output(
         dtype: A torch dtype, or a role.
         placement: The memory of the buffer, "device" or "host".
         when: The name of the setting that enables the slot, or a function of the settings.
-        group: Declares a slot for each of its names. Each parameter may be a mapping by these.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """
     return _declared(Output, locals())

@@ -135,7 +135,7 @@ class Viewer(Generic[T]):
     def __call__(self, batch: Any, live: Live) -> T:
         """Make the view of a batch with these live sizes."""
         last, info = self._last
-        if live != last:
+        if info is None or live != last:
             info = self._info_of(live)
             self._last = live, info
         made = self._class.__new__(self._class)
@@ -145,6 +145,8 @@ class Viewer(Generic[T]):
             values.update(carried(self._fields, batch))
         values.update(self._frozen)
         values["_slotgraph_view"] = info
+        if info.declaration.groups:
+            values.update(info.declaration.grouped(values))
         return made
 
 
@@ -167,7 +169,8 @@ def live_values(values: Mapping[str, Any], declaration: Declaration, info: ViewI
         tensor = values.get(name)
         rows = map(slice, extent(declaration.slots[name].shape, sizes))
         found[name] = None if tensor is None else tensor[tuple(rows)].clone()
-    return found | {name: values[name] for name in declaration.fields if name in values}
+    fields = {name: values[name] for name in declaration.fields if name in values}
+    return {**found, **declaration.grouped(found), **fields}
 
 
 def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:
@@ -193,7 +196,10 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     padded = {axis: stop - start for axis, (start, stop) in every.items()}
     step = Step({**info.step.live_sizes, **live}, {**sizes, **padded})
     made, values = type(view).__new__(type(view)), _cut(view.__dict__, declared, info, every, step)
-    made.__dict__.update(values, _slotgraph_view=attrs.evolve(info, step=step))
+    for group in info.declaration.groups:
+        values.pop(group, None)
+    values.update(info.declaration.grouped(values), _slotgraph_view=attrs.evolve(info, step=step))
+    made.__dict__.update(values)
     return made
 
 

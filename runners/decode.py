@@ -262,9 +262,10 @@ class CapturingRunner(Runner[V, Out]):
         return EagerRoutes(self.stage, self.name, self._table, buffers=self.graphs.buffers)
 
     def use(self, buffers: Buffers) -> None:
-        """Use other buffers in place of those that were made for it, before anything is captured."""
+        """Use buffers that other runners use, too, in place of its own, before anything is captured."""
         del self.graphs, self.eager
         self._buffers = buffers
+        self.graphs.is_shared = True
         _ = self.eager
 
     def capture(self) -> CaptureReport:

@@ -58,28 +58,31 @@ class ModeRunner(Unique, Generic[V, Out]):
         self._when: dict[str, When] = checked_keys("when", "a mapping of modes to functions of the batch", when, str)
         for name in self._when.keys() - self.modes:
             raise ConfigError(f"when names {name!r}, which is none of the modes: {', '.join(self.modes)}")
-        capacity, step_lock, known = dict[Axis, int](), StepLock(type(self).__name__), list[Any]()
-        for name, runner in self.modes.items():
-            stage = checked(f"mode {name!r}", "a runner that captures graphs", runner, CapturingRunner).stage
-            known.append((stage.declaration.slots, stage.sizes, stage.backend.device))
+        first = next(iter(self.modes.values()), None)
+        if first is None:
+            raise ConfigError("modes= is empty: give at least one runner")
+        capacity, step_lock = dict[Axis, int](), StepLock(type(self).__name__)
+        for mode, runner in self.modes.items():
+            checked(f"mode {mode!r}", "a runner that captures graphs", runner, CapturingRunner)
+            own, other = [
+                (one.stage.declaration.slots, one.stage.sizes, one.stage.backend.device) for one in (runner, first)
+            ]
             reasons = {
-                "its declaration, settings, sizes or device are not the first mode's": known[0] != known[-1],
+                "its declaration, settings, sizes or device are not the first mode's": own != other,
                 "it shares memory in a pool: leave out phase=": runner.phase is not None,
                 "its ranks have batches of their own, which may have other modes": not runner.coordinator.quiet,
                 "it is captured already: capture the modes together": runner.report is not None,
                 "it has tensors of yours: give bind= to ModeRunner": any(one.adopted for one in runner.graphs.buffers),
             }
             for reason in (reason for reason, holds in reasons.items() if holds):
-                raise ConfigError(f"mode {name!r}: {reason}")
-            for axis, size in runner.sizes[runner.buckets.largest].items():
-                capacity[axis] = max(size, capacity.get(axis, 0))
+                raise ConfigError(f"mode {mode!r}: {reason}")
+            for sizes in runner.sizes.values():
+                capacity |= {axis: max(size, capacity.get(axis, 0)) for axis, size in sizes.items()}
             runner.step_lock = step_lock  # one step at a time, since all modes use the same memory
-        if not known:
-            raise ConfigError("modes= is empty: give at least one runner")
-        buffers = stage.allocate(capacity, bind, keep_bound=keep_bound)
+        buffers = first.stage.allocate(capacity, bind, keep_bound=keep_bound)
         for runner in self.modes.values():
             runner.use(buffers)
-        self._filled = runner
+        self._filled = first
 
     def __repr__(self) -> str:
         """Return one line."""

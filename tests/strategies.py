@@ -102,7 +102,7 @@ def tails(draw: st.DrawFn, dtype: torch.dtype) -> Any:
 
 @st.composite
 def copied_slots(draw: st.DrawFn, name: str, *, called: bool = True) -> Any:
-    """A copied slot, or a group, of any dtype, shape, tail rule, source and placement. called: a source may be a function."""
+    """A copied slot or group of any dtype, shape, tail, source and placement. called: a source may be a function."""
     dtype = draw(st.sampled_from(DTYPES))
     role = dtype == torch.int64 and draw(st.booleans())
     converts = draw(st.sampled_from([(), (torch.int64,), (torch.float32, torch.int32)])) if dtype != torch.bool else ()

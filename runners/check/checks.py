@@ -120,12 +120,11 @@ def check(
     """Check that a captured runner does what its declaration promises. The report names what was found by slot.
 
     Each bucket is replayed with poison in its tails, against the step as it is written, and over garbage. Weights that
-    the step reaches are changed for a moment, and put back. If no batch reaches a graph, that is a finding, because
-    nothing was checked. With several ranks, all call this at once, with batches for the same buckets. Findings of one
-    are in the report of each.
+    the step reaches are changed for a moment, and put back. If no batch reaches a graph, that is a finding. With
+    several ranks, all call this at once, with batches for the same buckets. Findings of one are in all reports.
 
     Args:
-        runner: The runner. One of several modes is checked mode by mode, with the batches that each takes.
+        runner: The runner. A `ModeRunner` is checked mode by mode, each with the batches that it takes.
         batches: Batches to check with, or a function of rows and a generator that makes one. By default they are drawn.
         state: Tensors that the step changes besides its slots. By default one run of the step finds them.
         only: One of the checks, or several.

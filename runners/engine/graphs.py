@@ -429,6 +429,7 @@ class GraphSet(Generic[V]):
         parameters: Slots that each replay passes to its graph, by the operator's argument.
         report: The result of the captures, or None before the first.
         captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
+        is_shared: Whether other runners fill the same buffers, and capture graphs over them.
     """
 
     stage: Stage[V]
@@ -447,6 +448,7 @@ class GraphSet(Generic[V]):
     parameters: Mapping[str, str]
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)
+    is_shared: bool = False
     _forks: int = attrs.field(factory=lambda: FORKS.count)
 
     def __attrs_post_init__(self) -> None:
@@ -539,7 +541,7 @@ class GraphSet(Generic[V]):
         """
         self.filler.hosts.wait()
         self.filler.order()  # another runner may have used the memory on another stream
-        wanted = always or self.buffers.use.fills or any(buffer.pooled or buffer.adopted for buffer in self.buffers)
+        wanted = always or self.is_shared or any(buffer.pooled or buffer.adopted for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
     def _capture_bucket(self, bucket: BucketKey) -> None:

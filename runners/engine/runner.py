@@ -260,8 +260,8 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
             filler = filled.route.filler
             if filler.buffers.use.others != self._others:
                 raise ReplayError(
-                    "another runner of the same pool was filled since, or another mode, in memory that both use: replay a view before "
-                    "the next phase begins, or declare that the phases overlap"
+                    "another runner of the same pool was filled since, or another mode, in memory that both use: "
+                    "replay a view before the next phase begins, or declare that the phases overlap"
                 )
             try:
                 filler.order()

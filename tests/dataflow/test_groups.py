@@ -1,11 +1,11 @@
-"""Groups: one declaration for several slots, each of which is like any other wherever slots are filled, changed or shown."""
+"""Groups: one declaration for several slots, each like any other wherever slots are filled, changed or shown."""
 
 import copy
 import functools
 import pickle
 import types
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import torch
@@ -36,7 +36,6 @@ KINDS: Final = Group("full", "sliding")
 PAGES: Final = Axis("PAGES", fixed=True)
 WINDOW: Final = Axis("WINDOW", fixed=True)
 SIZES: Final[dict[Axis, int]] = {PAGES: 3, WINDOW: 2}
-INTEGERS: Final[dict[str, Any]] = {"dtype": torch.int64}
 Tables = Mapping[str, torch.Tensor]
 
 
@@ -48,14 +47,14 @@ def first_key(tables: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
 class Layered(Inputs):
     """What two kinds of layers read, which have tables of different widths and tails."""
 
-    ids: torch.Tensor = copied(TOKENS, **INTEGERS, pad=0, then=lambda ids: ids + 1)
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda ids: ids + 1)
     tables: Tables = copied(
-        BATCH, {"full": PAGES, "sliding": WINDOW}, **INTEGERS, pad={"full": 0, "sliding": -1}, group=KINDS
+        BATCH, {"full": PAGES, "sliding": WINDOW}, dtype=torch.int64, pad={"full": 0, "sliding": -1}, group=KINDS
     )
-    window: Tables = constant({"full": 90, "sliding": 2}, **INTEGERS, group=KINDS)
-    first: Tables = computed(first_key, shape=BATCH, **INTEGERS, group=KINDS)
+    window: Tables = constant({"full": 90, "sliding": 2}, dtype=torch.int64, group=KINDS)
+    first: Tables = computed(first_key, shape=BATCH, dtype=torch.int64, group=KINDS)
     seen: Mapping[str, torch.Tensor | None] = copied(
-        BATCH, **INTEGERS, pad=7, then=lambda seen, tables: seen + tables[:, 0], group=KINDS, default=None
+        BATCH, dtype=torch.int64, pad=7, then=lambda seen, tables: seen + tables[:, 0], group=KINDS, default=None
     )
 
 
@@ -115,9 +114,7 @@ def test_a_step_reads_each_slot_by_its_name(backend: Backend, lowering: str | No
         view = runner.fill(batch)
         assert [*view.tables] == [*view.seen] == ["full", "sliding"]
         assert (view.tables["full"][3].tolist(), view.tables["sliding"][3].tolist()) == ([0, 0, 0], [-1, -1])
-        assert [kind for kind, one in view.seen.items() if one is None] == [
-            k for k in KINDS.names if k not in (seen or {})
-        ]
+        assert {kind for kind, one in view.seen.items() if one is not None} == {*(seen or {})}
         assert torch.equal(runner.replay(view).cpu(), by_hand(batch))
 
 
@@ -133,8 +130,8 @@ def test_a_batch_has_a_mapping_or_an_object(backend: Backend, form: str) -> None
         given = {
             "a view": lambda: view,
             "a copy": lambda: copy.deepcopy(view),
-            "a pickle": lambda: pickle.loads(pickle.dumps(view)),
-        }[form]()  # noqa: S301, E501
+            "a pickle": lambda: pickle.loads(pickle.dumps(view)),  # noqa: S301 - its own
+        }[form]()
     else:
         given = Layered(**batch)
         assert given.tables is batch["tables"]
@@ -158,7 +155,7 @@ def test_errors_name_the_slot(backend: Backend) -> None:
         with pytest.raises(BatchError, match=says):
             runner({**batch, "tables": tables})
     assert torch.equal(runner.replay(view).cpu(), by_hand(batch))
-    with pytest.raises(AttributeError, match="no slot or field 'table'.*tables"):
+    with pytest.raises(AttributeError, match=r"no slot or field 'table'.*tables"):
         _ = view.table
     with pytest.raises(AttributeError, match="not in a batch"):
         _ = Layered(**batch).first
@@ -218,21 +215,22 @@ def test_buffers_bind_skip_and_recordings_take_members(backend: Backend, tmp_pat
 class Sided(Inputs):
     """Sources of a group: a path, a side argument, and functions."""
 
-    ids: torch.Tensor = copied(TOKENS, **INTEGERS, pad=0)
-    masks: Tables = copied(BATCH, **INTEGERS, pad=0, source="meta.masks", group=KINDS)
-    bias: Tables = copied(BATCH, **INTEGERS, pad=0, source=side("extra.bias"), group=KINDS)
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    masks: Tables = copied(BATCH, dtype=torch.int64, pad=0, source="meta.masks", group=KINDS)
+    bias: Tables = copied(BATCH, dtype=torch.int64, pad=0, source=side("extra.bias"), group=KINDS)
     called: Tables = copied(
         BATCH,
-        **INTEGERS,
+        dtype=torch.int64,
         pad=0,
         source={"full": lambda batch: batch["pair"][0], "sliding": lambda batch: batch["pair"][1]},
         group=KINDS,
     )
-    made: Tables = staged(BATCH, **INTEGERS, pad=0, group=KINDS)
+    made: Tables = staged(BATCH, dtype=torch.int64, pad=0, group=KINDS)
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
         """A request that owns all tokens; a group's value is a mapping, too."""
+        del step
         return {"masks": {"full": [4], "sliding": [5]}}
 
 
@@ -244,7 +242,7 @@ def test_sources_placeholders_and_named_steps_know_groups(backend: Backend) -> N
         columns = [group[kind].sum() for group in groups for kind in KINDS.names]
         return ids + sum(number * column for number, column in enumerate(columns, 1))
 
-    def step(ids: torch.Tensor, masks: Tables, bias: Tables, called: Tables) -> torch.Tensor:
+    def step(ids: Any, masks: Any, bias: Any, called: Any) -> torch.Tensor:
         return numbered(ids * 2, masks, bias, called) + 1
 
     runner = BreakableRunner(Sided, step, buckets=[4], max_batch=4, output_rows=TOKENS, backend=backend)
@@ -260,11 +258,72 @@ def test_sources_placeholders_and_named_steps_know_groups(backend: Backend) -> N
         assert torch.equal(runner(batch, **given), eager(batch, **given))
 
 
+BY_KIND: Final[Any] = {"full": "wanted", "sliding": "windows"}
+
+
+class Switched(Inputs):
+    """Members that settings switch on, all at once or one by one."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    both: Any = copied(BATCH, dtype=torch.int64, pad=0, when="wanted", group=KINDS)
+    some: Any = copied(BATCH, dtype=torch.int64, pad=0, when=BY_KIND, group=KINDS)
+
+
+def test_settings_switch_members_off(backend: Backend) -> None:
+    """They are None in the view, and no batch needs them."""
+    seen = list[Any]()
+
+    def step(view: Switched) -> torch.Tensor:
+        seen.append({name: {k for k, one in getattr(view, name).items() if one is None} for name in ("both", "some")})
+        return view.ids + 1
+
+    settings = {"wanted": False, "windows": True}
+    runner = EagerRunner(Switched, step, settings=settings, backend=backend)
+    runner({"ids": [1, 2], "some": {"sliding": [3, 4]}})
+    assert seen == [{"both": {"full", "sliding"}, "some": {"full"}}]
+
+
+def test_nothing_is_copied_if_that_is_asked_for() -> None:
+    """The view has the batch's own tensors of each name."""
+    runner = EagerRunner(Layered, lambda view: view, sizes=SIZES, backend="cpu", no_copy=True)
+    batch = {**batch_of(3), "ids": torch.arange(3)}
+    view: Any = runner(batch)
+    for kind in KINDS.names:
+        assert view.tables[kind].data_ptr() == batch["tables"][kind].data_ptr()
+        assert (
+            view.first[kind].tolist() == (batch["tables"][kind][:, 0] * 100 + {"full": 90, "sliding": 2}[kind]).tolist()
+        )
+
+
 def test_a_micro_batch_has_its_part_of_each(backend: Backend) -> None:
     """Computed members, too."""
     runner, batch = layered(backend, 4), batch_of(4)
     part = runner.fill(batch).narrow(BATCH, 1, 3)
     assert torch.equal(layers(part).cpu(), by_hand(batch)[1:3])
+
+
+class Counted(Inputs):
+    """Numbers that the host computes, which a captured micro-batch cannot have."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    counts: Any = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64, group=KINDS)
+
+
+def test_a_captured_micro_batch_lacks_what_the_host_computes(backend: Backend) -> None:
+    """The error says why, and a part of the part lacks it, too."""
+    said = list[str]()
+
+    def step(view: Counted) -> torch.Tensor:
+        part = view.narrow(BATCH, 0, 2).narrow(BATCH, 1, 2)
+        try:
+            _ = part.counts["full"]
+        except AttributeError as error:
+            said.append(str(error))
+        return view.ids + view.counts["sliding"] + part.ids[0]
+
+    runner = decoder(Counted, step, backend=backend, buckets=[4])
+    assert runner({"ids": [1, 2, 3]}).tolist() == [6, 7, 8]
+    assert "slot 'counts' follows from what the host computes" in said[0]
 
 
 def test_a_compiled_step_reads_groups() -> None:
@@ -282,21 +341,21 @@ def _declare(**fields: Any) -> type[Inputs]:
 
 
 OTHERS: Final = Group("full", "linear")
-column = functools.partial(copied, BATCH, **INTEGERS)
+column = functools.partial(copied, BATCH, dtype=torch.int64)
 FAULTY: Final[dict[str, dict[str, Any]]] = {
     "slot 'tables.full': no tail rule": {"tables": column(group=KINDS)},
-    "group=3: expected a Group": {"tables": column(pad=0, group=3)},
+    "group=3: expected a Group": {"tables": column(pad=0, group=cast("Any", 3))},
     "pad={'full': 0}": {"tables": column(pad={"full": 0}, group=KINDS)},
     "it needs 'tables', a group of slots": {
         "tables": column(pad=0, group=KINDS),
-        "sums": computed(lambda tables: tables, shape=BATCH, **INTEGERS),
+        "sums": computed(lambda tables: tables, shape=BATCH, dtype=torch.int64),
     },
     "it needs 'tables.linear', which is neither": {
         "tables": column(pad=0, group=KINDS),
-        "sums": computed(lambda tables: tables, shape=BATCH, **INTEGERS, group=OTHERS),
+        "sums": computed(lambda tables: tables, shape=BATCH, dtype=torch.int64, group=OTHERS),
     },
     "takes the value of slot 'tables.full'": {
-        "tables": copied(BATCH, **INTEGERS, pad=0, placement="host", argument="lens", group=KINDS)
+        "tables": copied(BATCH, dtype=torch.int64, pad=0, placement="host", argument="lens", group=KINDS)
     },
 }
 

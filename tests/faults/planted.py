@@ -17,6 +17,7 @@ from slotgraph.dataflow import admission, buffers, capabilities, computation, gu
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, writers
 from slotgraph.dataflow.packet import Feed
+from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
 from slotgraph.dataflow.transition import Transition
 from slotgraph.runners import decode, tree
@@ -140,6 +141,13 @@ def rows_apart_are_read_as_one_piece(old: Any, *given: Any) -> int:
 def the_rest_of_a_ragged_row_is_zero(old: Any, slot: Any, *given: Any) -> Any:
     """Lay out ragged rows with zeros behind them: a page table names page 0, which belongs to somebody."""
     return old(attrs.evolve(slot, pad=Pad(0)), *given)
+
+
+@fault(SOURCES, Copied, "reads", "dataflow/test_groups.py::test_a_step_reads_each_slot_by_its_name")
+def a_group_has_one_source(old: Any, self: Any, name: str) -> Any:
+    """Read the value of a group's first name for each of them: all cache groups have the same pages."""
+    group, dot, _ = name.partition(".")
+    return old(self, f"{group}.full" if dot else name)
 
 
 @fault(KINDS, kinds.SourceKinds, "read", "runners/engine/test_outputs.py::test_rows_of_outputs_follow_their_axis")
@@ -300,6 +308,12 @@ def fills_of_neighbours_are_not_counted(old: Any, self: Any) -> int:
     """Count no fill of the pool's others: a view is replayed after one has filled the memory of both."""
     del old, self
     return 0
+
+
+@fault(LAST, buffers.BufferUse, "others", "runners/test_modes.py::test_a_view_is_refused_after_a_fill_of_another_mode")
+def fills_of_other_modes_are_not_counted(old: Any, self: Any) -> int:
+    """Count the fills of a pool's others alone: a mode's view is replayed on what another mode has filled."""
+    return int(old(self) - self.fills)
 
 
 class _Open:

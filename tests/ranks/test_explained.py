@@ -91,7 +91,8 @@ def quiet(_: int) -> RunnerExplanation:
     runner = runner_of_counts(soon(equal=True))
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(quiet=runner)
-    return slotgraph.explain(runner)
+    explained: RunnerExplanation = slotgraph.explain(runner)
+    return explained
 
 
 def test_quiet_ranks_are_explained(two: Processes) -> None:
