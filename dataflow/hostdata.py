@@ -6,7 +6,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from .packet import WORD
 from .ragged import Ragged, mask_of
 from .slots import Slot
 from .sources import chosen
+from .tails import Pad
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
 """Types that a batch may have instead of a tensor."""
@@ -78,7 +79,7 @@ def tensor_for(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]
     Raises the errors of `tensor_of` and `ragged_of`.
     """
     if slot.ragged and is_ragged(value):
-        return laid_out(slot, value, dtype, wanted)
+        return laid_out(slot, dtype, value, wanted)
     return tensor_of(value, dtype, wanted)
 
 
@@ -87,21 +88,22 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, Ragged | list | tuple)
 
 
-def laid_out(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> torch.Tensor:
+def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> torch.Tensor:
     """Lay out rows of different lengths in a host tensor, whose other elements hold the slot's pad value."""
-    found, rule = ragged_of(slot, value, dtype, wanted), slot.rule()
-    made = torch.full(tuple(wanted), rule.value, dtype=dtype, device="cpu")  # type: ignore[union-attr] # it is a `Pad`
+    found, rule = ragged_of(slot, dtype, value, wanted), cast("Pad", slot.pad)
+    pad: Any = rule.value
+    made = torch.full(tuple(wanted), pad, dtype=dtype, device="cpu")
     is_value = torch.from_numpy(mask_of(found.counts, wanted[1]))
     if found.offsets is not None:
         return made.masked_scatter_(is_value, found.flat().to(dtype))
     values = found.values[:, : wanted[1]]  # whole rows, since it takes longer to choose their values
     made[:, : values.shape[1]] = values
-    return made.masked_fill_(~is_value, rule.value)  # type: ignore[union-attr] # as above
+    return made.masked_fill_(~is_value, pad)
 
 
-def bytes_of_ragged(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> bytes:
+def bytes_of_ragged(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> bytes:
     """Pack rows of different lengths as the kernel reads them; see `.packet`."""
-    found = ragged_of(slot, value, dtype, wanted)
+    found = ragged_of(slot, dtype, value, wanted)
     first = WORD // dtype.itemsize * len(found)
     if found.offsets is not None:
         values, begins = found.flat(), found.offsets[:-1] + (first - found.offsets[0])
@@ -111,13 +113,13 @@ def bytes_of_ragged(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence
     return b"".join((begins | found.counts << 32, bytes_of_tensor(values.to(dtype).contiguous())))
 
 
-def ragged_of(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> Ragged:
+def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> Ragged:
     """Return rows of different lengths as `Ragged`.
 
     Args:
         slot: Their slot.
-        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim.
         dtype: The slot's dtype. Values in lists become it, others must have it or one that the slot converts.
+        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim.
         wanted: The number of rows, and the largest number of values in a row.
 
     Raises:
@@ -154,7 +156,7 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
 
 def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
     """Return the numbers of lists, one after another, or None if one may be a bool. Raise if one does not fit."""
-    numbers = [*itertools.chain.from_iterable(rows)]
+    numbers = tuple(itertools.chain.from_iterable(rows))
     data = np.frombuffer(bytearray(_format(len(numbers), dtype).pack(*numbers)), LETTERS[dtype])
     bits = chosen(np.flatnonzero((data == 0) | (data == 1)).tolist())(numbers)
     return torch.from_numpy(data) if dtype != torch.bool and _BOOLS.isdisjoint(map(type, bits)) else None

@@ -115,9 +115,10 @@ def without_nesting(value: Any) -> Any:
     """Return a jagged nested tensor of two dims as `Ragged`, and any other value as it is."""
     if not (isinstance(value, torch.Tensor) and value.layout == torch.jagged and value.dim() == 2):  # noqa: PLR2004 - rows and columns
         return value
-    if value.lengths() is not None:  # its rows have gaps between them
-        value = value.contiguous()
-    return Ragged(value.values(), offsets=value.offsets())
+    jagged: Any = value  # torch's annotations do not have its methods
+    if jagged.lengths() is not None:  # its rows have gaps between them
+        jagged = jagged.contiguous()
+    return Ragged(jagged.values(), offsets=jagged.offsets())
 
 
 def mask_of(counts: Any, columns: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":

@@ -238,10 +238,12 @@ def test_buffers_recordings_and_checks_take_ragged_rows(backend: Backend, tmp_pa
 
 
 def array(values: Any, dtype: Any = np.int32) -> Any:
+    """An array of the slot's dtype, or of another."""
     return np.array(values, dtype=dtype)
 
 
 def jagged(*rows: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A jagged nested tensor."""
     return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
 
 
@@ -313,7 +315,8 @@ def refusing(name: str, lowering: str) -> tuple[Any, Any]:
 def test_malformed_rows_are_refused_and_nothing_is_written(backend: Backend, fault: str) -> None:
     """By calls, steps that join or edit, and buffers, in each lowering: the error names the slot and the row."""
     pages, says = FAULTS[fault]
-    good, bad = {"ids": [1, 2], "pages": [[5], [6, 7]]}, {"ids": [1, 2], "pages": pages}
+    rows = [[5], [6, 7]]
+    good, bad = {"ids": [1, 2], "pages": rows}, {"ids": [1, 2], "pages": pages}
     for lowering in backend.capabilities.lowerings:
         runner, buffers = refusing(backend.name, lowering)
         tables = [buffers.fill(good).pages, runner.fill(good).pages]
@@ -328,7 +331,7 @@ def test_malformed_rows_are_refused_and_nothing_is_written(backend: Backend, fau
                 call()
         for table, wanted in zip(tables, before, strict=True):
             assert torch.equal(table, wanted)
-        assert torch.equal(buffers.fill(good).pages.cpu(), by_hand(good["pages"], 4, PAD, torch.int32))
+        assert torch.equal(buffers.fill(good).pages.cpu(), by_hand(rows, 4, PAD, torch.int32))
 
 
 def test_rows_of_another_number_are_refused(backend: Backend) -> None:
