@@ -205,9 +205,10 @@ def _ragged_rows(source, to, start, live, stop, pad, columns, size, BLOCK: tl.co
     while begin < stop:
         at = tl.arange(0, BLOCK) + begin
         is_live = at < live
-        row = (start + at) // columns
+        place = at + start.to(tl.int32)
+        row = place // columns.to(tl.int32)
         word = tl.load(source.to(tl.pointer_type(tl.int64)) + row, mask=is_live, other=0)
-        column = start + at - row * columns
+        column = place - row * columns.to(tl.int32)
         is_value = is_live & (column < (word >> 32))
         bits = _read(source, (word & _PLACE) + column, is_value, size, BLOCK)
         _write(to, at, tl.where(is_value, bits, pad), at < stop, size)

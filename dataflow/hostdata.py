@@ -15,7 +15,6 @@ from .capabilities import dtype_text
 from .packet import WORD
 from .ragged import Ragged, mask_of
 from .slots import Slot
-from .sources import chosen
 from .tails import Pad
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
@@ -150,16 +149,18 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
             made = _joined(rows, dtype)
     if made is None or made.dim() != 1 or made.dtype != dtype:
         made = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *_row_by_row(rows, dtype)])
-    ends = np.fromiter(itertools.accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
+    ends = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=ends[1:])
     return Ragged(made, offsets=ends)
 
 
 def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
     """Return the numbers of lists, one after another, or None if one may be a bool. Raise if one does not fit."""
-    numbers = tuple(itertools.chain.from_iterable(rows))
+    numbers = [*itertools.chain.from_iterable(rows)]
     data = np.frombuffer(bytearray(_format(len(numbers), dtype).pack(*numbers)), LETTERS[dtype])
-    bits = chosen(np.flatnonzero((data == 0) | (data == 1)).tolist())(numbers)
-    return torch.from_numpy(data) if dtype != torch.bool and _BOOLS.isdisjoint(map(type, bits)) else None
+    bits = np.flatnonzero((data == 0) | (data == 1)).tolist()  # a bool is one of these
+    has_bools = dtype == torch.bool or not _BOOLS.isdisjoint([type(numbers[place]) for place in bits])
+    return None if has_bools else torch.from_numpy(data)
 
 
 def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
