@@ -13,7 +13,7 @@ import torch
 
 from .capabilities import dtype_text
 from .packet import WORD
-from .ragged import Ragged, mask_of
+from .ragged import Ragged, mask_of, without_nesting
 from .slots import Slot
 from .tails import Pad
 
@@ -82,6 +82,18 @@ def tensor_for(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]
     return tensor_of(value, dtype, wanted)
 
 
+def plain_rows(slot: Slot, value: Any, columns: int) -> Any:
+    """Return a jagged nested tensor as `Ragged`, ragged rows on a device as a table there, and other values as given.
+
+    `columns` is the size of the ragged slot's second dim.
+    """
+    found = without_nesting(value)
+    if isinstance(found, Ragged) and not found.values.is_cpu:
+        pad: Any = cast("Pad", slot.pad).value
+        return found.on_device(columns, pad)
+    return found
+
+
 def is_ragged(value: Any) -> bool:
     """Return whether a value may have rows of different lengths: `Ragged`, or a list."""
     return isinstance(value, Ragged | list | tuple)
@@ -89,8 +101,8 @@ def is_ragged(value: Any) -> bool:
 
 def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> torch.Tensor:
     """Lay out rows of different lengths in a host tensor, whose other elements hold the slot's pad value."""
-    found, rule = ragged_of(slot, dtype, value, wanted), cast("Pad", slot.pad)
-    pad: Any = rule.value
+    found = ragged_of(slot, dtype, value, wanted)
+    pad: Any = cast("Pad", slot.pad).value
     made = torch.full(tuple(wanted), pad, dtype=dtype, device="cpu")
     is_value = torch.from_numpy(mask_of(found.counts, wanted[1]))
     if found.offsets is not None:

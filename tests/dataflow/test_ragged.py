@@ -229,7 +229,8 @@ def test_buffers_recordings_and_checks_take_ragged_rows(backend: Backend, tmp_pa
     assert torch.equal(view.pages.cpu(), by_hand(rows, 4, PAD, torch.int32))
     runner = paged(backend, 4)
     path = tmp_path / "steps.safetensors"
-    batches = [{"ids": [1, 2, 3], "pages": formed(rows, form, torch.int32)} for form in ("lists", "offsets", "counts")]
+    forms = ("lists", "offsets", "counts", "jagged")
+    batches = [{"ids": [1, 2, 3], "pages": formed(rows, form, torch.int32)} for form in forms]
     with slotgraph.record(runner, path):
         for batch in batches:
             runner(batch)
