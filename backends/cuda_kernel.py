@@ -62,16 +62,14 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
     count = tl.load(row + 11)
     inner = tl.load(row + 12)
     own = tl.load(row + 13)
-    owns = tl.load(row + 14)
-    taken = tl.load(row + 15)
     is_active = (armed != 0) & (number != 0)
     code = add * 0
     pace = stride
     counts = packet + (count >> 32 if ADVANCE else 0)
     whole = tl.load(counts + (count & _PLACE)) * inner
-    length = tl.where(own < tl.load(counts + owns), whole, 0)
+    length = tl.where(own < tl.load(counts + tl.load(row + 14)), whole, 0)
     if not ADVANCE:
-        is_new = (number == 0) | (number != taken)
+        is_new = (number == 0) | (number != tl.load(row + 15))
         tl.debug_barrier()  # all threads have loaded the number before one stores the next
         tl.store(row + 15, number, mask=is_new & is_active)
         source = tl.where(is_new, 0, source)
@@ -97,7 +95,7 @@ def fill_lanes(table, packet, ADVANCE: tl.constexpr, BLOCK: tl.constexpr):
         if not ADVANCE:
             stop = tl.where((flags & _TAIL) != 0, _within(padded - start, span), live)
         edges = since | to | (live | stop) * size
-        if pace < 0:  # the source is ragged
+        if pace < 0:
             _ragged_rows(source, to, start, live, stop, pad, inner, size, BLOCK)
         elif ((edges & 7) == 0) & (code == 0) & (add == 0):
             _words(since, to, first * size >> 3, live * size >> 3, stop * size >> 3, pad, BLOCK)
@@ -207,9 +205,10 @@ def _ragged_rows(source, to, start, live, stop, pad, columns, size, BLOCK: tl.co
     while begin < stop:
         at = tl.arange(0, BLOCK) + begin
         is_live = at < live
-        row = (start + at) // columns
+        place = at + start.to(tl.int32)
+        row = place // columns.to(tl.int32)
         word = tl.load(source.to(tl.pointer_type(tl.int64)) + row, mask=is_live, other=0)
-        column = start + at - row * columns
+        column = place - row * columns.to(tl.int32)
         is_value = is_live & (column < (word >> 32))
         bits = _read(source, (word & _PLACE) + column, is_value, size, BLOCK)
         _write(to, at, tl.where(is_value, bits, pad), at < stop, size)

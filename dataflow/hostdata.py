@@ -6,16 +6,16 @@ import functools
 import itertools
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 
 from .capabilities import dtype_text
 from .packet import WORD
-from .ragged import Ragged, mask_of
+from .ragged import Ragged, mask_of, without_nesting
 from .slots import Slot
-from .sources import chosen
+from .tails import Pad
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
 """Types that a batch may have instead of a tensor."""
@@ -78,8 +78,20 @@ def tensor_for(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]
     Raises the errors of `tensor_of` and `ragged_of`.
     """
     if slot.ragged and is_ragged(value):
-        return laid_out(slot, value, dtype, wanted)
+        return laid_out(slot, dtype, value, wanted)
     return tensor_of(value, dtype, wanted)
+
+
+def plain_rows(slot: Slot, value: Any, columns: int) -> Any:
+    """Return a jagged nested tensor as `Ragged`, ragged rows on a device as a table there, and other values as given.
+
+    `columns` is the size of the ragged slot's second dim.
+    """
+    found = without_nesting(value)
+    if isinstance(found, Ragged) and not found.values.is_cpu:
+        pad: Any = cast("Pad", slot.pad).value
+        return found.on_device(columns, pad)
+    return found
 
 
 def is_ragged(value: Any) -> bool:
@@ -87,21 +99,22 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, Ragged | list | tuple)
 
 
-def laid_out(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> torch.Tensor:
+def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> torch.Tensor:
     """Lay out rows of different lengths in a host tensor, whose other elements hold the slot's pad value."""
-    found, rule = ragged_of(slot, value, dtype, wanted), slot.rule()
-    made = torch.full(tuple(wanted), rule.value, dtype=dtype, device="cpu")  # type: ignore[union-attr] # it is a `Pad`
+    found = ragged_of(slot, dtype, value, wanted)
+    pad: Any = cast("Pad", slot.pad).value
+    made = torch.full(tuple(wanted), pad, dtype=dtype, device="cpu")
     is_value = torch.from_numpy(mask_of(found.counts, wanted[1]))
     if found.offsets is not None:
         return made.masked_scatter_(is_value, found.flat().to(dtype))
     values = found.values[:, : wanted[1]]  # whole rows, since it takes longer to choose their values
     made[:, : values.shape[1]] = values
-    return made.masked_fill_(~is_value, rule.value)  # type: ignore[union-attr] # as above
+    return made.masked_fill_(~is_value, pad)
 
 
-def bytes_of_ragged(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> bytes:
+def bytes_of_ragged(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> bytes:
     """Pack rows of different lengths as the kernel reads them; see `.packet`."""
-    found = ragged_of(slot, value, dtype, wanted)
+    found = ragged_of(slot, dtype, value, wanted)
     first = WORD // dtype.itemsize * len(found)
     if found.offsets is not None:
         values, begins = found.flat(), found.offsets[:-1] + (first - found.offsets[0])
@@ -111,13 +124,13 @@ def bytes_of_ragged(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence
     return b"".join((begins | found.counts << 32, bytes_of_tensor(values.to(dtype).contiguous())))
 
 
-def ragged_of(slot: Slot, value: Any, dtype: torch.dtype, wanted: Sequence[int]) -> Ragged:
+def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> Ragged:
     """Return rows of different lengths as `Ragged`.
 
     Args:
         slot: Their slot.
-        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim.
         dtype: The slot's dtype. Values in lists become it, others must have it or one that the slot converts.
+        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim.
         wanted: The number of rows, and the largest number of values in a row.
 
     Raises:
@@ -148,7 +161,8 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
             made = _joined(rows, dtype)
     if made is None or made.dim() != 1 or made.dtype != dtype:
         made = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *_row_by_row(rows, dtype)])
-    ends = np.fromiter(itertools.accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
+    ends = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=ends[1:])
     return Ragged(made, offsets=ends)
 
 
@@ -156,8 +170,9 @@ def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
     """Return the numbers of lists, one after another, or None if one may be a bool. Raise if one does not fit."""
     numbers = [*itertools.chain.from_iterable(rows)]
     data = np.frombuffer(bytearray(_format(len(numbers), dtype).pack(*numbers)), LETTERS[dtype])
-    bits = chosen(np.flatnonzero((data == 0) | (data == 1)).tolist())(numbers)
-    return torch.from_numpy(data) if dtype != torch.bool and _BOOLS.isdisjoint(map(type, bits)) else None
+    bits = np.flatnonzero((data == 0) | (data == 1)).tolist()  # a bool is one of these
+    has_bools = dtype == torch.bool or not _BOOLS.isdisjoint([type(numbers[place]) for place in bits])
+    return None if has_bools else torch.from_numpy(data)
 
 
 def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ from .buffers import Buffers
 from .capabilities import Capabilities
 from .computation import Computation
 from .declaration import Declaration
-from .hostdata import tensor_for
+from .hostdata import plain_rows, tensor_for
 from .slots import Slot
 from .sources import NO_SIDE, Side
 from .tails import Pad, resolve_value
@@ -40,8 +40,11 @@ def fill_slot_by_slot(
     for name, slot in declaration.slots.items():
         source, view = slot.reads(name), buffers[name].view(step.padded_sizes)
         value = given.get(name) if given is not None else None if source is None else source.read(batch, side)
+        shape = extent(slot.shape, step.live_sizes)
+        if slot.ragged:
+            value = plain_rows(slot, value, shape[1])
         if value is not None and not isinstance(value, torch.Tensor):
-            value = tensor_for(slot, value, view.dtype, extent(slot.shape, step.live_sizes))
+            value = tensor_for(slot, value, view.dtype, shape)
         if name in left:
             views[name] = view
             continue

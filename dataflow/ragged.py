@@ -1,5 +1,6 @@
 """Ragged rows: values of rows whose lengths differ, as engines have page tables."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -105,19 +106,21 @@ class Ragged:
         return flat[torch.where(fits, index, len(flat))]  # out of range if it does not fit, which the device reports
 
     def tolist(self) -> list[list[Any]]:
-        """Return a list for each row. The values are in host memory."""
-        ends = np.cumsum(self.counts)
-        numbers: list[Any] = self.flat().tolist()
-        return [numbers[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
+        """Return a list for each row. This waits for values on a device."""
+        values: list[Any] = self.values.tolist()
+        if self.offsets is None:
+            return [row[:count] for row, count in zip(values, self.counts.tolist(), strict=True)]
+        return [values[start:stop] for start, stop in itertools.pairwise(self.offsets.tolist())]
 
 
 def without_nesting(value: Any) -> Any:
     """Return a jagged nested tensor of two dims as `Ragged`, and any other value as it is."""
     if not (isinstance(value, torch.Tensor) and value.layout == torch.jagged and value.dim() == 2):  # noqa: PLR2004 - rows and columns
         return value
-    if value.lengths() is not None:  # its rows have gaps between them
-        value = value.contiguous()
-    return Ragged(value.values(), offsets=value.offsets())
+    jagged: Any = value  # torch's annotations do not have its methods
+    if jagged.lengths() is not None:  # its rows have gaps between them
+        jagged = jagged.contiguous()
+    return Ragged(jagged.values(), offsets=jagged.offsets())
 
 
 def mask_of(counts: Any, columns: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":

@@ -10,6 +10,7 @@ import torch
 
 from ..dataflow.errors import ConfigError
 from ..dataflow.hostdata import HOST_KINDS, tensor_of
+from ..dataflow.ragged import Ragged, without_nesting
 from ..dataflow.sources import keys_of, look_up
 
 DimSizes = tuple[int | None, ...]
@@ -104,6 +105,7 @@ def _sampled(name: str, values: Sequence[Any]) -> SampledSlot | None:
         isinstance(value, (type(None), torch.Tensor, *HOST_KINDS)) for value in values
     ):
         return None
+    values = [value.tolist() if isinstance(value, Ragged) else value for value in map(without_nesting, values)]
     was_list = any(isinstance(value, list | tuple) for value in values)
     try:
         made = [_tensor(value) for value in values]

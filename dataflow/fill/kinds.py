@@ -12,8 +12,7 @@ import torch
 from ..axes import Dim, Live
 from ..declaration import Declaration
 from ..guard import Guard, dense_places, own_guard
-from ..hostdata import is_ragged
-from ..ragged import Ragged, without_nesting
+from ..hostdata import is_ragged, plain_rows
 from ..sizing import Sizer
 from ..sources import Gather, Side, Sources, chosen
 from .reach import Reach, Rows
@@ -260,9 +259,10 @@ class KindTable:
         self._gather = Gather([*declaration.sources.values()])
         self.rows = rows
         self._rows = [rows[name] for name in self.names]
-        slots: list[Any] = [declaration.slots[name] for name in self.names]
         self._ragged = [
-            (place, self._rows[place].shape[1](()), slot.pad.value) for place, slot in enumerate(slots) if slot.ragged
+            (place, declaration.slots[name], rows[name].shape[1](()))
+            for place, name in enumerate(self.names)
+            if rows[name].ragged
         ]
         self.gather: Callable[[Any, Side], Sources] = self._gather_ragged if self._ragged else self._gather
         self._sizer = sizer
@@ -300,11 +300,8 @@ class KindTable:
     def plain(self, sources: Sources) -> Sources:
         """Replace jagged nested tensors in host memory by `Ragged`, and ragged rows on a device by tables there."""
         made = [*sources]
-        for place, columns, pad in self._ragged:
-            found = without_nesting(made[place])
-            if isinstance(found, Ragged) and not found.values.is_cpu:
-                found = found.on_device(columns, pad)
-            made[place] = found
+        for place, slot, columns in self._ragged:
+            made[place] = plain_rows(slot, made[place], columns)
         return tuple(made)
 
     def forget(self) -> None:

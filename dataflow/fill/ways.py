@@ -118,7 +118,7 @@ class Chooser:
         to, own = self.to, self.to.tensor.dtype
         if self.is_packed:
             if self.is_lane and self.rows.ragged and is_ragged(source):
-                pack: Convert = lambda source, shape: bytes_of_ragged(to.slot, source, own, shape)
+                pack = functools.partial(bytes_of_ragged, to.slot, own)
                 return Way(to.name, to.tensor, place, own, pack, self.rows, is_bytes=True, pace=RAGGED)
             is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
             convert = self._bytes_of(source, tensor) if is_taken else None

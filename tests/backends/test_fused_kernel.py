@@ -212,7 +212,7 @@ class Case:
             flat, ends = torch.cat([self.bits_of_row(0)[:0], *self.rows()]), np.cumsum([0, *self.lengths])
             rows = Ragged(flat, offsets=ends) if self.ahead else Ragged(self.wider(), counts=self.lengths)
             anything: Any = None  # as slots are asked only what they convert
-            packed = bytes_of_ragged(anything, rows, self.dtype, (self.live, self.shape[1]))
+            packed = bytes_of_ragged(anything, self.dtype, rows, (self.live, self.shape[1]))
             return torch.frombuffer(bytearray(packed or bytes(8)), dtype=torch.uint8).to(device)
         own = self.shape if self.own is None else (self.own, *self.shape[1:])
         shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(own))

@@ -1,4 +1,4 @@
-"""A page table of 256 x 64 as engines hold it, beside padding with NumPy and uploading. Run with -s to see the table."""
+"""A page table of 256 x 64 as engines hold it, beside padding with NumPy and uploading. Run with -s to see times."""
 
 import random
 from collections.abc import Callable

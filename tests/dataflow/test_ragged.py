@@ -13,6 +13,7 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, copied, output
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.lowering import LOWERINGS
+from slotgraph.dataflow.packet import UNIT
 from slotgraph.errors import BatchError, DeclarationErrors
 from slotgraph.extend import Ragged
 from slotgraph.reports import RecordedFile, replay_file
@@ -162,15 +163,34 @@ def test_a_table_on_the_device_is_the_same_as_by_hand(pad: int) -> None:
 
 
 def test_each_size_and_length_is_of_a_known_kind(backend: Backend) -> None:
-    """Rows of other lengths take the way that the first took, which binds nothing."""
-    runner = paged(backend, MOST)
-    for form in ("lists", "offsets"):
-        runner({"ids": [1], "pages": formed([[1]], form, torch.int32)})
-        known = runner._table.known[0]
-        tables: list[list[list[int]]] = [[[], [2, 3]], [[1] * WIDTH] * 3, [[]]]
-        for rows in tables:
-            runner({"ids": [*range(len(rows))], "pages": formed(rows, form, torch.int32)})
-            assert runner._table.known[0] is known
+    """Rows of other lengths take the way that the first took, in each lowering, which binds nothing."""
+    tables: list[list[list[int]]] = [[[], [2, 3]], [[1] * WIDTH] * 3, [[]]]
+    for lowering in backend.capabilities.lowerings:
+        runner = paged(backend, MOST, lowering=lowering)
+        for form in ("lists", "arrays", "offsets", "counts", "jagged"):
+            runner({"ids": [1], "pages": formed([[1]], form, torch.int32)})
+            if LOWERINGS[lowering].is_reference:  # which binds nothing at all
+                continue
+            known = runner._table.known[0]
+            bound = {bucket: [*plans] for bucket, plans in known.plans.items()}
+            for rows in tables:
+                runner({"ids": [*range(len(rows))], "pages": formed(rows, form, torch.int32)})
+                assert runner._table.known[0] is known
+                assert known.plans == bound
+
+
+def test_a_packet_has_only_the_values(backend: Backend) -> None:
+    """Two rows of one value take less of it than two full ones, in each form but that of whole rows."""
+    for lowering in backend.capabilities.lowerings:
+        if not LOWERINGS[lowering].has_kernel:
+            continue
+        runner = paged(backend, MOST, lowering=lowering)
+        for form in ("lists", "arrays", "offsets", "jagged"):
+            sent = list[int]()
+            for rows in ([[1], [2]], [[1] * WIDTH] * 2):
+                runner({"ids": [1, 2], "pages": formed(rows, form, torch.int32)})
+                sent.append(len(runner.graphs.filler.feed._data))
+            assert sent[1] - sent[0] == UNIT
 
 
 class Stepping(Paged):
@@ -229,7 +249,8 @@ def test_buffers_recordings_and_checks_take_ragged_rows(backend: Backend, tmp_pa
     assert torch.equal(view.pages.cpu(), by_hand(rows, 4, PAD, torch.int32))
     runner = paged(backend, 4)
     path = tmp_path / "steps.safetensors"
-    batches = [{"ids": [1, 2, 3], "pages": formed(rows, form, torch.int32)} for form in ("lists", "offsets", "counts")]
+    forms = ("lists", "offsets", "counts", "jagged")
+    batches = [{"ids": [1, 2, 3], "pages": formed(rows, form, torch.int32)} for form in forms]
     with slotgraph.record(runner, path):
         for batch in batches:
             runner(batch)
@@ -238,10 +259,12 @@ def test_buffers_recordings_and_checks_take_ragged_rows(backend: Backend, tmp_pa
 
 
 def array(values: Any, dtype: Any = np.int32) -> Any:
+    """An array of the slot's dtype, or of another."""
     return np.array(values, dtype=dtype)
 
 
 def jagged(*rows: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A jagged nested tensor."""
     return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
 
 
@@ -313,7 +336,8 @@ def refusing(name: str, lowering: str) -> tuple[Any, Any]:
 def test_malformed_rows_are_refused_and_nothing_is_written(backend: Backend, fault: str) -> None:
     """By calls, steps that join or edit, and buffers, in each lowering: the error names the slot and the row."""
     pages, says = FAULTS[fault]
-    good, bad = {"ids": [1, 2], "pages": [[5], [6, 7]]}, {"ids": [1, 2], "pages": pages}
+    rows = [[5], [6, 7]]
+    good, bad = {"ids": [1, 2], "pages": rows}, {"ids": [1, 2], "pages": pages}
     for lowering in backend.capabilities.lowerings:
         runner, buffers = refusing(backend.name, lowering)
         tables = [buffers.fill(good).pages, runner.fill(good).pages]
@@ -328,7 +352,7 @@ def test_malformed_rows_are_refused_and_nothing_is_written(backend: Backend, fau
                 call()
         for table, wanted in zip(tables, before, strict=True):
             assert torch.equal(table, wanted)
-        assert torch.equal(buffers.fill(good).pages.cpu(), by_hand(good["pages"], 4, PAD, torch.int32))
+        assert torch.equal(buffers.fill(good).pages.cpu(), by_hand(rows, 4, PAD, torch.int32))
 
 
 def test_rows_of_another_number_are_refused(backend: Backend) -> None:

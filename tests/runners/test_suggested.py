@@ -65,11 +65,14 @@ def test_a_decode_step_is_captured_from_a_suggestion() -> None:
 
 def test_what_samples_cannot_tell_stays_open() -> None:
     """Tails are never guessed; ragged rows, lists, constants and missing values are named."""
-    batches = [
+    batches: list[dict[str, Any]] = [
         {"pages": [[1] * i for i in range(1, n + 1)], "ids": [1] * n, "one": torch.ones(3), "maybe": torch.ones(n)}
         for n in (2, 4)
     ]
     source = suggest([*batches, {**batches[0], "maybe": None}])
+    for batch in batches:
+        batch["pages"] = torch.nested.nested_tensor([torch.tensor(row) for row in batch["pages"]], layout=torch.jagged)
+    assert suggest([*batches, {**batches[0], "maybe": None}]) == source
     assert source.count(", pad=...") == 3
     assert "pages: torch.Tensor = copied(BATCH, ..., dtype=torch.int64, pad=..., ragged=True)" in source
     assert "its rows have different lengths" in source
