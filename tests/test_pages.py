@@ -50,6 +50,7 @@ PROJECTS: Final = {
     "TensorRT-LLM": ("trtllm", "NVIDIA/TensorRT-LLM"),
     "vllm-ascend": ("vllm_ascend", "vllm-project/vllm-ascend"),
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
+    "transformers": ("transformers", "huggingface/transformers"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
 }
 LISTS: Final = {ROOT / "docs" / name for name in ("index.md", "changes.md", "reference.md", "configuration.md")}
