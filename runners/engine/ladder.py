@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -14,7 +15,7 @@ from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError
 from ...dataflow.shown import Shown, Table
 from .config import MOST_ROWS, Buckets, checked, refuse
-from .selection import BucketKey, BucketSelector, sizes_of
+from .selection import BucketKey, padded_order, sizes_of
 from .statistics import CaptureReport
 
 MOST_SIZES: Final = 2048
@@ -91,17 +92,21 @@ def plan_buckets(
     live = sum(math.prod(sizes_of(size)) * count for size, count in counted.items())
     enough = live / (1 - waste) if waste < 1 else np.inf
     if isinstance(next(iter(counted)), tuple):
-        ladder = tuple(itertools.product(*(_powers(max(sizes)) for sizes in zip(*counted, strict=True))))
+        ladder: tuple[BucketKey, ...] = tuple(
+            itertools.product(*(_powers(max(sizes)) for sizes in zip(*counted, strict=True)))
+        )
         chosen = _chosen_pairs(counted, graphs or MOST_GRAPHS, enough)
     else:
         ladder = Buckets.ladder(max(counted)).sizes
         sizes, steps = _thinned(np.array([*counted]), np.array([*counted.values()], dtype=np.float64), MOST_SIZES)
-        for padded, chosen in _ladders(sizes, steps, graphs or len(sizes)):  # noqa: B007 - the last that is not enough
+        chosen = ()
+        for padded, found in _ladders(sizes, steps, graphs or len(sizes)):
+            chosen = tuple(found)
             if padded <= enough:
                 break
     (taken, own), (_, default) = (_taken(buckets, counted) for buckets in (chosen, ladder))
     each = tuple(taken[bucket] for bucket in chosen)
-    return PlannedBuckets(tuple(chosen), each, 1 - live / own, ladder, 1 - live / default)
+    return PlannedBuckets(chosen, each, 1 - live / own, ladder, 1 - live / default)
 
 
 def _affordable(
@@ -122,12 +127,9 @@ def _affordable(
 
 def _taken(buckets: Sequence[BucketKey], counted: Mapping[BucketKey, int]) -> tuple[Mapping[BucketKey, int], int]:
     """Return the steps that each bucket would run, and the padded rows of all steps."""
-    steps, padded = collections.Counter[BucketKey](), 0
-    order = sorted(buckets, key=lambda bucket: (math.prod(sizes_of(bucket)), sum(sizes_of(bucket)), bucket))
-    padded_sizes: Any = {bucket: dict(enumerate(sizes_of(bucket))) for bucket in order}  # by number in place of an axis
-    selector = BucketSelector(padded_sizes, {place: place for place in padded_sizes[order[0]]})
+    steps, padded, order = collections.Counter[BucketKey](), 0, sorted(buckets, key=padded_order)
     for size, count in counted.items():
-        bucket = selector.select(sizes_of(size))
+        bucket = next(one for one in order if all(map(operator.ge, sizes_of(one), sizes_of(size))))
         steps[bucket] += count
         padded += math.prod(sizes_of(bucket)) * count
     return steps, padded

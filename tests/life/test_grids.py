@@ -47,7 +47,7 @@ def step(view: Any) -> torch.Tensor:
     """[BATCH] sums over what requests own; it reads no context beyond the number on the host."""
     places = torch.arange(view.table.shape[1], device=view.table.device)
     seen = (places < view.lengths[:, None]) & (places < view.most)
-    total = torch.where(seen, view.table, 0).sum(1)
+    total: torch.Tensor = torch.where(seen, view.table, 0).sum(1)
     tokens = view.twice if view.causal else view.twice + 1
     live = torch.arange(len(tokens), device=tokens.device) < view.told[1]
     total = total.index_add(0, view.owners, torch.where(live, tokens, 0))
@@ -108,8 +108,8 @@ def pair_of(backend: Backend, lowering: str, grid: str, variants: str, *, lazy: 
     kind: Any = DecodeRunner if grid == "decode" else GraphRunner
     options = {"output_rows": BATCH, "absent": [{"bias"}], "variants": VARIANTS[variants], "lazy": lazy, **GRIDS[grid]}
     own = {"backend": backend, "progress": False, "outputs": "copy" if copies else "view"}
-    made = [ready(kind(Ragged, step, lowering=one, **options, **own)) for one in (lowering, "slot_by_slot")]
-    return Pair(*made, options, VARIANTS[variants])
+    fast, slow = (ready(kind(Ragged, step, lowering=one, **options, **own)) for one in (lowering, "slot_by_slot"))
+    return Pair(fast, slow, options, VARIANTS[variants])
 
 
 def batch_of(seed: int, device: torch.device, each: int | None, sizes: Any = None) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def batch_of(seed: int, device: torch.device, each: int | None, sizes: Any = Non
     def numbers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=made).to(device, dtype)
 
-    batch = {
+    batch: dict[str, Any] = {
         "ids": numbers(1, 50, tokens),
         "owners": numbers(0, requests, tokens),
         "lengths": numbers(0, context + 1, requests, dtype=torch.int32),

@@ -138,7 +138,7 @@ def test_what_a_runner_says() -> None:
     assert found.statistics["rows"] == {"(1, 1)": 1, "(3, 5)": 2}
     labels = {way for name, way, *_ in _samples(stats) if name == "steps"}
     assert {("graph", "(4, 8)", "fits"), ("eager", "", "field_differs")} <= labels
-    assert Collector(decode=runner)
+    assert isinstance(Collector(decode=runner), Collector)
     assert "(1, 2), (4, 2), (1, 8), (4, 8)" in repr(runner)
     runner.log_stats()
 
@@ -290,11 +290,6 @@ class Odd(Inputs):
     wide: torch.Tensor = computed(lambda step: [*range(step.padded(KV))], shape=KV, dtype=torch.int64)
 
 
-def raising(_: Any) -> float:
-    """A cost that fails."""
-    raise ValueError("no price")
-
-
 NAN: Final = float("nan")
 BUCKETS: list[tuple[Any, str]] = [
     (None, "option 'buckets': expected padded sizes by axis, such as"),
@@ -314,7 +309,7 @@ BUCKETS: list[tuple[Any, str]] = [
     ({BATCH: [1 << 25]}, "option 'buckets' of BATCH: expected"),
     ({BATCH: [1], KV: [None]}, "option 'buckets' of KV: expected"),
     ({BATCH: [1], "BATCH": [2]}, "option 'buckets': expected a mapping of at least one axis, each once"),
-    ([{BATCH: 1, KV: 2}, {BATCH: 2}], "option 'buckets': expected a size on BATCH and KV for each bucket"),
+    ([{BATCH: 1, KV: 2}, {BATCH: 2}], "option 'buckets': expected sizes on the same axes for each bucket"),
     ([{BATCH: 1, KV: 2}, {BATCH: 1, KV: 2}], "option 'buckets': expected .* each bucket once"),
     ([{BATCH: 1, KV: 2}, 3], "option 'buckets': expected a mapping of at least one axis"),
     ([3, {BATCH: 1, KV: 2}], "option 'buckets': expected a mapping of at least one axis"),
@@ -323,7 +318,6 @@ BUCKETS: list[tuple[Any, str]] = [
     ([{}], "option 'buckets': expected a mapping of at least one axis"),
     ({BATCH: [1], OTHER: [2]}, "option 'buckets' names 'OTHER', an axis that no slot of Lengths has"),
     ({BATCH: [1], "KVS": [2]}, "option 'buckets' names 'KVS', .*; did you mean 'KV'"),
-    ([{BATCH: size, KV: size} for size in range(1, 1100)], "combinations of sizes on BATCH, KV are more than"),
 ]
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"sizes": {KV: 4}}, "sizes of BATCH and KV follow from buckets=: give those"),
@@ -333,7 +327,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"relations": {"KV": BATCH}}, "relations: expected"),
     ({"relations": 3}, "relations: expected a mapping"),
     ({"cost": 3}, "cost: expected a function of a bucket's padded sizes by axis, or None, got 3"),
-    ({"cost": raising}, "cost raised ValueError for the bucket of BATCH 1, KV 2: no price"),
     ({"cost": lambda _: NAN}, "cost: expected a number for each bucket, not NaN, got nan"),
     ({"cost": lambda _: "much"}, "cost: expected a number for each bucket"),
     ({"cost": lambda _: True}, "cost: expected a number for each bucket"),
@@ -422,4 +415,4 @@ def test_malformed_names_of_buckets() -> None:
     ):
         DecodeRunner(Lengths, step, buckets=GRID, sizes={KV: 8}, backend=BACKEND)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="no copied slot determines the size of KV"):
-        GraphRunner(Odd, step, buckets={BATCH: [1], KV: [2]}, backend=BACKEND)
+        GraphRunner(Odd, lambda view: view, buckets={BATCH: [1], KV: [2]}, backend=BACKEND)

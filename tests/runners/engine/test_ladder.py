@@ -1,5 +1,6 @@
 """Buckets from traffic, beside every choice that there is."""
 
+import collections
 import itertools
 from typing import Any
 
@@ -119,7 +120,9 @@ def test_no_ladders_on_two_axes_pad_less(rows: Any, graphs: int) -> None:
     """Of all grids of so many graphs, whatever their sizes, none pads less; all batches fit."""
     planned = plan_buckets(rows, graphs)
     assert len(planned.sizes) <= graphs
-    known = {(max(first, 1), max(second, 1)): count for (first, second), count in rows.items()}
+    known = collections.Counter[tuple[int, int]]()
+    for (first, second), count in rows.items():
+        known[max(first, 1), max(second, 1)] += count
     tops = [max(column) for column in zip(*known, strict=True)]
     own = padded_pairs(planned.sizes, rows)
     assert max(one[0] for one in planned.sizes) == tops[0]
