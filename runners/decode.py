@@ -201,6 +201,7 @@ class CapturingRunner(Runner[V, Out]):
             text = ", ".join(f"{name}={value!r}" for name, value in frozen.items())
             reason = f"bucket {bucket} fits{chosen}{', with ' * bool(text)}{text}"
             self._fits[bucket, variant] = Decision(path, bucket, "fits", reason, variant=text)
+        self._choices = [(one.select, declaration.fields[one.field].read) for one in variants]
         known = {one.field for one in variants}
         fields = [field for name, field in declaration.fields.items() if name not in known]
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
@@ -349,8 +350,7 @@ class CapturingRunner(Runner[V, Out]):
 
     def _variant(self, batch: Any) -> VariantKey:
         """Return the values that the graph of a batch has frozen, with None for a field of which no graph has one."""
-        fields = self.stage.declaration.fields
-        return tuple([one.select(fields[one.field].read(batch)) for one in self.variants])
+        return tuple([select(read(batch)) for select, read in self._choices])
 
     def _waste(self, live: Live, bucket: BucketKey) -> float:
         """Return the share of padding in a bucket: on several axes, of the product of its sizes."""

@@ -53,13 +53,12 @@ class BucketSelector:
     def select(self, live: Live) -> BucketKey | None:
         """Return the first bucket that holds these live sizes, or None if none does."""
         cell = tuple([bisect.bisect_left(sizes, live[place]) for place, sizes in self._axes])
-        if cell not in self._known:
+        found = self._known.get(cell, self)
+        if found is self:  # it was not looked for yet
             places = self._places.items()
-            holding = (
-                key for key, padded in self._buckets.items() if all(live[n] <= padded[axis] for axis, n in places)
-            )
-            self._known[cell] = next(holding, None)
-        return self._known[cell]
+            holding = (one for one, sizes in self._buckets.items() if all(live[n] <= sizes[axis] for axis, n in places))
+            found = self._known[cell] = next(holding, None)
+        return found
 
 
 @final
@@ -79,7 +78,8 @@ class Variant:
 
     def select(self, value: Any) -> Any:
         """Return the value that the graph of a batch has, given the batch's own, or None if there is no such graph."""
-        value = python_number(value)
+        if type(value) is not int:
+            value = python_number(value)
         if self.at_least:
             if type(value) not in (int, float) or not value <= self.values[-1]:  # NaN is not, either
                 return None
