@@ -201,11 +201,12 @@ class CapturingRunner(Runner[V, Out]):
             text = ", ".join(f"{name}={value!r}" for name, value in frozen.items())
             reason = f"bucket {bucket} fits{chosen}{', with ' * bool(text)}{text}"
             self._fits[bucket, variant] = Decision(path, bucket, "fits", reason, variant=text)
+        self._choices = [(one.select, declaration.fields[one.field].read) for one in variants]
         known = {one.field for one in variants}
         fields = [field for name, field in declaration.fields.items() if name not in known]
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
         self._is_plain = config.max_waste >= 1 and coordinator.alone  # whether sizes and fields alone decide
-        self._routes = dict[tuple[BucketKey | None, Absent, VariantKey | None], Route[V]]()
+        self._routes = dict[tuple[BucketKey | None, Absent, VariantKey], Route[V]]()
         bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
         keep = checked("keep_bound", "True or False", given.get("keep_bound", False), bool)
         self._allocate = functools.partial(stage.allocate, self._capacity, bind, keep_bound=keep)
@@ -338,8 +339,10 @@ class CapturingRunner(Runner[V, Out]):
         elif (share := self._waste(live, bucket)) > self.config.max_waste:
             why = "waste"
             reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {self.config.max_waste:.0%}"
-        elif variant is None:
-            why, reason = "field_differs", self._why_no_variant(batch)
+        elif None in variant:
+            one = self.variants[variant.index(None)]
+            came = _brief(self.stage.declaration.fields[one.field].read(batch))
+            why, reason = "field_differs", f"field {one.field!r} is {came}, and graphs were captured for {one}"
         elif not self.graphs.has(bucket, absent, variant):
             names, failed = ", ".join(map(repr, sorted(absent))), report.failed.get(bucket)
             why = "absent" if failed is None else "not_captured"
@@ -352,21 +355,9 @@ class CapturingRunner(Runner[V, Out]):
             return self._fits[bucket, variant]
         return Decision("eager", None, why, reason)
 
-    def _variant(self, batch: Any) -> VariantKey | None:
-        """Return the values that a batch's graph has frozen, or None if no graph has values for the batch."""
-        found = list[Any]()
-        for one in self.variants:
-            value = one.select(self.stage.declaration.fields[one.field].read(batch))
-            if value is None:
-                return None
-            found.append(value)
-        return tuple(found)
-
-    def _why_no_variant(self, batch: Any) -> str:
-        """Return why no graph has values of fields for a batch."""
-        values = {one: self.stage.declaration.fields[one.field].read(batch) for one in self.variants}
-        one = next(one for one, value in values.items() if one.select(value) is None)
-        return f"field {one.field!r} is {_brief(values[one])}, and graphs were captured for {one}"
+    def _variant(self, batch: Any) -> VariantKey:
+        """Return the values that the graph of a batch has frozen, with None for a field of which no graph has one."""
+        return tuple([select(read(batch)) for select, read in self._choices])
 
     def _waste(self, live: Live, bucket: BucketKey) -> float:
         """Return the share of padding in a bucket: on several axes, of the product of its sizes."""
@@ -404,16 +395,16 @@ class CapturingRunner(Runner[V, Out]):
             decision = self._decide(call.live, call.absent, call.batch)  # a lazy capture has failed
         return route or self.eager.route(call, decision, self.tally)
 
-    def _graph_route(self, bucket: BucketKey | None, absent: Absent, variant: VariantKey | None) -> Route[V] | None:
+    def _graph_route(self, bucket: BucketKey | None, absent: Absent, variant: VariantKey) -> Route[V] | None:
         """Return the route of a graph, or None if there is none. The graph may be captured now."""
         route = self._routes.get((bucket, absent, variant))
-        if route is None and variant is not None:
+        if route is None:
             captured = self.graphs.get(bucket, absent, variant)
             if captured is not None:
                 route = self._routes[bucket, absent, variant] = self._route_of(captured)
         return route
 
-    def _admit(self, own: Decision, call: ReadBatch, variant: VariantKey | None) -> None:
+    def _admit(self, own: Decision, call: ReadBatch, variant: VariantKey) -> None:
         """Raise the errors that a fill of the batch would raise on this rank's route."""
         route = self._graph_route(own.bucket, call.absent, variant)
         if route is None:
@@ -612,8 +603,7 @@ class DecodeRunner(RequestRunner[V, Out]):
                         "runner with variant(at_least=) is called for each step"
                     )
             decision = self.decide(batch)
-            variant = self._variant(batch)
-            if decision.bucket is None or variant is None:
+            if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, self.buckets, variant, loop, why)
+            chain = Chain(self, batch, self.buckets, self._variant(batch), loop, why)
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))

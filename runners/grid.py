@@ -7,9 +7,9 @@ from ..dataflow.axes import Axis, Sizes
 from ..dataflow.errors import ConfigError, did_you_mean
 from ..dataflow.inputs import V
 from .decode import GraphArguments, WholeStepRunner
-from .engine.config import Grid, checked, config_of, refuse
+from .engine.config import checked, config_of, refuse
 from .engine.outputs import Out, check_output_rows
-from .engine.selection import BucketKey
+from .engine.selection import BucketKey, padded_order
 from .engine.stage import Stage, StepFunction
 
 
@@ -41,26 +41,33 @@ class GraphRunner(WholeStepRunner[V, Out]):
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[GraphArguments]) -> None:
         config, stage = config_of(type(self), options), Stage.of(inputs, step, **options)
-        grid = config.buckets
-        if not isinstance(grid, Grid):
+        grid, cost, found = config.buckets, options.get("cost"), dict[BucketKey, Sizes]()
+        if not grid or not isinstance(grid[0], dict):
             refuse("option 'buckets'", "padded sizes by axis, such as {BATCH: [1, 2, 4], KV: [1024, 8192]}", grid)
-        axes = [_axis_of(stage, name) for name in grid.axes]
+        if not (cost is None or callable(cost)):
+            refuse("cost", "a function of a bucket's padded sizes by axis, or None", cost)
+        axes = [_axis_of(stage, name) for name in grid[0]]
         output_rows = options.get("output_rows", axes[0])
         check_output_rows(output_rows, stage.declaration.varying)
-        cost, found = options.get("cost"), list[tuple[tuple[float, ...], BucketKey, Sizes]]()
-        for sizes in grid.sizes:
+        for one in grid:
+            sizes: Any = [one[axis.name] for axis in axes]
             counts = dict(zip(axes, sizes, strict=True))
             counts |= {axis: size.at({**stage.sizes, **counts}) for axis, size in stage.relations.items()}
-            padded = stage.padded(counts, "buckets=")
-            own = 0.0 if cost is None else _cost_of(cost, padded)
-            order = own, math.prod(sizes), sum(sizes), *sizes
-            found.append((order, sizes if len(axes) > 1 else sizes[0], padded))
-        found.sort(key=lambda one: one[0])
-        least = "costs least" if cost is not None else f"has the least {' x '.join(grid.axes)}"
+            found[tuple(sizes) if len(axes) > 1 else sizes[0]] = stage.padded(counts, "buckets=")
+
+        def order(bucket: BucketKey) -> tuple[Any, ...]:
+            try:
+                price = 0 if cost is None else cost(dict(found[bucket]))
+            except Exception as error:
+                raise ConfigError(f"cost raised {type(error).__name__} for bucket {bucket}: {error}") from error
+            checked("cost", "a number for each bucket, not NaN", price, (int, float), -math.inf)
+            return price, *padded_order(bucket)
+
+        least = f"has the least {' x '.join(grid[0])}" if cost is None else "costs least"
         super().__init__(
             config,
             stage,
-            {bucket: padded for _, bucket, padded in found},
+            {bucket: found[bucket] for bucket in sorted(found, key=order)},
             {"output_rows": output_rows, **options},
             axes=axes,
             output_rows=output_rows,
@@ -80,16 +87,3 @@ def _axis_of(stage: Stage[Any], name: str) -> Axis:
         why = "a runner has one size of it, sizes=" if axis.fixed else f"it follows from {stage.relations[axis]}"
         raise ConfigError(f"option 'buckets' has sizes on {axis}, and {why}: leave it out of buckets")
     return axis
-
-
-def _cost_of(cost: Any, padded: Sizes) -> float:
-    """Return what a bucket costs. Raise ConfigError if `cost` is no function, or returns no number."""
-    if not callable(cost):
-        refuse("cost", "a function of a bucket's padded sizes by axis, or None", cost)
-    try:
-        found = cost(dict(padded))
-    except Exception as error:
-        sizes = ", ".join(f"{axis} {size}" for axis, size in padded.items())
-        raise ConfigError(f"cost raised {type(error).__name__} for the bucket of {sizes}: {error}") from error
-    value: float = checked("cost", "a number for each bucket, not NaN", found, (int, float), -math.inf)
-    return value

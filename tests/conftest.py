@@ -24,6 +24,7 @@ _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 _COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": _CALM}
 settings.register_profile("quick", max_examples=50, **_COMMON)
 settings.register_profile("thorough", max_examples=200, **_COMMON)
+settings.register_profile("long", max_examples=5000, **_COMMON)  # games for a night
 settings.register_profile("unshrunk", max_examples=50, phases=[Phase.explicit, Phase.generate], **_COMMON)  # faults
 os.environ.pop("COLUMNS", None)  # tests tell how wide a table may be; workers of pytest-xdist are told 80
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -22,6 +22,7 @@ from slotgraph.backends import Capabilities
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow import environment
 from slotgraph.extend import Slot
+from slotgraph.graphs import GraphRunner
 from slotgraph.runners.engine.config import keywords_of
 from slotgraph.runners.engine.statistics import Statistics, Why
 from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
@@ -50,6 +51,7 @@ PROJECTS: Final = {
     "TensorRT-LLM": ("trtllm", "NVIDIA/TensorRT-LLM"),
     "vllm-ascend": ("vllm_ascend", "vllm-project/vllm-ascend"),
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
+    "transformers": ("transformers", "huggingface/transformers"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
 }
 LISTS: Final = {ROOT / "docs" / name for name in ("index.md", "changes.md", "reference.md", "configuration.md")}
@@ -297,7 +299,7 @@ def test_how_it_works_names_modules_and_classes_that_there_are() -> None:
 
 
 CONFIGURATION: Final = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-_GRAPHS: Final = (DecodeRunner, PrefillRunner, BreakableRunner, DraftRunner)
+_GRAPHS: Final = (DecodeRunner, GraphRunner, PrefillRunner, BreakableRunner, DraftRunner)
 RUNNERS: Final[list[type]] = [*_GRAPHS, DraftExtendRunner, MultiLayerDraftExtendRunner, EagerRunner]
 
 

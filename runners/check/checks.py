@@ -231,7 +231,6 @@ def batches_of(
                 most = min(size, *rows) if axes == (TOKENS,) and axis == BATCH else size
                 live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
         live.update({axis: size.at(live) for axis, size in stage.relations.items()})
-        frozen = {one.field: one.draw(frozen[one.field], generator) for one in variants}
         given = stage.declaration, stage.backend.capabilities, live, generator
         return sample_batch(*given, absent=absent, values={**frozen, **values}, device=stage.backend.device)
 

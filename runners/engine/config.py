@@ -204,48 +204,27 @@ def _rows(value: Any, argument: str = "option 'buckets'") -> tuple[int, ...]:
     return tuple(sorted(value))
 
 
-@attrs.frozen
-class Grid:
-    """Buckets that have a padded size on each of some axes.
-
-    Attributes:
-        axes: The names of the axes.
-        sizes: The padded sizes of each bucket, in their order.
-    """
-
-    axes: tuple[str, ...]
-    sizes: tuple[tuple[int, ...], ...]
-
-    def as_data(self) -> list[dict[str, int]]:
-        """Return a mapping of axes to padded sizes for each bucket."""
-        return [dict(zip(self.axes, sizes, strict=True)) for sizes in self.sizes]
-
-
-def _buckets(value: Any) -> tuple[int, ...] | Grid:
+def _buckets(value: Any) -> tuple[int, ...] | tuple[dict[str, int], ...]:
     """Return buckets of rows, or those that a mapping of axes to sizes, or a list of such mappings, describes."""
-    if isinstance(value, Grid):
-        return value
     if isinstance(value, Mapping):
         ladders = {name: _rows(sizes, f"option 'buckets' of {name}") for name, sizes in _by_name(value)}
-        return Grid(tuple(ladders), tuple(itertools.product(*ladders.values())))
+        return tuple(dict(zip(ladders, sizes, strict=True)) for sizes in itertools.product(*ladders.values()))
     if not is_collection(value) or not any(isinstance(one, Mapping) for one in value):
         return _rows(value)
-    axes, found = tuple(name for name, _ in _by_name(next(iter(value)))), list[tuple[int, ...]]()
+    found = list[dict[str, int]]()
     for one in value:
         sizes = {name: _rows([size], f"option 'buckets' of {name}")[0] for name, size in _by_name(one)}
-        if sizes.keys() != {*axes} or (row := tuple(map(sizes.__getitem__, axes))) in found:
-            refuse("option 'buckets'", f"a size on {' and '.join(axes)} for each bucket, and each bucket once", one)
-        found.append(row)
-    return Grid(axes, tuple(found))
+        if sizes in found or (found and sizes.keys() != found[0].keys()):
+            refuse("option 'buckets'", "sizes on the same axes for each bucket, and each bucket once", one)
+        found.append(sizes)
+    return tuple(found)
 
 
 def _by_name(sizes: Any) -> list[tuple[str, Any]]:
     """Return the items of a mapping of axes, or of their names. Raise ConfigError if it is none, or names one twice."""
     expected = "a mapping of at least one axis, each once, such as {BATCH: [1, 2, 4], KV: [1024, 8192]}"
-    found = [
-        (getattr(axis, "name", axis), size)
-        for axis, size in checked("option 'buckets'", expected, sizes, Mapping).items()
-    ]
+    given = checked("option 'buckets'", expected, sizes, Mapping)
+    found = [(getattr(axis, "name", axis), size) for axis, size in given.items()]
     if not found or not all(isinstance(name, str) for name, _ in found) or len(dict(found)) < len(found):
         refuse("option 'buckets'", expected, sizes)
     return found
@@ -361,7 +340,9 @@ class RunnerConfig:
     """
 
     backend: str = _option(str, AUTO)
-    buckets: tuple[int, ...] | Grid | None = attrs.field(default=None, converter=attrs.converters.optional(_buckets))
+    buckets: tuple[int, ...] | tuple[dict[str, int], ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_buckets)
+    )
     max_batch: int = _option(int, 32, 1, MOST_ROWS)
     max_tokens: int = _option(int, 2048, 1, MOST_ROWS)
     max_waste: float = _option(float, 1.0, 0, 1)
@@ -435,10 +416,8 @@ class RunnerConfig:
         """Return plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
         default = RunnerConfig()
         values = {name: getattr(self, name) for name in self.options()}
-        if isinstance(self.buckets, Grid):
-            values["buckets"] = self.buckets.as_data()
         return {
-            name: sorted(value) if isinstance(value, tuple | frozenset) else value
+            name: [*value] if isinstance(value, tuple) else sorted(value) if isinstance(value, frozenset) else value
             for name, value in values.items()
             if value is not None and (name in self.named or value != getattr(default, name))
         }
@@ -462,10 +441,8 @@ class RunnerConfig:
 
     def ladder(self, *, of_tokens: bool = False) -> Buckets:
         """Return the buckets that were given, or the default ones. Raise ConfigError if they have several axes."""
-        if isinstance(self.buckets, Grid):
-            refuse(
-                "option 'buckets'", "numbers of rows, as only a GraphRunner takes sizes by axis", self.buckets.as_data()
-            )
+        if self.buckets and isinstance(self.buckets[0], dict):
+            refuse("option 'buckets'", "numbers of rows, as only a GraphRunner takes sizes by axis", self.buckets)
         if self.buckets:
             return Buckets(self.buckets, self.max_waste)
         make, largest = (Buckets.doubling, self.max_tokens) if of_tokens else (Buckets.ladder, self.max_batch)

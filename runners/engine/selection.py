@@ -2,12 +2,12 @@
 
 import bisect
 import itertools
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import attrs
-import torch
 
 from ...dataflow.axes import Axis, Live, Sizes, python_number
 from ...dataflow.declaration import Declaration
@@ -21,8 +21,6 @@ else:
 """A bucket: its padded rows, or its padded sizes in the order of the runner's axes if there are several."""
 VariantKey: TypeAlias = tuple[Any, ...]
 """Values of fields that a graph has frozen, one for each variant of the runner."""
-MOST_CELLS: Final = 1 << 20
-"""The most combinations of padded sizes for which the bucket is found ahead."""
 
 
 def sizes_of(bucket: BucketKey) -> tuple[int, ...]:
@@ -30,45 +28,37 @@ def sizes_of(bucket: BucketKey) -> tuple[int, ...]:
     return bucket if isinstance(bucket, tuple) else (bucket,)
 
 
+def padded_order(bucket: BucketKey) -> tuple[int, int, tuple[int, ...]]:
+    """Return what orders buckets by their padded rows: the product of the sizes, then their sum, then the sizes."""
+    sizes = sizes_of(bucket)
+    return math.prod(sizes), sum(sizes), sizes
+
+
 class BucketSelector:
-    """Selects the first bucket that holds a batch. The answer for each combination of padded sizes is found ahead.
+    """Selects the first bucket that holds a batch.
+
+    It is looked for once for each combination of padded sizes, and not for each combination of live sizes.
 
     Args:
         buckets: The padded sizes of each bucket, in the order of choice.
         places: The axes to compare, with the place of each in live sizes.
-
-    Raises:
-        ConfigError: There are more than `MOST_CELLS` combinations.
     """
 
     def __init__(self, buckets: Mapping[BucketKey, Sizes], places: Mapping[Axis, int]) -> None:
-        self._axes = list[tuple[int, list[int], int]]()  # the place, the padded sizes, and the distance of two cells
-        count = 1
-        for axis, place in places.items():
-            steps = sorted({padded[axis] for padded in buckets.values()})
-            self._axes.append((place, steps, count))
-            count *= len(steps) + 1  # one more for batches that are larger
-        if count > MOST_CELLS:
-            raise ConfigError(
-                f"option 'buckets': {count} combinations of sizes on {', '.join(map(str, places))} are more than "
-                f"{MOST_CELLS}: give fewer sizes"
-            )
-        first = [len(buckets)] * count
-        for number, padded in enumerate(buckets.values()):
-            ends = zip(places, self._axes, strict=True)
-            first[sum(bisect.bisect_left(steps, padded[axis]) * apart for axis, (_, steps, apart) in ends)] = number
-        for cell in reversed(range(count)):  # what holds a larger batch on one axis also holds this one
-            if all(cell // apart % (len(steps) + 1) < len(steps) for _, steps, apart in self._axes):
-                first[cell] = min([first[cell], *(first[cell + apart] for _, _, apart in self._axes)])
-        keys = [*buckets, None]
-        self._cells = [keys[number] for number in first]
+        self._buckets = buckets
+        self._places = places
+        self._axes = [(n, sorted({padded[axis] for padded in buckets.values()})) for axis, n in places.items()]
+        self._known = dict[tuple[int, ...], BucketKey | None]()
 
     def select(self, live: Live) -> BucketKey | None:
         """Return the first bucket that holds these live sizes, or None if none does."""
-        cell = 0
-        for place, steps, apart in self._axes:
-            cell += bisect.bisect_left(steps, live[place]) * apart
-        return self._cells[cell]
+        cell = tuple([bisect.bisect_left(sizes, live[place]) for place, sizes in self._axes])
+        found = self._known.get(cell, self)
+        if found is self:  # it was not looked for yet
+            places = self._places.items()
+            holding = (one for one, sizes in self._buckets.items() if all(live[n] <= sizes[axis] for axis, n in places))
+            found = self._known[cell] = next(holding, None)
+        return found
 
 
 @final
@@ -88,7 +78,8 @@ class Variant:
 
     def select(self, value: Any) -> Any:
         """Return the value that the graph of a batch has, given the batch's own, or None if there is no such graph."""
-        value = python_number(value)
+        if type(value) is not int:
+            value = python_number(value)
         if self.at_least:
             if type(value) not in (int, float) or not value <= self.values[-1]:  # NaN is not, either
                 return None
@@ -98,13 +89,6 @@ class Variant:
                 if known == value:
                     return known
         return None
-
-    def draw(self, value: Any, generator: torch.Generator) -> Any:
-        """Return the number of a batch that takes this one of the values, or the value itself."""
-        below = max((one for one in self.values if self.at_least and one < value), default=0)
-        if not self.at_least or not isinstance(value, int) or value <= below + 1:
-            return value
-        return int(torch.randint(int(below) + 1, value + 1, (), device="cpu", generator=generator))
 
     def __str__(self) -> str:
         """Return the field and its values: `max_seqlen at least 512, 4096`."""

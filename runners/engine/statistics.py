@@ -55,7 +55,7 @@ class Decision:
     bucket: BucketKey | None
     why: Why
     reason: str
-    variant: str = attrs.field(default="", kw_only=True)
+    variant: str = attrs.field(default="", kw_only=True, repr=False)
     rank: int | None = attrs.field(default=None, repr=False)
     mode: str | None = attrs.field(default=None, repr=False)
 

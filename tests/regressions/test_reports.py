@@ -4,6 +4,7 @@ The docstring of each test begins with its class in docs/troubleshooting.md, and
 """
 
 import functools
+import types
 from typing import Any, Final, final
 
 import numpy as np
@@ -21,6 +22,7 @@ from slotgraph.backends.ring import ENTRIES
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.dataflow.tails import Pad
+from slotgraph.graphs import variant
 from slotgraph.pool import InputPool
 from tests.backends.test_ring import LazyDevice, chance, play
 from tests.runners.models import Ids, decoder
@@ -362,6 +364,44 @@ def test_sglang_39825_host_values_in_a_graph_of_several_steps() -> None:
         batch = {"ids": draw(1, 9, (len(lengths),), max(lengths)), "seq_lens": lengths}
         assert torch.equal(runner(batch), batch["ids"] * (max(lengths) + 1) + max(lengths) + 2)
     assert runner.stats()["steps"] == {"graph": 3, "eager": 0}
+
+class Told(Inputs):  # rows of a cache, and the longest of them, as an engine tells its attention kernel
+    lengths: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    max_seqlen: int = 8
+
+
+def attention(view: Any, max_seqlen: int) -> torch.Tensor:
+    """[BATCH]; reads the first rows of the cache, as many as the kernel is launched for."""
+    places = torch.arange(max_seqlen)
+    return torch.where(places < view.lengths[:, None], places + 1, 0).sum(1)
+
+
+def test_transformers_45323_a_max_seqlen_frozen_in_a_graph() -> None:
+    """D: the longest sequence at capture stays in the graph, whose kernel reads no further; GSM8K from 0.45 to 0.23."""
+    variants = [variant("max_seqlen", at_least=[8, 32])]
+    runner = captured(Told, lambda view: attention(view, view.max_seqlen), variants=variants, output_rows=BATCH)
+    for longest, why in ((3, "fits"), (8, "fits"), (9, "fits"), (32, "fits"), (33, "field_differs")):
+        batch = {"lengths": torch.tensor([longest, 1]), "max_seqlen": longest}
+        assert runner(batch).tolist() == [longest * (longest + 1) // 2, 1]
+        assert runner.decide(batch).why == why
+    assert runner.stats()["steps"] == {"graph": 4, "eager": 1}
+    plain = captured(Told, lambda view: attention(view, view.max_seqlen), output_rows=BATCH)  # without variants
+    assert plain({"lengths": torch.tensor([9]), "max_seqlen": 9}).tolist() == [45]
+    assert plain.decide({"lengths": torch.tensor([9]), "max_seqlen": 9}).why == "field_differs"
+
+
+def test_transformers_45323_a_step_that_reads_it_elsewhere() -> None:
+    """D: a number that the step takes from the engine itself, not from its view, is found by the first check."""
+    engine = types.SimpleNamespace(max_seqlen=8)
+    runner = captured(Told, lambda view: attention(view, engine.max_seqlen), output_rows=BATCH)
+
+    def batch(rows: int, seed: torch.Generator) -> dict[str, Any]:
+        lengths = torch.randint(9, 30, (rows,), generator=seed)
+        engine.max_seqlen = int(lengths.max())  # as the engine does before each step
+        return {"lengths": lengths}
+
+    (found,) = slotgraph.check(runner, batch, only="parity", progress=False).findings
+    assert "the step reads something that is not a slot, such as a host value" in str(found)
 
 
 def test_trtllm_15534_a_workspace_that_is_given_back() -> None:
