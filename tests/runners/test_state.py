@@ -122,7 +122,8 @@ def test_parity_names_a_table_that_a_graph_leaves_otherwise() -> None:
 
     def counting(view: Any) -> torch.Tensor:
         view.lengths[view.rows] += added[0]
-        return view.rows * 2
+        found: torch.Tensor = view.rows * 2
+        return found
 
     runner: Any = decoder(Pooled, counting, backend="cpu-capture", **OPTIONS)
     added[0] = 2
@@ -173,7 +174,8 @@ class Advancing(Inputs):  # a rule and a function on each side read tables, whic
 def growing(view: Any) -> torch.Tensor:
     """Write a table, and return numbers of slots."""
     view.lengths[view.rows] = view.lengths[view.rows] + 1
-    return view.ids + view.rows * 100
+    found: torch.Tensor = view.ids + view.rows * 100
+    return found
 
 
 @pytest.mark.parametrize("lowering", LADDER)
