@@ -557,7 +557,7 @@ class GraphSet(Generic[V]):
         filler.feed.disarm()  # the kernel must not write slots during the capture
         bucket = filling.bucket
         for one in bucket.functions(bucket.padded).on_host:
-            if one.again is not None and not (one.fields or one.again.fields):  # no batch is there
+            if one.again and not (one.fields or one.again.fields):  # no batch is there
                 with capture_errors(), torch.no_grad():
                     one.run(None, bucket.step(bucket.padded))
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)

@@ -246,6 +246,7 @@ def test_its_memory_is_not_shared() -> None:
         ({"again": "kv_lens"}, "again='kv_lens': a computed slot needs a function"),
         ({"again": lambda ids: bool(ids[0])}, "again= is for functions on the host"),
         ({"again": ("starts",)}, "starts -> starts"),
+        ({"again": ("kv_lens",), "function": lambda ranks: ranks.live(BATCH)}, "again= is for functions on the host"),
         ({"again": ("kv_lens",), "function": lambda ids: ids}, "again= is for functions on the host"),
     ],
 )
