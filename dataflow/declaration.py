@@ -266,7 +266,7 @@ def _faults(made: Declaration) -> Faults:
     first: dict[str, str] = {}
     for name, slot in made.slots.items():
         compute = slot.computes()
-        if compute and compute.again and made.side(name) == DEVICE:
+        if compute and compute.again and (made.side(name) == DEVICE or RANKS in slot.needs):
             yield name, "again= is for functions on the host: it and the function need slots in host memory, and fields"
             continue
         yield from ((name, fault) for fault in slot.faults())

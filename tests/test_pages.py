@@ -53,6 +53,7 @@ PROJECTS: Final = {
     "Megatron-LM": ("megatron_lm", "NVIDIA/Megatron-LM"),
     "transformers": ("transformers", "huggingface/transformers"),
     "nano-vllm": ("nano_vllm", "GeeeekExplorer/nano-vllm"),
+    "rtp-llm": ("rtp_llm", "alibaba/rtp-llm"),
 }
 LISTS: Final = {ROOT / "docs" / name for name in ("index.md", "changes.md", "reference.md", "configuration.md")}
 """Pages without programs."""
@@ -249,7 +250,7 @@ def test_declare_names_what_a_slot_has() -> None:
     declared = [field.name for field in attrs.fields(Slot)]
     assert re.findall(r"`(\w+)`", fields) == declared
     public = {name for name in vars(Slot) if not name.startswith("_")}
-    derived = {"axes", "declared_values", "kind", "needs", "needs_rule", "varying"}
+    derived = {"axes", "declared_values", "is_state", "kind", "needs", "needs_rule", "varying"}
     named = re.findall(r"^\| `(\w+)(?:\(\w*\))?` \|", section, re.MULTILINE)
     assert set(named) == public - derived - {*declared}
 

@@ -56,7 +56,7 @@ def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
         found = _fill_faults(trial, one, number)
         guilty.update(finding.slot for finding in found)
         trial.fill(one)
-        if trial.signed is not None and trial.graph is not None:
+        if trial.graph and trial.signed is not None:
             found += _kept_faults(trial, trial.graph.filling.bucket, one.batch)
         found += poison_faults(trial, trial.seed + number, guilty)
         guilty.update(finding.slot for finding in found)

@@ -596,7 +596,7 @@ class GraphSet(Generic[V]):
     def _compute_once(self, bucket: Bucket) -> None:
         """Run the functions with `again=`, so that a capture sees a plan of the bucket, but none that takes fields."""
         for one in bucket.functions(bucket.padded).on_host:
-            if one.again is not None and not (one.fields or one.again.fields):  # no batch is there
+            if one.again and not (one.fields or one.again.fields):  # no batch is there
                 with capture_errors(), torch.no_grad():
                     one.run(None, bucket.step(bucket.padded))
 

@@ -212,7 +212,7 @@ class EagerRoutes(Generic[V]):
         none = dict.fromkeys((*declaration.axes, *declaration.following), 0)
         before = {**none, **stage.sizes} if filler is None else dict(filler.buffers.capacity)
         short = {axis: rows for axis, rows in zip(declaration.varying, live, strict=False) if rows > before[axis]}
-        known = [] if filler is None else [*filler.buffers]
+        known = [*filler.buffers] if filler else []
         bound = [buffer.name for buffer in known if buffer.adopted and buffer.slot.varying]
         if bound:
             most = ", ".join(f"{axis} {rows}" for axis, rows in before.items() if axis in short)

@@ -415,7 +415,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         graphs, own = self.graphs, self.eager.buffers
         nbytes = 0 if own is None else own.nbytes
         memory, report, made, eager, lowered = MemoryAccount(inputs=nbytes), CaptureReport(), 0, 0, dict[str, int]()
-        buffers = own if graphs is None else graphs.buffers
+        buffers = graphs.buffers if graphs else own
         if graphs is not None:
             memory, report, made = graphs.memory(), graphs.report or report, len(graphs.captured)
             eager = 0 if own is graphs.buffers else nbytes

@@ -6,7 +6,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied, staged
 from slotgraph.backends import Backend
 from tests.benchmarks.shown import race, show
 
@@ -16,25 +16,22 @@ BUCKETS: Final = 36
 """Buckets of a capture, as many as SGLang captures by default."""
 
 
-def declared(device: torch.device) -> tuple[type[Inputs], type[Inputs]]:
-    """Return declarations: three functions over tables of a request pool, and none."""
-    lengths, last_ids = (torch.randint(1, 1000, (POOL,), device=device) for _ in range(2))
+class Plain(Inputs):
+    req_pool_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
-    class Plain(Inputs):
-        req_pool_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
-    class Pooled(Plain):
-        input_ids: torch.Tensor = computed(
-            lambda req_pool_indices: last_ids[req_pool_indices], shape=TOKENS, dtype=torch.int64
-        )
-        seq_lens: torch.Tensor = computed(
-            lambda req_pool_indices: (lengths[req_pool_indices] + 1).to(torch.int32), shape=BATCH, dtype=torch.int32
-        )
-        positions: torch.Tensor = computed(
-            lambda req_pool_indices: lengths[req_pool_indices], shape=TOKENS, dtype=torch.int64
-        )
-
-    return Pooled, Plain
+class Pooled(Plain):  # three functions over tables of a request pool
+    lengths: torch.Tensor = staged(POOL, dtype=torch.int64)
+    last_ids: torch.Tensor = staged(POOL, dtype=torch.int64)
+    input_ids: torch.Tensor = computed(
+        lambda last_ids, req_pool_indices: last_ids[req_pool_indices], shape=TOKENS, dtype=torch.int64
+    )
+    seq_lens: torch.Tensor = computed(
+        lambda lengths, req_pool_indices: (lengths[req_pool_indices] + 1).int(), shape=BATCH, dtype=torch.int32
+    )
+    positions: torch.Tensor = computed(
+        lambda lengths, req_pool_indices: lengths[req_pool_indices], shape=TOKENS, dtype=torch.int64
+    )
 
 
 def smallest(view: Any) -> torch.Tensor:
@@ -47,18 +44,24 @@ def smallest(view: Any) -> torch.Tensor:
 @pytest.mark.slotgraph_backends("cpu", "cuda")
 def test_functions_compiled_as_one(backend: Backend) -> None:
     """A replay with them, beside one of the same step without functions, and the seconds of captures."""
-    pooled, plain = declared(backend.device)
+    tables = {name: torch.randint(1, 1000, (POOL,), device=backend.device) for name in ("lengths", "last_ids")}
     runners, seconds = dict[str, DecodeRunner[Any]](), dict[str, list[float]]()
     buckets = [ROWS * (number + 1) // BUCKETS for number in range(BUCKETS)]
     given = {
-        "no functions": (plain, False),
-        "as written": (pooled, False),
-        "compiled, first": (pooled, True),
-        "compiled": (pooled, True),
+        "no functions": (Plain, False, {}),
+        "as written": (Pooled, False, tables),
+        "compiled, first": (Pooled, True, tables),
+        "compiled": (Pooled, True, tables),
     }
-    for name, (inputs, is_compiled) in given.items():
+    for name, (inputs, is_compiled, bind) in given.items():
         made: DecodeRunner[Any] = DecodeRunner(
-            inputs, smallest, buckets=buckets, backend=backend, compile_computed=is_compiled, output_rows=BATCH
+            inputs,
+            smallest,
+            buckets=buckets,
+            backend=backend,
+            compile_computed=is_compiled,
+            output_rows=BATCH,
+            bind=bind,
         )
         start = time.perf_counter()
         made.capture()

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from slotgraph.backends import cpu_capture, ring
-from slotgraph.dataflow import admission, buffers, capabilities, computation, guard, hostdata, views
+from slotgraph.dataflow import admission, buffers, capabilities, computation, guard, hostdata, sources, views
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.fill import bucket, kinds, packing, reach, tails, ways, writers
 from slotgraph.dataflow.packet import Feed
@@ -258,6 +258,13 @@ def results_are_cast(old: Any, target: Any, value: Any, what: str) -> None:
     target.copy_(torch.as_tensor(value))
 
 
+@fault(COMPUTED, sources, "changed", "runners/test_again.py", "life/test_functions.py")
+def plans_are_of_another_batch(old: Any, **values: Any) -> bytes:
+    """Compare no contents of what `again=` names: a function that would run keeps the value of another batch."""
+    del old, values
+    return b"nothing"
+
+
 @fault(ROLES, capabilities.Role, "on", "dataflow/test_slots.py::test_the_backend_decides_dtypes_and_pads_of_roles")
 def dtypes_are_the_same_everywhere(old: Any, self: Any, record: Any) -> Any:
     """Pass over what the backend says of dtypes: cache locations are int64 on an NPU, whose kernel wants int32."""
@@ -408,6 +415,12 @@ def warm_ups_change_state(old: Any, self: Any) -> Any:
     """Put no state back: warm-ups write caches and counters of the running engine."""
     del old, self
     return contextlib.nullcontext()
+
+
+@fault(CAPTURES, State, "of", "runners/test_state.py::test_captures_and_checks_leave_tables_as_they_were")
+def warm_ups_change_tables(old: Any, backend: Any, tensors: Any, _: Any = ()) -> Any:
+    """Take no slot for state: warm-ups and checks leave in tables what they wrote on no request's behalf."""
+    return old(backend, tensors)
 
 
 @fault(RECORDED, cpu_capture, "_run_all", "backends/test_interrupt.py::test_graphs_and_calls_run_once_in_any_order")

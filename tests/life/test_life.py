@@ -215,7 +215,8 @@ class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Pytho
             elif isinstance(slot, Computed):
                 holds = same_bytes(value.cpu(), _computed(slot, known, value.shape).to(value.dtype))
             elif slot.is_state:  # nobody writes it here
-                number = resolve_value(slot.initial(), self.backend.capabilities, {HIDDEN: WIDE})
+                number: Any = slot.initial()
+                number = resolve_value(number, self.backend.capabilities, {HIDDEN: WIDE})
                 holds = same_bytes(value.cpu(), torch.full_like(value.cpu(), number))
             elif isinstance(slot, Constant):
                 holds = capacity is None or same_bytes(value.cpu(), _constant(slot, value, capacity))

@@ -1,7 +1,7 @@
 """Functions on the host that run only if what they depend on has changed: `computed(..., again=...)`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -86,7 +86,7 @@ def test_it_runs_if_what_is_named_or_a_size_has_changed(name: str, lowering: str
     made: Any = DecodeRunner(Placed, attended, buckets=[1, 2, 4], backend=backend, lowering=lowering, output_rows=BATCH)
     CALLS.clear()
     runner = ready(made)
-    assert CALLS == [[1] * rows for rows in (4, 2, 1)]
+    assert [*CALLS] == [[1] * rows for rows in (4, 2, 1)]
     known = lowering != "slot_by_slot"  # the reference computes each slot in each step
     for lens, ids, runs in SEQUENCE:
         CALLS.clear()
@@ -184,36 +184,31 @@ class Advancing(Looping):
     kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement="host", then=lambda kv_lens: kv_lens + 1)
 
 
+EDITS: Final[dict[int, Callable[[Any], object]]] = {
+    3: lambda step: step.edit(["b"], kv_lens=[7]),
+    5: lambda step: step.edit(["a"], ids=[5]),
+    7: lambda step: step.leave(["a"]),
+}
+
+
+@pytest.mark.parametrize("inputs", [Looping, Advancing])
 @ways
-def test_steps_without_an_edit_of_what_is_named_keep_it(name: str, lowering: str) -> None:
+def test_steps_without_an_edit_of_what_is_named_keep_it(name: str, lowering: str, inputs: type[Inputs]) -> None:
     """It runs where lengths or the number of requests change, and in each step if lengths advance."""
-    backend = backend_of(name, lowering)
-    for inputs in (Looping, Advancing):
-        runner: Any = decoder(inputs, attended, backend=backend, lowering=lowering, output_rows=BATCH)
-        lens, ids, moves = {"a": 3, "b": 4}, {"a": 1, "b": 1}, inputs is Advancing
-        for step in runner.steps(batch_of([3, 4]), keys=["a", "b"]):
-            if step.number:
-                ids = {key: one + 1 for key, one in ids.items()}
-                lens = {key: one + moves for key, one in lens.items()}
-            if step.number == 3:
-                lens["b"] = 7
-            if step.number == 5:
-                ids["a"] = 5
-            if step.number == 7:
-                del lens["a"], ids["a"]
-            want = {key: ids[key] * 1000 + length * len(lens) for key, length in lens.items()}
-            assert dict(step.tokens()) == want
-            if step.number != 1 and lowering != "slot_by_slot":  # the loop begins without trust in any contents
-                assert bool(CALLS) is (moves or step.number in {0, 3, 7}), step.number
-            CALLS.clear()
-            if step.number == 2:
-                step.edit(["b"], kv_lens=[7])
-            if step.number == 4:
-                step.edit(["a"], ids=[5])
-            if step.number == 6:
-                step.leave(["a"])
-            if step.number == 9:
-                break
+    backend, moves = backend_of(name, lowering), inputs is Advancing
+    runner: Any = decoder(inputs, attended, backend=backend, lowering=lowering, output_rows=BATCH)
+    CALLS.clear()
+    for step in runner.steps(batch_of([3, 4]), keys=["a", "b"]):
+        number = step.number
+        lens = {"a": 3 + number * moves, "b": 4 + number * moves if number < 3 else 7 + (number - 3) * moves}
+        ids = {"a": 1 + number if number < 5 else number, "b": 1 + number}
+        assert dict(step.tokens()) == {key: ids[key] * 1000 + lens[key] * len(step.keys) for key in step.keys}
+        if number != 1 and lowering != "slot_by_slot":  # the loop begins without trust in any contents
+            assert bool(CALLS) is (moves or number in {0, 3, 7})
+        CALLS.clear()
+        EDITS.get(number + 1, id)(step)
+        if number == 9:
+            break
 
 
 def test_explain_says_when_it_runs() -> None:
@@ -251,16 +246,18 @@ def test_its_memory_is_not_shared() -> None:
         ({"again": "kv_lens"}, "again='kv_lens': a computed slot needs a function"),
         ({"again": lambda ids: bool(ids[0])}, "again= is for functions on the host"),
         ({"again": ("starts",)}, "starts -> starts"),
+        ({"again": ("kv_lens",), "function": lambda ranks: ranks.live(BATCH)}, "again= is for functions on the host"),
         ({"again": ("kv_lens",), "function": lambda ids: ids}, "again= is for functions on the host"),
     ],
 )
 def test_what_the_host_cannot_compare_is_refused(options: dict[str, Any], message: str) -> None:
     """When the class is defined, by name."""
-    given = {"function": planned, "shape": BATCH + 1, "dtype": torch.int64, **options}
+    given: Any = {"function": planned, "shape": BATCH + 1, "dtype": torch.int64, **options}
+    declared: Any = computed(**given)
     with pytest.raises(DeclarationErrors) as refusal:
 
         class Wrong(Planning):
-            starts: torch.Tensor = computed(**given)
+            starts: torch.Tensor = declared
 
     assert re.search(message, str(refusal.value.exceptions))
 
