@@ -4,25 +4,33 @@ import ctypes
 import functools
 import operator
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import attrs
 import torch
 
-from .axes import Sizes, Step
-from .capabilities import Capabilities, dtype_text, resolve_dtype
-from .declaration import Declaration
+from .axes import Axis, Sizes, Step
+from .capabilities import DEVICE, Capabilities, dtype_text, resolve_dtype
+from .declaration import LIVE_ROWS, Declaration
 from .errors import ComputeError, blame
+from .fill.reach import Rows
 from .guard import outside_inference
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, Field
-from .tails import holds, range_of, resolve_value
+from .tails import Number, holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
 _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
+_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by size. Torch adds and moves these, but not all other dtypes of that size."""
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """View the same memory as integers of the same size, if torch has a dtype for them."""
+    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
@@ -79,11 +87,43 @@ def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
     return ComputeError(f"{what}: expected {dtype_text(target.dtype)} of shape {list(target.shape)}, got {got}")
 
 
+@attrs.frozen
+class ResultTail:
+    """The tail of a computed slot, which is written behind the live rows of the function's result.
+
+    Attributes:
+        axes: The axes whose live rows it depends on, and further ones, in the order of the declaration.
+        rows: The slot's rows.
+        word: The value that the tail holds, as `words` views it.
+    """
+
+    axes: tuple[Axis, ...]
+    rows: Rows
+    word: Any
+
+    @classmethod
+    def of(cls, declaration: Declaration, rows: Rows, value: Number, dtype: torch.dtype) -> "ResultTail":
+        """Make the tail of a slot with these rows and this dtype."""
+        return cls(declaration.varying, rows, words(torch.full((), value, dtype=dtype, device="cpu")).item())
+
+    def live_in(self, step: Step) -> Sequence[int]:
+        """Return the live rows of a step on each axis."""
+        return [step.live_sizes[axis] for axis in self.axes]
+
+    def write(self, target: torch.Tensor, live: Any) -> None:
+        """Write the tail. live: Live rows on each axis, as numbers, or as tensors that a graph reads."""
+        whole = words(target)
+        for dim, reach in zip(self.rows.dims, self.rows.reaches, strict=True):
+            place = torch.arange(whole.shape[dim], device=whole.device).view(-1, *[1] * (whole.dim() - dim - 1))
+            whole.masked_fill_(place >= reach(live), self.word)
+
+
 @attrs.frozen(eq=False)
 class Computation:
     """A function bound to every argument that is known before the batch.
 
     A function must not write a slot that it reads, since that would change later steps. Such writes are detected.
+    Computations of slots that one call fills are run in one order, and share `results`.
 
     Attributes:
         slot: The slot that it computes.
@@ -96,6 +136,9 @@ class Computation:
         read: The slots among its arguments and the aliases of them that it receives. Each has its own version counter.
         aliases: The aliases alone.
         versions: The versions of the aliases when last checked.
+        results: By slot, what a call has returned for slots whose turn is still to come.
+        tail: The tail to write behind the result, or None.
+        live: The live rows on each axis of a tail on the device, as tensors. None on the host, where the step has them.
     """
 
     slot: str
@@ -108,6 +151,9 @@ class Computation:
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     aliases: tuple[torch.Tensor, ...]
     versions: list[int]
+    results: dict[str, Any]
+    tail: ResultTail | None
+    live: Sequence[torch.Tensor] | None
 
     @classmethod
     def bind(
@@ -117,16 +163,32 @@ class Computation:
         known: Mapping[str, Any],
         target: torch.Tensor,
         compute: Compute | None = None,
+        results: dict[str, Any] | None = None,
+        tail: ResultTail | None = None,
     ) -> "Computation":
-        """Bind a slot's function, or `compute`, to the values that are known. Each call passes the others."""
+        """Bind a slot's function, or `compute`, to the values that are known. Each call passes the others.
+
+        Args:
+            slot: The slot.
+            declaration: The slots and fields.
+            known: The values that are known, by slot or field. Those of all slots if the function writes `out`.
+            target: Where the result goes.
+            compute: The function. By default the slot's own.
+            results: What computations share that are run together.
+            tail: The tail to write behind the result.
+        """
         compute = declaration.functions[slot] if compute is None else compute
         given = {need: known[need] for need in compute.needs if need in known}
         with outside_inference():
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
             if compute.writes_out:
-                given[OUT] = target.data
+                targets = {**known, slot: target}
+                outs = {name: targets[name] for name in compute.fills or [slot] if targets.get(name) is not None}
+                given[OUT] = compute.out_of({name: out.data for name, out in outs.items()}, slot)
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
+        on_device = tail is not None and declaration.side(slot) == DEVICE
+        live = [known.get(LIVE_ROWS + axis.name) for axis in tail.axes] if on_device else None
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
         function = functools.partial(compute.function, **given)
@@ -134,7 +196,10 @@ class Computation:
         is_number = target.numel() == 1 and not target.is_complex()
         numbers = range_of(target.dtype) if is_number else (None, 0, 0)
         versions = [*map(_VERSION, aliases)]
-        return cls(slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions)
+        results = {} if results is None else results
+        return cls(
+            slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions, results, tail, live
+        )
 
     def run(self, batch: Any, step: Step | None = None) -> None:
         """Call the function and write its result.
@@ -146,12 +211,15 @@ class Computation:
             target.copy_(value)
         else:
             self.store(value)
+        self.pad(step)
 
     def value(self, batch: Any, step: Step | None = None) -> Any:
-        """Call the function with the arguments of this call.
+        """Call the function with the arguments of this call, or take what a call for several slots has returned.
 
         Raise ComputeError if it raises, or changes a slot that it reads.
         """
+        if self.slot in self.results:
+            return self.results.pop(self.slot)
         try:
             if self.fields or self.asks_step:
                 given: dict[str, Any] = {STEP: step} if self.asks_step else {}
@@ -166,7 +234,26 @@ class Computation:
             now = [*map(_VERSION, self.aliases)]
             if now != self.versions:
                 self._refuse_writes(now)
-        return value
+        return self._own(value) if self.compute.fills else value
+
+    def _own(self, values: Any) -> Any:
+        """Return this slot's part of what a call for several slots returned, and keep the others for their turns."""
+        names = self.compute.fills
+        if self.compute.writes_out:
+            values = [None] * len(names)
+        if not isinstance(values, tuple | list) or len(values) != len(names):
+            raise ComputeError(
+                f"slot {self.slot!r}: its function fills {', '.join(names)}: return a tuple with a value for each, got "
+                f"{values!r:.80}"
+            )
+        self.results.update(zip(names, values, strict=True))
+        return self.results.pop(self.slot)
+
+    def pad(self, step: Step | None) -> None:
+        """Write the tail behind the result, if there is one. step: The sizes, for a function on the host."""
+        if self.tail is not None:
+            live = self.tail.live_in(step) if self.live is None else self.live
+            self.tail.write(self.target, live)
 
     def _refuse_writes(self, now: list[int]) -> NoReturn:
         """Raise ComputeError because the function wrote a slot that it reads, or changed its shape."""
@@ -211,7 +298,8 @@ class PackedValue:
             room = torch.zeros(max(nbytes, UNIT), dtype=torch.uint8, device="cpu")
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
         letter = LETTERS.get(target.dtype) if target.numel() == 1 else None
-        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
+        is_plain = letter is not None and computation.tail is None
+        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if is_plain else None
         return cls(attrs.evolve(computation, target=scratch), nbytes, pack)
 
     def bytes_of(self, batch: Any, step: Step | None = None) -> bytes:
@@ -228,4 +316,5 @@ class PackedValue:
                 computation.store(value)  # this raises the ComputeError
         with torch.no_grad():
             computation.store(value)
+            computation.pad(step)
         return ctypes.string_at(computation.target.data_ptr(), self.nbytes)

@@ -12,13 +12,16 @@ import torch
 from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Capabilities, Placement, dtype_text, resolve_dtype
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
-from .slots import BY_STEP, Slot
+from .slots import BY_STEP, Computed, Slot
 from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, linear, look_up
-from .tails import holds
+from .tails import Pad, holds
 
 Faults = Iterator[tuple[str, str]]  # pairs of a slot's or field's name and its fault
 SlotNames = Literal["", "optional", "copied"]
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
+LIVE_ROWS: Final = "_live_"
+"""The names of slots that hold an axis' live rows begin with this. Functions on the device pad their results by them.
+"""
 
 
 @attrs.frozen(eq=False)
@@ -116,6 +119,17 @@ class Declaration:
         slots = self.slots
         return DEVICE if any(n in slots and slots[n].placement == DEVICE for n in slots[name].needs) else HOST
 
+    def with_live_rows(self) -> "Declaration":
+        """Return the declaration with a slot for each axis whose live rows pad the result of a function on the device.
+
+        The host computes these slots, so that each way to fill a bucket, and each edit, writes them.
+        """
+        found = {name: slot for name, slot in self.slots.items() if not name.startswith(LIVE_ROWS)}
+        for name, slot in list(found.items()):
+            if slot.computes() and isinstance(slot.rule(), Pad) and self.side(name) == DEVICE:
+                found.update({LIVE_ROWS + axis.name: _live_rows(axis) for axis in slot.axes if not axis.fixed})
+        return attrs.evolve(self, slots=MappingProxyType(found))
+
     def check_side(self, side: Mapping[str, Any]) -> None:
         """Raise BatchError for a side argument that no slot of the class reads, enabled or not."""
         if not side or self.arguments is None or self.arguments.issuperset(side):
@@ -198,7 +212,7 @@ class Declaration:
         """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
-        made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks)
+        made = attrs.evolve(self, slots=on, disabled=off, settings=settings, ranks=ranks).with_live_rows()
         given = {SETTINGS: settings, RANKS: ranks}
         for name, slot in made.slots.items():
             for need in slot.needs:
@@ -226,7 +240,17 @@ def declare(
         raise refused(name, faults)
     read = made.sources.values()
     side = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.from_side)
-    return attrs.evolve(made, arguments=side if all(isinstance(one, Path | Call) for one in read) else None)
+    arguments = side if all(isinstance(one, Path | Call) for one in read) else None
+    return attrs.evolve(made, arguments=arguments).with_live_rows()
+
+
+def _live_rows(axis: Axis) -> Slot:
+    """Make the slot that holds the live rows of an axis."""
+
+    def live_rows(step: Step) -> int:
+        return step.live(axis)
+
+    return Computed(function=live_rows, shape=(), dtype=torch.int64)
 
 
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
@@ -240,6 +264,7 @@ def _faults(made: Declaration) -> Faults:
     for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
+        yield from ((name, fault) for fault in _fills_faults(name, slot.computes(), made))
         yield from ((name, fault) for fault in _rule_faults(name, slot, made))
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
@@ -269,6 +294,17 @@ def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
             f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
             f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
         )
+
+
+def _fills_faults(name: str, compute: Compute | None, made: Declaration) -> Iterator[str]:
+    """Yield why a function cannot fill its slots by one call."""
+    filled = compute.fills if compute else ()
+    if compute and filled and name not in filled:
+        yield f"its function {compute.name} fills {', '.join(filled)}: name this slot there, or give it another one"
+    for other in filled:
+        slot = made.slots.get(other)
+        if compute and (slot is None or slot.computes() != compute):
+            yield f"its function {compute.name} also fills {other!r}, which another one or none does: declare both alike"
 
 
 def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:

@@ -49,9 +49,11 @@ def fill_slot_by_slot(
             _reset_tail(slot, view, capabilities, step)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
+    known, results = {**declaration.given(step), **views}, dict[str, Any]()
     for name in (name for name in declaration.functions if name not in left):
-        known, target = {**declaration.given(step), **views}, buffers[name].view(step.padded_sizes)
-        Computation.bind(name, declaration, known, target).run(batch)
+        view = buffers[name].view(step.padded_sizes)
+        Computation.bind(name, declaration, known, view, results=results).run(batch)
+        _reset_tail(declaration.slots[name], view, capabilities, step)
     return views
 
 

@@ -263,9 +263,18 @@ class Copied(Slot):
 
 @attrs.frozen(kw_only=True)
 class Computed(Slot):
-    """A slot whose function derives every padded row in each step from the slots and sizes that it names."""
+    """A slot whose function derives every padded row in each step from the slots and sizes that it names.
+
+    A tail rule sets the padded rows after the function has run.
+    """
 
     function: Compute = attrs.field(converter=compute_of)
+
+    def faults(self) -> Iterator[str]:
+        """Yield each fault of the slot by itself."""
+        yield from super().faults()
+        if self.pad is not None and not (self.varying and isinstance(self.pad, Pad)):
+            yield f"its function gives every row, and {self.pad} changes none: say pad=value of a dim that varies"
 
     def computes(self) -> Compute | None:
         """Return the declared function."""
@@ -441,8 +450,10 @@ def computed(
     *,
     shape: ShapeArgument = (),
     dtype: Dtype,
+    pad: PadValue | Tail | None = None,
     placement: Placement = DEVICE,
     argument: str | None = None,
+    poison: Poison | None = None,
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
@@ -453,11 +464,15 @@ def computed(
     step. One that needs slots on the device runs there, inside the graph. Both must give every padded row.
 
     Args:
-        function: Returns the value, in the slot's dtype and padded shape, or fills `out`.
+        function: Returns the value, in the slot's dtype and padded shape, or fills `out`. One function can fill several
+            slots: see `slotgraph.extend.fills`.
         shape: One size for each dim.
         dtype: A torch dtype, or a role.
+        pad: What the tail holds after the function: a value, a fixed axis, or a fill role. By default the function's
+            own rows.
         placement: The memory of the buffer, "device" or "host".
         argument: The operators' argument that takes this slot in host memory.
+        poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
         init: Leave it out. It makes type checkers reject this slot in the constructor.
     """

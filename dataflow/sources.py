@@ -1,10 +1,11 @@
 """Where slots' values come from: sources in a batch, which are read together, and functions of other slots."""
 
 import abc
+import collections
 import inspect
 import operator
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 
@@ -17,6 +18,8 @@ OUT: Final = "out"
 Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 Sources: TypeAlias = tuple[Any, ...]
+F = TypeVar("F", bound=Callable[..., Any])
+_FILLS: Final = "__slotgraph_fills__"
 _NOT_OF_USERS: Final = frozenset({"builtins", "numpy", "torch"})
 _IS_MAPPING: Final[dict[type, bool]] = {}  # `issubclass` with an abstract class costs more than the look-up itself
 
@@ -258,16 +261,47 @@ class Compute:
         function: The function.
         needs: Its parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`.
         writes_out: Whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
+        fills: The slots that one call fills, if `fills` names them, else none.
     """
 
     function: Callable[..., Any]
     needs: tuple[str, ...]
     writes_out: bool
+    fills: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The function's name, for plans and messages."""
         return str(getattr(self.function, "__qualname__", self.function))
+
+    def out_of(self, targets: Mapping[str, Any], slot: str) -> Any:
+        """Return `out`: the buffer of the slot, or those of all slots that the function fills, by name."""
+        if not self.fills:
+            return targets[slot]
+        return collections.namedtuple("out", self.fills)(*map(targets.get, self.fills))  # torch.compile knows such
+
+
+def fills(*slots: str) -> Callable[[F], F]:
+    """Let one function fill several computed slots by one call in each step.
+
+    The function returns a tuple with one value for each slot, in this order. If it takes `out`, it fills `out.name` of
+    each instead, which is None for a slot that the settings switch off. Declare each slot with
+    `computed(function, ...)`.
+
+    Args:
+        slots: The names of the slots.
+
+    Raises:
+        TypeError: The names are not texts, or not all different.
+    """
+    if not slots or not all(isinstance(name, str) for name in slots) or len({*slots}) < len(slots):
+        raise TypeError(f"@fills takes the names of slots, all different, got {slots!r:.80}")
+
+    def mark(function: F) -> F:
+        setattr(function, _FILLS, slots)
+        return function
+
+    return mark
 
 
 def compute_of(function: Callable[..., Any]) -> Compute:
@@ -281,7 +315,8 @@ def compute_of(function: Callable[..., Any]) -> Compute:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
-    return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
+    needs = tuple(name for name in names if name != OUT)
+    return Compute(_no_coroutine(function), needs, OUT in names, getattr(function, _FILLS, ()))
 
 
 def parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]:

@@ -88,6 +88,9 @@ for _kind in (int, bool, str):
     _CONVERTER.register_structure_hook(_kind, _expect)
 _CONVERTER.register_structure_hook(float, _number_from_data)
 _CONVERTER.register_structure_hook(Number, _number_from_data)
+_CONVERTER.register_structure_hook(
+    Number | None, lambda value, kind: None if value is None else _number_from_data(value, kind)
+)
 _CONVERTER.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
 _CONVERTER.register_structure_hook(torch.dtype, lambda value, _: dtype_from_text(_expect(value, str)))
 _CONVERTER.register_unstructure_hook(torch.dtype, dtype_text)

@@ -16,7 +16,7 @@ from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Dim, Live, Sizes, Step
 from ..buffers import Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
-from ..computation import Computation, PackedValue
+from ..computation import Computation, PackedValue, ResultTail
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
@@ -356,22 +356,26 @@ class Bucket:
         if not self.plan.computed:
             return NO_FUNCTIONS
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
-        for one in self._computed:
-            computation = self.computation(one.slot, views)
+        for one, computation in self.computations(views, self._computed):
             if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
-        ask_step = any(one.asks_step for one in on_host) or any(one.computation.asks_step for one in packed)
-        return Functions(on_host, packed, on_device, ask_step)
+        every = [*on_host, *(one.computation for one in packed)]
+        return Functions(on_host, packed, on_device, any(one.asks_step or one.tail for one in every))
 
-    def computation(self, slot: str, views: Views) -> Computation:
-        """Bind a computed slot's function to the slots that it needs and to the slot that it writes."""
-        given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks}
-        target = views[slot]
-        if target is None:
-            raise ValueError(f"slot {slot!r} is absent, so that nothing computes it")
-        return Computation.bind(slot, self.declaration, {**given, **views}, alias(target))
+    def computations(
+        self, views: Views, planned: Sequence[ComputeStep] | None = None
+    ) -> Iterator[tuple[ComputeStep, Computation]]:
+        """Bind functions to the slots that they need and write, in order. By default all of the plan."""
+        declaration, results = self.declaration, dict[str, Any]()
+        known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **views}
+        for one in self.plan.computed if planned is None else planned:
+            target = alias(known[one.slot])
+            tail = None
+            if one.pad is not None and not self.exact:
+                tail = ResultTail.of(declaration, self.rows[one.slot], one.pad, target.dtype)
+            yield one, Computation.bind(one.slot, declaration, known, target, results=results, tail=tail)
 
     @property
     def _computed(self) -> list[ComputeStep]:
@@ -602,9 +606,9 @@ def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> F
     own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**bucket.at(live).shown(), **own}
     step = bucket.step(live)
-    computed = [(one.on, bucket.computation(one.slot, views)) for one in bucket.plan.computed]
+    computed = [*bucket.computations(views)]
     with torch.no_grad():
-        for on, computation in computed:
-            if on == HOST:
+        for one, computation in computed:
+            if one.on == HOST:
                 computation.run(batch, step)
-    return FilledBucket(views, live, [computation for on, computation in computed if on == DEVICE])
+    return FilledBucket(views, live, [computation for one, computation in computed if one.on == DEVICE])
