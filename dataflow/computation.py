@@ -20,7 +20,7 @@ from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, Field
-from .tails import Number, holds, range_of, resolve_value
+from .tails import holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
 _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
@@ -92,23 +92,14 @@ class ResultTail:
     """The tail of a computed slot, which is written behind the live rows of the function's result.
 
     Attributes:
-        axes: The axes whose live rows it depends on, and further ones, in the order of the declaration.
-        rows: The slot's rows.
+        axes: The varying axes of the slot.
+        rows: The slot's rows, as functions of live sizes on these axes.
         word: The value that the tail holds, as `words` views it.
     """
 
     axes: tuple[Axis, ...]
-    rows: Rows
+    rows: Rows = attrs.field(eq=False)
     word: Any
-
-    @classmethod
-    def of(cls, declaration: Declaration, rows: Rows, value: Number, dtype: torch.dtype) -> "ResultTail":
-        """Make the tail of a slot with these rows and this dtype."""
-        return cls(declaration.varying, rows, words(torch.full((), value, dtype=dtype, device="cpu")).item())
-
-    def live_in(self, step: Step) -> Sequence[int]:
-        """Return the live rows of a step on each axis."""
-        return [step.live_sizes[axis] for axis in self.axes]
 
     def write(self, target: torch.Tensor, live: Any) -> None:
         """Write the tail. live: Live rows on each axis, as numbers, or as tensors that a graph reads."""
@@ -118,12 +109,27 @@ class ResultTail:
             whole.masked_fill_(place >= reach(live), self.word)
 
 
+def part_of(results: dict[str, Any], compute: Compute, slot: str, /, **given: Any) -> Any:
+    """Return a slot's part of what one call for several slots returns. `results` keeps the others for their turns."""
+    if slot in results:
+        return results.pop(slot)
+    values, names = compute.function(**given), compute.fills
+    if compute.writes_out:
+        values = (None,) * len(names)
+    if not isinstance(values, tuple) or len(values) != len(names):
+        what = f"slot {slot!r}: its function fills {', '.join(names)}"
+        raise ComputeError(f"{what}: return a tuple with a value for each, got {values!r:.80}")
+    found = dict(zip(names, values, strict=True))
+    own = found.pop(slot)
+    results.update(found)
+    return own
+
+
 @attrs.frozen(eq=False)
 class Computation:
     """A function bound to every argument that is known before the batch.
 
     A function must not write a slot that it reads, since that would change later steps. Such writes are detected.
-    Computations of slots that one call fills are run in one order, and share `results`.
 
     Attributes:
         slot: The slot that it computes.
@@ -136,9 +142,8 @@ class Computation:
         read: The slots among its arguments and the aliases of them that it receives. Each has its own version counter.
         aliases: The aliases alone.
         versions: The versions of the aliases when last checked.
-        results: By slot, what a call has returned for slots whose turn is still to come.
         tail: The tail to write behind the result, or None.
-        live: The live rows on each axis of a tail on the device, as tensors. None on the host, where the step has them.
+        live: For a tail on the device, the live rows on each of its axes, as tensors.
     """
 
     slot: str
@@ -151,9 +156,8 @@ class Computation:
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     aliases: tuple[torch.Tensor, ...]
     versions: list[int]
-    results: dict[str, Any]
     tail: ResultTail | None
-    live: Sequence[torch.Tensor] | None
+    live: Sequence[torch.Tensor]
 
     @classmethod
     def bind(
@@ -174,7 +178,7 @@ class Computation:
             known: The values that are known, by slot or field. Those of all slots if the function writes `out`.
             target: Where the result goes.
             compute: The function. By default the slot's own.
-            results: What computations share that are run together.
+            results: What computations share that run in turn, so that one call can fill several slots.
             tail: The tail to write behind the result.
         """
         compute = declaration.functions[slot] if compute is None else compute
@@ -182,24 +186,23 @@ class Computation:
         with outside_inference():
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
             if compute.writes_out:
-                targets = {**known, slot: target}
-                outs = {name: targets[name] for name in compute.fills or [slot] if targets.get(name) is not None}
-                given[OUT] = compute.out_of({name: out.data for name, out in outs.items()}, slot)
+                outs = {name: known[name].data for name in compute.fills if known[name] is not None}
+                given[OUT] = outs or target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
         on_device = tail is not None and declaration.side(slot) == DEVICE
-        live = [known.get(LIVE_ROWS + axis.name) for axis in tail.axes] if on_device else None
+        live = [known[LIVE_ROWS + axis.name] for axis in tail.axes] if tail and on_device else []
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
         function = functools.partial(compute.function, **given)
+        if compute.fills and results is not None:
+            function = functools.partial(part_of, results, compute, slot, **given)
         aliases = tuple(alias for _, alias in read.values())
         is_number = target.numel() == 1 and not target.is_complex()
         numbers = range_of(target.dtype) if is_number else (None, 0, 0)
         versions = [*map(_VERSION, aliases)]
-        results = {} if results is None else results
-        return cls(
-            slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions, results, tail, live
-        )
+        bound = slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions
+        return cls(*bound, tail, live)
 
     def run(self, batch: Any, step: Step | None = None) -> None:
         """Call the function and write its result.
@@ -214,12 +217,10 @@ class Computation:
         self.pad(step)
 
     def value(self, batch: Any, step: Step | None = None) -> Any:
-        """Call the function with the arguments of this call, or take what a call for several slots has returned.
+        """Call the function with the arguments of this call.
 
         Raise ComputeError if it raises, or changes a slot that it reads.
         """
-        if self.slot in self.results:
-            return self.results.pop(self.slot)
         try:
             if self.fields or self.asks_step:
                 given: dict[str, Any] = {STEP: step} if self.asks_step else {}
@@ -234,26 +235,12 @@ class Computation:
             now = [*map(_VERSION, self.aliases)]
             if now != self.versions:
                 self._refuse_writes(now)
-        return self._own(value) if self.compute.fills else value
+        return value
 
-    def _own(self, values: Any) -> Any:
-        """Return this slot's part of what a call for several slots returned, and keep the others for their turns."""
-        names = self.compute.fills
-        if self.compute.writes_out:
-            values = [None] * len(names)
-        if not isinstance(values, tuple | list) or len(values) != len(names):
-            raise ComputeError(
-                f"slot {self.slot!r}: its function fills {', '.join(names)}: return a tuple with a value for each, got "
-                f"{values!r:.80}"
-            )
-        self.results.update(zip(names, values, strict=True))
-        return self.results.pop(self.slot)
-
-    def pad(self, step: Step | None) -> None:
+    def pad(self, step: Any) -> None:
         """Write the tail behind the result, if there is one. step: The sizes, for a function on the host."""
         if self.tail is not None:
-            live = self.tail.live_in(step) if self.live is None else self.live
-            self.tail.write(self.target, live)
+            self.tail.write(self.target, self.live or [step.live_sizes[axis] for axis in self.tail.axes])
 
     def _refuse_writes(self, now: list[int]) -> NoReturn:
         """Raise ComputeError because the function wrote a slot that it reads, or changed its shape."""

@@ -124,9 +124,9 @@ class Declaration:
 
         The host computes these slots, so that each way to fill a bucket, and each edit, writes them.
         """
-        found = {name: slot for name, slot in self.slots.items() if not name.startswith(LIVE_ROWS)}
-        for name, slot in list(found.items()):
-            if slot.computes() and isinstance(slot.rule(), Pad) and self.side(name) == DEVICE:
+        found = dict(self.slots)
+        for name, slot in self.slots.items():
+            if isinstance(slot.rule(), Pad) and self.side(name) == DEVICE:
                 found.update({LIVE_ROWS + axis.name: _live_rows(axis) for axis in slot.axes if not axis.fixed})
         return attrs.evolve(self, slots=MappingProxyType(found))
 
@@ -240,8 +240,7 @@ def declare(
         raise refused(name, faults)
     read = made.sources.values()
     side = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.from_side)
-    arguments = side if all(isinstance(one, Path | Call) for one in read) else None
-    return attrs.evolve(made, arguments=arguments).with_live_rows()
+    return attrs.evolve(made, arguments=side if all(isinstance(one, Path | Call) for one in read) else None)
 
 
 def _live_rows(axis: Axis) -> Slot:
@@ -250,6 +249,7 @@ def _live_rows(axis: Axis) -> Slot:
     def live_rows(step: Step) -> int:
         return step.live(axis)
 
+    live_rows.__qualname__ = live_rows.__name__  # as plans show it
     return Computed(function=live_rows, shape=(), dtype=torch.int64)
 
 
@@ -264,11 +264,16 @@ def _faults(made: Declaration) -> Faults:
     for name, slot in made.slots.items():
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
-        yield from ((name, fault) for fault in _fills_faults(name, slot.computes(), made))
         yield from ((name, fault) for fault in _rule_faults(name, slot, made))
+        compute = slot.computes()
+        if compute and compute.fills:
+            alike = {other for other, its in made.slots.items() if its.computes() == compute}
+            if wrong := alike.symmetric_difference(compute.fills):
+                each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
+                yield name, f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
-        if slot.computes() and slot.reads(name) is not None:
+        if compute and slot.reads(name) is not None:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
         if slot.placement == HOST and made.side(name) == DEVICE:
             yield name, "it needs slots on the device but is placed on the host: that would wait for the device"
@@ -294,17 +299,6 @@ def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
             f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
             f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
         )
-
-
-def _fills_faults(name: str, compute: Compute | None, made: Declaration) -> Iterator[str]:
-    """Yield why a function cannot fill its slots by one call."""
-    filled = compute.fills if compute else ()
-    if compute and filled and name not in filled:
-        yield f"its function {compute.name} fills {', '.join(filled)}: name this slot there, or give it another one"
-    for other in filled:
-        slot = made.slots.get(other)
-        if compute and (slot is None or slot.computes() != compute):
-            yield f"its function {compute.name} also fills {other!r}, which another one or none does: declare both alike"
 
 
 def _rule_faults(name: str, slot: Slot, made: Declaration) -> Iterator[str]:

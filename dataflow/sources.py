@@ -1,7 +1,6 @@
 """Where slots' values come from: sources in a batch, which are read together, and functions of other slots."""
 
 import abc
-import collections
 import inspect
 import operator
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
@@ -274,28 +273,22 @@ class Compute:
         """The function's name, for plans and messages."""
         return str(getattr(self.function, "__qualname__", self.function))
 
-    def out_of(self, targets: Mapping[str, Any], slot: str) -> Any:
-        """Return `out`: the buffer of the slot, or those of all slots that the function fills, by name."""
-        if not self.fills:
-            return targets[slot]
-        return collections.namedtuple("out", self.fills)(*map(targets.get, self.fills))  # torch.compile knows such
-
 
 def fills(*slots: str) -> Callable[[F], F]:
     """Let one function fill several computed slots by one call in each step.
 
-    The function returns a tuple with one value for each slot, in this order. If it takes `out`, it fills `out.name` of
-    each instead, which is None for a slot that the settings switch off. Declare each slot with
+    The function returns a tuple with one value for each slot, in this order. If it takes `out`, that is a dict of the
+    slots' buffers by name, without slots that the settings switch off, and it fills these. Declare each slot by
     `computed(function, ...)`.
 
     Args:
         slots: The names of the slots.
 
     Raises:
-        TypeError: The names are not texts, or not all different.
+        TypeError: The names are not at least two texts, all different.
     """
-    if not slots or not all(isinstance(name, str) for name in slots) or len({*slots}) < len(slots):
-        raise TypeError(f"@fills takes the names of slots, all different, got {slots!r:.80}")
+    if not len(slots) == len({name for name in slots if isinstance(name, str)}) > 1:
+        raise TypeError(f"@fills takes the names of two slots or more, all different, got {slots!r:.80}")
 
     def mark(function: F) -> F:
         setattr(function, _FILLS, slots)

@@ -7,15 +7,13 @@ import attrs
 import torch
 
 from .axes import BATCH, TOKENS, Axis, Dim, Live, Step, extent
-from .capabilities import DEVICE, Capabilities
+from .capabilities import DEVICE
 from .computation import Computation, ResultTail
 from .declaration import LIVE_ROWS, Declaration
 from .errors import BatchError, ReplayError, did_you_mean
-from .fill.reach import Rows
 from .guard import POINTER, Guard, outside_inference, own_guard
 from .slots import Slot
 from .sources import STEP, Field
-from .tails import Pad, resolve_value
 
 T = TypeVar("T")
 Views = Mapping[str, torch.Tensor | None]
@@ -91,7 +89,7 @@ class ViewInfo:
         step: The step's sizes.
         relations: Axes that follow from others.
         declaration: The runner's declaration.
-        capabilities: What the device can do.
+        tails: The tails that are written behind the results of functions, by slot.
         whole: Slots that must not be cut, since operators take all of each.
         captured: Whether the view is for a capture, which would freeze what functions on the host return for a
             micro-batch.
@@ -101,7 +99,7 @@ class ViewInfo:
     step: Step
     relations: Mapping[Axis, Dim]
     declaration: Declaration
-    capabilities: Capabilities
+    tails: Mapping[str, ResultTail]
     whole: frozenset[str] = frozenset()
     captured: bool = False
     exact: bool = False
@@ -241,14 +239,10 @@ def _cut(
             del made[name]  # its value for all rows is wrong for a part
     known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
     results = dict[str, Any]()
-    for name in computed:
-        target, rule, tail = made[name], slots[name].rule(), None
-        if isinstance(rule, Pad):
-            rows = Rows(slots[name], info.declaration.varying, step.padded_sizes)
-            pad = resolve_value(rule.value, info.capabilities, step.padded_sizes)
-            tail = ResultTail.of(info.declaration, rows, pad, target.dtype)
-        with torch.no_grad():
-            Computation.bind(name, info.declaration, known, target, results=results, tail=tail).run(None, step)
+    with torch.no_grad():
+        for name in computed:
+            tail = info.tails.get(name)
+            Computation.bind(name, info.declaration, known, made[name], results=results, tail=tail).run(None, step)
     return made
 
 

@@ -16,7 +16,7 @@ from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Dim, Live, Sizes, Step
 from ..buffers import Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
-from ..computation import Computation, PackedValue, ResultTail
+from ..computation import Computation, PackedValue, ResultTail, words
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
@@ -356,7 +356,7 @@ class Bucket:
         if not self.plan.computed:
             return NO_FUNCTIONS
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
-        for one, computation in self.computations(views, self._computed):
+        for one, computation in self.computations(views):
             if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
@@ -364,18 +364,25 @@ class Bucket:
         every = [*on_host, *(one.computation for one in packed)]
         return Functions(on_host, packed, on_device, any(one.asks_step or one.tail for one in every))
 
-    def computations(
-        self, views: Views, planned: Sequence[ComputeStep] | None = None
-    ) -> Iterator[tuple[ComputeStep, Computation]]:
-        """Bind functions to the slots that they need and write, in order. By default all of the plan."""
+    def computations(self, views: Views) -> Iterator[tuple[ComputeStep, Computation]]:
+        """Bind the functions to the slots that they need and write, in order."""
         declaration, results = self.declaration, dict[str, Any]()
         known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **views}
-        for one in self.plan.computed if planned is None else planned:
-            target = alias(known[one.slot])
-            tail = None
-            if one.pad is not None and not self.exact:
-                tail = ResultTail.of(declaration, self.rows[one.slot], one.pad, target.dtype)
+        for one in self._computed:
+            target, tail = alias(known[one.slot]), self.result_tails.get(one.slot)
             yield one, Computation.bind(one.slot, declaration, known, target, results=results, tail=tail)
+
+    @functools.cached_property
+    def result_tails(self) -> Mapping[str, ResultTail]:
+        """The tails that are written behind the results of functions."""
+        found = dict[str, ResultTail]()
+        for one in () if self.exact else self.plan.computed:
+            if one.pad is not None:
+                slot, dtype = self.declaration.slots[one.slot], self.buffers[one.slot].tensor.dtype
+                axes = tuple(axis for axis in slot.axes if not axis.fixed)
+                word = words(torch.full((), one.pad, dtype=dtype, device="cpu")).item()
+                found[one.slot] = ResultTail(axes, Rows(slot, axes, self.sizes), word)
+        return found
 
     @property
     def _computed(self) -> list[ComputeStep]:

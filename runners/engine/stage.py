@@ -198,8 +198,8 @@ class Stage(Generic[V]):
         sizes_of = step_of or bucket.step
 
         def info_of(live: Live) -> ViewInfo:
-            record = self.backend.capabilities
-            return ViewInfo(sizes_of(live), self.relations, self.declaration, record, exact=bucket.exact, **info)
+            tails = bucket.result_tails
+            return ViewInfo(sizes_of(live), self.relations, self.declaration, tails, exact=bucket.exact, **info)
 
         return Viewer(self.views, shown or (lambda live: bucket.at(live).shown()), self.declaration.fields, info_of)
 
