@@ -17,6 +17,7 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.computation import Computation
 from ...dataflow.declaration import Declaration
 from ...dataflow.hostdata import tensor_of
+from ...dataflow.oracle import reset_tail
 from ...dataflow.slots import Slot
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Pad, resolve_value
@@ -67,9 +68,13 @@ def fill_by_hand(
     @functools.cache
     def functions(live: Live) -> list[Any]:
         """Return the bound functions for a step of these sizes, cached as handwritten code would."""
-        known = {**declaration.given(declaration.step(live, padded)), **views}
-        bound = [Computation.bind(name, declaration, known, views[name]) for name in computed]
-        return [(one.target, one.function, one.fields) for one in bound]
+        step, results = declaration.step(live, padded), dict[str, Any]()
+        known, found = {**declaration.given(step), **views}, list[Any]()
+        for name in computed:
+            one, slot = Computation.bind(name, declaration, known, views[name], results=results), declaration.slots[name]
+            tail = functools.partial(reset_tail, slot, one.target, backend.capabilities, step)
+            found.append((one.target, one.function, one.fields, tail if slot.rule() else None))
+        return found
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
@@ -83,12 +88,14 @@ def fill_by_hand(
                 value = tensor_of(value, views[name].dtype)
             values.append(value.to(views[name].device) if moves else value)
         writing(absent)(live, values)
-        for target, function, fields in functions(live):
+        for target, function, fields, tail in functions(live):
             value = function(**{need: field.read(batch) for need, field in fields.items()})
             if isinstance(value, int | float):
                 target.fill_(value)
             elif value is not None:  # a function that returns None has written its slot
                 target.copy_(value if type(value) is torch.Tensor else tensor_of(value, target.dtype))
+            if tail is not None:
+                tail()
 
     return fill
 

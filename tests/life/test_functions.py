@@ -19,7 +19,7 @@ from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, c
 from slotgraph.dataflow.axes import Shape, Sizes, Step, extent, shape_of
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.edits import rearrange
-from slotgraph.extend import once
+from slotgraph.extend import fills, once
 from tests.packing import backend_of
 
 PAGES: Final = Axis("PAGES")
@@ -94,6 +94,21 @@ class Drawn:
         return 0 if self.pad is None or self.pad in UNREAD else self.pad
 
 
+@attrs.frozen
+class Asked:
+    """A computed slot of a random declaration.
+
+    text: its function's, or its part of a tuple. host: it is in host memory. like: the slot whose shape and dtype it
+    has; by default it is one number. fills: the slots that one call fills.
+    """
+
+    text: str
+    host: bool
+    like: str = ""
+    pad: Any = None
+    fills: tuple[str, ...] = ()
+
+
 def function(text: str, names: Sequence[str]) -> Any:
     """A function of some slots, by its text."""
     given = sorted({*names}.intersection(re.findall(r"\w+", text)))
@@ -153,39 +168,65 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, co
         if one.kind == Kind((BATCH,), torch.int64, host=False) and draw(st.integers(0, 3)) == 0:
             text = draw(st.sampled_from(["made", "made.remainder(97)", f"({one.name} + made).remainder(1009)"]))
         ruled.append(attrs.evolve(one, rule=text))
-    functions = dict[str, tuple[str, bool]]()
+    functions = dict[str, Asked]()
     for number in range(draw(st.integers(0, 3))):
         on_host = draw(st.booleans())
         some = [one.name for one in ruled if one.kind.host == on_host and one.name not in unread]
         if some:
             text = draw(st.sampled_from(ON_HOST if on_host else ON_DEVICE)).format(some=draw(st.sampled_from(some)))
-            functions[f"c{number}"] = text, on_host and draw(st.booleans())
+            functions[f"c{number}"] = Asked(text, on_host and draw(st.booleans()))
+    for number in range(draw(st.integers(0, 2))):
+        whole = [one for one in ruled if one.kind.dim is not None and one.name not in unread]
+        if whole:
+            functions |= draw(padded(f"r{number}", draw(st.sampled_from(whole)), correct=correct))
     return World({one.name: one for one in ruled}, functions, width)
+
+
+@st.composite
+def padded(draw: st.DrawFn, name: str, like: Drawn, *, correct: bool) -> dict[str, Asked]:
+    """A function of all rows of a slot, with a tail of its own or without; and perhaps a number that the same call
+    gives, and one that is computed of the rows."""
+    runs_on_host = like.kind.host
+    hosts = st.booleans() if runs_on_host else st.just(value=False)
+    one_number = "int({}.sum())" if runs_on_host else "{}.sum().reshape(1).to(torch.int64)"
+    made = {name: Asked(f"({like.name} * 2 + 1)", draw(hosts), like.name, draw(st.sampled_from([None, 0, 7, -3])))}
+    if draw(st.booleans()):
+        text = "step.live(BATCH)" if runs_on_host else "torch.ones_like({}).sum().reshape(1).to(torch.int64)"
+        text = one_number if not correct else text if runs_on_host else "{}.reshape(-1)[:1].to(torch.int64)"
+        made[f"{name}_once"] = Asked(text.format(like.name), draw(hosts))
+        names = tuple(draw(st.permutations(sorted(made))))
+        made = {one: attrs.evolve(asked, fills=names) for one, asked in made.items()}
+    if not correct and draw(st.booleans()):
+        text = "int({}.sum())" if made[name].host else "{}.sum().reshape(1).to(torch.int64)"
+        made[f"{name}_all"] = Asked(text.format(name), made[name].host)
+    return made
 
 
 @attrs.frozen
 class World:
-    """A random declaration, and what it does in plain code.
-
-    functions: by computed slot its text, and whether it is on the host. width: tokens of a request; 0 if they are free.
-    """
+    """A random declaration, and what it does in plain code. width: tokens of a request; 0 if they are free."""
 
     slots: Mapping[str, Drawn]
-    functions: Mapping[str, tuple[str, bool]]
+    functions: Mapping[str, Asked]
     width: int
 
     def inputs(self) -> type[Inputs]:
         """The class."""
-        names = [*self.slots, "made", "step"]
+        names, groups = [*self.slots, *self.functions, "made", "step"], dict[tuple[str, ...], Any]()
         body: dict[str, Any] = {"made": output(BATCH, dtype=torch.int64)}
         for name, one in self.slots.items():
             options: dict[str, Any] = {"placement": "host"} if one.kind.host else {}
             options |= {"then": function(one.rule, names)} if one.rule else {}
             options |= {"pad": one.pad} if one.kind.dim is not None else {}
             body[name] = copied(*one.kind.shape, dtype=one.kind.dtype, rewritten=one.written, **options)
-        for name, (text, on_host) in self.functions.items():
-            options = {"placement": "host"} if on_host else {}
-            body[name] = computed(function(text, names), shape=1, dtype=torch.int64, **options)
+        for name, one in self.functions.items():
+            called = function(one.text, names)
+            if one.fills:
+                text = f"({', '.join(self.functions[other].text for other in one.fills)})"
+                called = groups.setdefault(one.fills, fills(*one.fills)(function(text, names)))
+            kind = self.slots[one.like].kind if one.like else Kind((1,), torch.int64, host=False)
+            options = {"placement": "host"} if one.host else {}
+            body[name] = computed(called, shape=kind.shape, dtype=kind.dtype, pad=one.pad, **options)
         return type("DrawnInputs", (Inputs,), {"__annotations__": dict.fromkeys(body, torch.Tensor), **body})
 
     def run(self, view: Mapping[str, torch.Tensor]) -> None:
@@ -197,9 +238,12 @@ class World:
                 made += value.to(torch.int64).movedim(one.kind.dim, 0).reshape(len(made), -1).sum(1)
             if one.written:
                 value.add_(1)
-        for name, (_, on_host) in self.functions.items():
-            if not on_host:
+        for name, asked in self.functions.items():
+            if not asked.host and not asked.like:
                 made += view[name]
+            elif not asked.host and self.width:
+                rows = view[name].to(torch.int64).movedim(self.slots[asked.like].kind.dim or 0, 0)
+                made += rows.reshape(len(made), -1).sum(1)
         view["made"].copy_(made.remainder(10007))
 
     def step(self, view: Any) -> torch.Tensor:
@@ -231,8 +275,14 @@ class World:
         """What slots hold after a step, what computed slots hold, and what it made, padded rows and all."""
         view = {name: self.padded(name, rows[name], step.padded_sizes) for name in self.slots}
         found = {}
-        for name, (text, _) in self.functions.items():
-            found[name] = torch.as_tensor(called(text, {**view, "step": step}), dtype=torch.int64).reshape(1)
+        for name, one in self.functions.items():
+            value = called(one.text, {**view, **found, "step": step})
+            if not one.like:
+                found[name] = torch.as_tensor(value, dtype=torch.int64).reshape(1)
+                continue
+            found[name] = value if one.pad is None else torch.full_like(value, one.pad)
+            inside = rows_in(rows[one.like])
+            found[name][inside] = value[inside]
         made = torch.zeros(step.padded_sizes[BATCH], dtype=torch.int64)
         self.run({**view, **found, "made": made})
         return {name: view[name][rows_in(rows[name])] for name in rows}, found, made
@@ -255,7 +305,8 @@ class World:
                 mine, right = mine[rows_in(rows[name])], rows[name]
             assert torch.equal(mine, right), (name, mine, right)
         for name, right in found.items():
-            assert torch.equal(buffers[name].tensor.cpu(), right), (name, buffers[name].tensor, right)
+            mine = buffers[name].view(padded).cpu()
+            assert torch.equal(mine, right), (name, mine, right)
 
     def values(self, seed: int, sizes: Sizes) -> Tensors:
         """Rows of all slots, negative ones too."""
