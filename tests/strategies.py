@@ -28,8 +28,8 @@ from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities, Placement, resolve_dtype
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.sources import look_up
-from slotgraph.dataflow.tails import Once
-from slotgraph.extend import DEVICE, HOST, once, side
+from slotgraph.dataflow.tails import Keep, Once
+from slotgraph.extend import DEVICE, HOST, Role, fills, once, side
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -165,28 +165,52 @@ def _twice(step: Step) -> list[int]:
     return [2 * row + step.live(TOKENS) for row in range(step.padded(BATCH))]
 
 
+def _twice_and_once(step: Step) -> tuple[list[int], int]:
+    return _twice(step), step.live(TOKENS)
+
+
 def _pairs(step: Step) -> torch.Tensor:
     rows, columns = step.padded(BATCH), step.padded(PAGES)
     return torch.arange(rows * columns, dtype=torch.int16).view(rows, columns) + step.live(BATCH)
 
 
-def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
-    """A computed slot: from sizes, from a field, or from a required slot, returned or written to `out`."""
-    plain = [
-        st.just(computed(lambda step: step.live(TOKENS) + 100 * step.padded(TOKENS), shape=1, dtype=torch.int32)),
-        st.just(computed(_twice, shape=BATCH, dtype=torch.int64, placement="host")),
-        st.just(computed(_twice, shape=BATCH, dtype=torch.int64)),
-        st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16)),
-        st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64)),
+@st.composite
+def computed_slots(draw: st.DrawFn, name: str, bases: Mapping[str, Slot]) -> dict[str, Any]:
+    """A computed slot, or two by one call: from sizes, a field or a required slot, with tails of their own or without."""
+
+    def made(function: Any, dtype: Any, shape: Any = (), placement: Placement = DEVICE) -> Any:
+        varies = any(Dim.of(size).varies for size in (shape if isinstance(shape, tuple) else (shape,)))
+        number = torch.int64 if isinstance(dtype, Role) else dtype
+        values = tails(number).filter(lambda pad: not isinstance(pad, Keep | Once))
+        pad = draw(st.none() | values) if varies else None
+        return computed(function, shape=shape, dtype=dtype, pad=pad, placement=placement)
+
+    plain: list[tuple[Any, ...]] = [
+        (lambda step: step.live(TOKENS) + 100 * step.padded(TOKENS), torch.int32, 1),
+        (_twice, torch.int64, BATCH, HOST),
+        (_twice, torch.int64, BATCH),
+        (_pairs, torch.int16, (BATCH, PAGES)),
+        (lambda tag, step: tag + step.live(BATCH), torch.int64),
     ]
     needed = {n: s for n, s in bases.items() if not s.optional and (s.reads(n) or s.computes())}
-    return st.one_of(*plain, *(st.just(_flipped(n, s, out=out)) for n, s in needed.items() for out in (False, True)))
-
-
-def _flipped(need: str, slot: Slot, *, out: bool) -> Any:
+    need = draw(st.sampled_from(["", *needed]))
+    if not need and draw(st.booleans()):
+        return {name: made(*draw(st.sampled_from(plain)))}
+    out, names = draw(st.booleans()), draw(st.permutations([name, f"and_{name}"]))
+    if not need:
+        several = fills(*names)(_twice_and_once if names[0] == name else lambda step: _twice_and_once(step)[::-1])
+        places = [draw(st.sampled_from([DEVICE, HOST])) for _ in names]
+        return {name: made(several, torch.int64, BATCH, places[0]), f"and_{name}": made(several, torch.int64, 1, places[1])}
+    slot, given = needed[need], ", out" if out else ""
     flipped = f"{need}.flip([*range({need}.dim())])"
-    function = eval(f"lambda {need}, out: out.copy_({flipped})" if out else f"lambda {need}: {flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
-    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement)
+    like = slot.dtype, slot.shape, slot.placement
+    if draw(st.booleans()):
+        function = eval(f"lambda {need}{given}: {f'out.copy_({flipped})' if out else flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
+        return {name: made(function, *like)}
+    texts = {name: flipped, f"and_{name}": f"{need}.clone()"}
+    parts = [f"out[{one!r}].copy_({texts[one]})" if out else texts[one] for one in names]
+    several = fills(*names)(eval(f"lambda {need}{given}: ({', '.join(parts)})"))  # noqa: S307 - as above
+    return {one: made(several, *like) for one in texts}
 
 
 @st.composite
@@ -200,7 +224,7 @@ def declarations(draw: st.DrawFn, *, called: bool = True) -> type[Inputs]:
         fields[name] = draw(st.one_of(copied_slots(name, called=called), other_slots(), parameters(name)))
     for index in range(draw(st.integers(0, 3))):
         known = {name: field.metadata["slotgraph.slot"] for name, field in fields.items()}
-        fields[f"computed_{9 - index}"] = draw(computed_slots(known))  # by name the other way round than by need
+        fields |= draw(computed_slots(f"computed_{9 - index}", known))  # by name the other way round than by need
     names = draw(st.permutations(sorted(fields)))
     return declaration_of({name: fields[name] for name in names})
 
@@ -326,7 +350,7 @@ def poisoned(
     declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int, empty: Empty = empty
 ) -> Buffers:
     """Buffers whose every byte that no declaration promises is random: all but constants and `once` values."""
-    buffers = allocate(declaration.slotgraph, capacity, capabilities, empty)
+    buffers = allocate(declaration.slotgraph.with_live_rows(), capacity, capabilities, empty)
     for index, buffer in enumerate(sorted(buffers, key=lambda one: one.name)):
         if not isinstance(buffer.slot, Constant) and not isinstance(buffer.slot.rule(), Once):
             buffer.tensor.copy_(noise(tuple(buffer.tensor.shape), buffer.tensor.dtype, seed + index))
