@@ -68,12 +68,12 @@ def fill_by_hand(
     @functools.cache
     def functions(live: Live) -> list[Any]:
         """Return the bound functions for a step of these sizes, cached as handwritten code would."""
-        step, results = declaration.step(live, padded), dict[str, Any]()
-        known, found = {**declaration.given(step), **views}, list[Any]()
+        results, found = dict[str, Any](), list[Any]()
+        known = {**declaration.given(step := declaration.step(live, padded)), **views}
         for name in computed:
             one, slot = Computation.bind(name, declaration, known, views[name], results=results), declaration.slots[name]
-            tail = functools.partial(reset_tail, slot, one.target, backend.capabilities, step)
-            found.append((one.target, one.function, one.fields, tail if slot.rule() else None))
+            tail = functools.partial(reset_tail, slot, one.target, backend.capabilities, step) if slot.rule() else None
+            found.append((one.target, one.function, one.fields, tail))
         return found
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:

@@ -251,6 +251,30 @@ def results_are_cast(old: Any, target: Any, value: Any, what: str) -> None:
     target.copy_(torch.as_tensor(value))
 
 
+@fault(
+    COMPUTED,
+    computation,
+    "part_of",
+    "runners/test_filled_together.py::test_one_call_fills_several_slots[True-in_graph]",
+)
+def calls_for_several_are_remembered(old: Any, results: Any, compute: Any, slot: str, /, **given: Any) -> Any:
+    """Call a function that fills several slots once for ever: all steps have the results of the first."""
+    if slot not in results:
+        results[slot] = old(results, compute, slot, **given)
+    return results[slot]
+
+
+@fault(
+    COMPUTED,
+    computation.ResultTail,
+    "write",
+    "runners/test_filled_together.py::test_one_call_fills_several_slots[True-in_graph]",
+)
+def results_keep_their_tails(old: Any, *given: Any) -> None:
+    """Write no tail behind what a function gives: padded rows hold what it makes of padding."""
+    del old, given
+
+
 @fault(ROLES, capabilities.Role, "on", "dataflow/test_slots.py::test_the_backend_decides_dtypes_and_pads_of_roles")
 def dtypes_are_the_same_everywhere(old: Any, self: Any, record: Any) -> Any:
     """Pass over what the backend says of dtypes: cache locations are int64 on an NPU, whose kernel wants int32."""
