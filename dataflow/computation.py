@@ -190,8 +190,8 @@ class Computation:
                 given[OUT] = outs or target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
-        on_device = tail is not None and declaration.side(slot) == DEVICE
-        live = [known[LIVE_ROWS + axis.name] for axis in tail.axes] if tail and on_device else []
+        axes = tail.axes if tail is not None and declaration.side(slot) == DEVICE else ()
+        live = [known[LIVE_ROWS + axis.name] for axis in axes]
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
         function = functools.partial(compute.function, **given)

@@ -362,9 +362,7 @@ class _Planning:
         for name, compute in self.declaration.functions.items():
             needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
             slot, on = self.declaration.slots[name], self.declaration.side(name)
-            is_packed = name in packed or (
-                name in self._room and self._is_value(name) and not self._apart(slot)
-            )
+            is_packed = name in packed or (name in self._room and self._is_value(name) and not self._apart(slot))
             yield ComputeStep(name, compute.name, needs, on, is_packed, self._pad(slot), compute.fills)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:

@@ -176,7 +176,7 @@ def _pairs(step: Step) -> torch.Tensor:
 
 @st.composite
 def computed_slots(draw: st.DrawFn, name: str, bases: Mapping[str, Slot]) -> dict[str, Any]:
-    """A computed slot, or two by one call: from sizes, a field or a required slot, with tails of their own or without."""
+    """A computed slot, or two by one call: from sizes, a field or a required slot, with or without declared tails."""
 
     def made(function: Any, dtype: Any, shape: Any = (), placement: Placement = DEVICE) -> Any:
         varies = any(Dim.of(size).varies for size in (shape if isinstance(shape, tuple) else (shape,)))
@@ -199,8 +199,11 @@ def computed_slots(draw: st.DrawFn, name: str, bases: Mapping[str, Slot]) -> dic
     out, names = draw(st.booleans()), draw(st.permutations([name, f"and_{name}"]))
     if not need:
         several = fills(*names)(_twice_and_once if names[0] == name else lambda step: _twice_and_once(step)[::-1])
-        places = [draw(st.sampled_from([DEVICE, HOST])) for _ in names]
-        return {name: made(several, torch.int64, BATCH, places[0]), f"and_{name}": made(several, torch.int64, 1, places[1])}
+        places: list[Placement] = [draw(st.sampled_from([DEVICE, HOST])) for _ in names]
+        return {
+            name: made(several, torch.int64, BATCH, places[0]),
+            f"and_{name}": made(several, torch.int64, 1, places[1]),
+        }
     slot, given = needed[need], ", out" if out else ""
     flipped = f"{need}.flip([*range({need}.dim())])"
     like = slot.dtype, slot.shape, slot.placement

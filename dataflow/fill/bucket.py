@@ -59,7 +59,7 @@ from .writers import (
 )
 
 NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets that need no packet
-NO_FUNCTIONS: Final = Functions((), (), (), ask_step=False)
+NO_FUNCTIONS: Final = Functions((), (), ())
 PATTERNS: Final = 64
 """The most patterns for which one bucket keeps plans."""
 Given = Mapping[str, torch.Tensor]
@@ -361,8 +361,7 @@ class Bucket:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
-        every = [*on_host, *(one.computation for one in packed)]
-        return Functions(on_host, packed, on_device, any(one.asks_step or one.tail for one in every))
+        return Functions(on_host, packed, on_device)
 
     def computations(self, views: Views) -> Iterator[tuple[ComputeStep, Computation]]:
         """Bind the functions to the slots that they need and write, in order."""

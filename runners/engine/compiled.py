@@ -115,7 +115,7 @@ def _compiled(calls: Sequence[_Call], backend: str = "inductor") -> Callable[[Se
         results: dict[str, Any] = {}
         for call in calls:
             target, compute = tensors[call.target], call.compute
-            given = {name: tensors[place] for name, place in call.slots}
+            given: dict[str, Any] = {name: tensors[place] for name, place in call.slots}
             given.update(call.others)
             if call.outs:
                 given[OUT] = {name: tensors[place] for name, place in call.outs.items()}

@@ -198,8 +198,8 @@ class Stage(Generic[V]):
         sizes_of = step_of or bucket.step
 
         def info_of(live: Live) -> ViewInfo:
-            tails = bucket.result_tails
-            return ViewInfo(sizes_of(live), self.relations, self.declaration, tails, exact=bucket.exact, **info)
+            given = self.relations, self.declaration, bucket.result_tails
+            return ViewInfo(sizes_of(live), *given, exact=bucket.exact, **info)
 
         return Viewer(self.views, shown or (lambda live: bucket.at(live).shown()), self.declaration.fields, info_of)
 

@@ -175,17 +175,15 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, co
         if some:
             text = draw(st.sampled_from(ON_HOST if on_host else ON_DEVICE)).format(some=draw(st.sampled_from(some)))
             functions[f"c{number}"] = Asked(text, on_host and draw(st.booleans()))
-    for number in range(draw(st.integers(0, 2))):
-        whole = [one for one in ruled if one.kind.dim is not None and one.name not in unread]
-        if whole:
-            functions |= draw(padded(f"r{number}", draw(st.sampled_from(whole)), correct=correct))
+    whole = [one for one in ruled if one.kind.dim is not None and one.name not in unread]
+    for name in draw(st.sampled_from([(), ("r0",), ("r0", "r1")])) if whole else ():
+        functions |= draw(padded(name, draw(st.sampled_from(whole)), correct=correct))
     return World({one.name: one for one in ruled}, functions, width)
 
 
 @st.composite
 def padded(draw: st.DrawFn, name: str, like: Drawn, *, correct: bool) -> dict[str, Asked]:
-    """A function of all rows of a slot, with a tail of its own or without; and perhaps a number that the same call
-    gives, and one that is computed of the rows."""
+    """A function of all rows of a slot, perhaps with a number by the same call, and with one computed of the rows."""
     runs_on_host = like.kind.host
     hosts = st.booleans() if runs_on_host else st.just(value=False)
     one_number = "int({}.sum())" if runs_on_host else "{}.sum().reshape(1).to(torch.int64)"
@@ -219,14 +217,14 @@ class World:
             options |= {"then": function(one.rule, names)} if one.rule else {}
             options |= {"pad": one.pad} if one.kind.dim is not None else {}
             body[name] = copied(*one.kind.shape, dtype=one.kind.dtype, rewritten=one.written, **options)
-        for name, one in self.functions.items():
-            called = function(one.text, names)
-            if one.fills:
-                text = f"({', '.join(self.functions[other].text for other in one.fills)})"
-                called = groups.setdefault(one.fills, fills(*one.fills)(function(text, names)))
-            kind = self.slots[one.like].kind if one.like else Kind((1,), torch.int64, host=False)
-            options = {"placement": "host"} if one.host else {}
-            body[name] = computed(called, shape=kind.shape, dtype=kind.dtype, pad=one.pad, **options)
+        for name, asked in self.functions.items():
+            made = function(asked.text, names)
+            if asked.fills:
+                text = f"({', '.join(self.functions[other].text for other in asked.fills)})"
+                made = groups.setdefault(asked.fills, fills(*asked.fills)(function(text, names)))
+            kind = self.slots[asked.like].kind if asked.like else Kind((1,), torch.int64, host=False)
+            options = {"placement": "host"} if asked.host else {}
+            body[name] = computed(made, shape=kind.shape, dtype=kind.dtype, pad=asked.pad, **options)
         return type("DrawnInputs", (Inputs,), {"__annotations__": dict.fromkeys(body, torch.Tensor), **body})
 
     def run(self, view: Mapping[str, torch.Tensor]) -> None:
@@ -274,7 +272,7 @@ class World:
     def stepped(self, rows: Tensors, step: Step) -> tuple[Tensors, Tensors, torch.Tensor]:
         """What slots hold after a step, what computed slots hold, and what it made, padded rows and all."""
         view = {name: self.padded(name, rows[name], step.padded_sizes) for name in self.slots}
-        found = {}
+        found = Tensors()
         for name, one in self.functions.items():
             value = called(one.text, {**view, **found, "step": step})
             if not one.like:

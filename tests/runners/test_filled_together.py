@@ -10,8 +10,19 @@ import pytest
 import torch
 
 import slotgraph
-from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, Axis, DecodeRunner, EagerRunner, InputBuffers, Inputs, Step
-from slotgraph import computed, copied, keep
+from slotgraph import (
+    BATCH,
+    SEQ_LEN_FILL,
+    Axis,
+    DecodeRunner,
+    EagerRunner,
+    InputBuffers,
+    Inputs,
+    Step,
+    computed,
+    copied,
+    keep,
+)
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.plan import FillPlan
@@ -86,7 +97,7 @@ def right(lens: list[int], padded: int, *, lasts: bool = True) -> dict[str, Any]
 
 def made(backend: Any, *, lasts: bool = True, **options: Any) -> Any:
     """A captured runner."""
-    given = {"buckets": [2, 4, 8], "sizes": {HEADS: 3}, "settings": {"lasts": lasts}, "output_rows": BATCH}
+    given: Any = {"buckets": [2, 4, 8], "sizes": {HEADS: 3}, "settings": {"lasts": lasts}, "output_rows": BATCH}
     runner: Any = DecodeRunner(
         Lengths, lambda view: view.rows + view.cu_seqlens[:-1], backend=backend, **given, **options
     )
@@ -385,7 +396,8 @@ def test_interrupted_calls_leave_nothing_for_the_next(name: str) -> None:
     fails, batch = [False], [0]
 
     @fills("one", "two")
-    def both(step: Step) -> tuple[Any, Any]:
+    def both(settings: Any) -> tuple[Any, Any]:
+        del settings
         batch[0] += 1
         return batch[0], "no number" if fails[0] else batch[0]
 
@@ -394,7 +406,9 @@ def test_interrupted_calls_leave_nothing_for_the_next(name: str) -> None:
         one: torch.Tensor = computed(both, shape=1, dtype=torch.int64)
         two: torch.Tensor = computed(both, shape=1, dtype=torch.int64, placement="host")
 
-    runner: Any = DecodeRunner(Counted, lambda view: view.ids + view.one, buckets=[2], backend=backend_of(name))
+    runner: Any = DecodeRunner(
+        Counted, lambda view: view.ids + view.one, buckets=[2], settings=1, backend=backend_of(name)
+    )
     runner.capture()
     for number in range(6):
         fails[0] = number % 3 == 1
