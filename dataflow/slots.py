@@ -200,8 +200,6 @@ class Slot:
             yield "it is both rewritten and restored, and a restored slot is as the fill left it; use one of them"
         if isinstance(self.pad, Once) and self.starts is not None:
             yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
-        if self.computes() and self.pad is not None and not (self.varying and isinstance(self.pad, Pad)):
-            yield f"its function gives every row, and {self.pad} changes none: say pad=value of a dim that varies"
         if self.needs_rule and self.varying and self.pad is None:
             yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
         if self.restored and isinstance(self.pad, Once):
@@ -275,6 +273,12 @@ class Computed(Slot):
     def computes(self) -> Compute | None:
         """Return the declared function."""
         return self.function
+
+    def faults(self) -> Iterator[str]:
+        """Yield each fault of the slot by itself."""
+        yield from super().faults()
+        if self.pad is not None and not (self.varying and isinstance(self.pad, Pad)):
+            yield f"its function gives every row, and {self.pad} changes none: say pad=value of a dim that varies"
 
 
 @attrs.frozen(kw_only=True)
